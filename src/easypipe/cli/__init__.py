@@ -1,0 +1,1 @@
+"""The easypipe command."""

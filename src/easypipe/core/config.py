@@ -1,0 +1,236 @@
+"""Strict configuration: frozen keyword-only dataclasses, built from Python, dicts or YAML by the same door.
+
+    @config
+    class PackStageConfig:
+        seq_length: int
+        strategy: Literal["greedy", "pool", "first_fit"] = "greedy"
+
+        def check(self) -> None:                     # optional: what types cannot say
+            if self.seq_length < 1:
+                raise ConfigError(at="seq_length", problem="0 is no row length", fix="Give at least 1.")
+
+Unknown keys and wrong types raise ConfigError with the whole key path: `datasets[1].seq_lenght: unknown key. Did you mean 'seq_length'?`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform
+
+import pydantic
+import yaml
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from easypipe.core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+_RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def config(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen keyword-only dataclass whose constructor validates every value."""
+    made: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    validate = made.__init__
+
+    @functools.wraps(validate)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        if args:
+            raise ConfigError(at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made))
+        hints = _hints(made)
+        for key in values:
+            if key not in hints:
+                names = _field_names(made)
+                raise ConfigError(at=key, problem="unknown key", have=names, fix=did_you_mean(key, names))
+        values = {key: _structure(value, hints[key], key) for key, value in values.items()}
+        try:
+            validate(self, **values)
+        except pydantic.ValidationError as error:
+            raise _readable(error, made) from None
+        check = getattr(self, "check", None)
+        if check is not None:
+            check()
+
+    made.__init__ = __init__
+    made.__easypipe_config__ = True
+    return made
+
+
+def is_config(cls: object) -> bool:
+    return isinstance(cls, type) and getattr(cls, "__easypipe_config__", False)
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], at: str = "") -> T:
+    """`cls(**values)`, with `at` in front of the key path of any error."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(at=at or cls.__name__, problem=f"expected a mapping, got {values!r}")
+    try:
+        return cls(**{str(key): value for key, value in values.items()})
+    except ConfigError as error:
+        raise (error.under(at) if at else error) from None
+
+
+def to_dict(value: Any) -> Any:
+    """Plain dicts, lists and scalars that `from_dict` and YAML take back; fields marked `metadata={'secret': True}` are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.metadata.get("secret")}
+    if isinstance(value, Mapping):
+        return {str(key): to_dict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_dict(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    return repr(value)
+
+
+def digest(*parts: Any) -> str:
+    """32 hex digits of SHA-256 over canonical JSON; what two machines agree on."""
+    text = json.dumps([to_dict(part) for part in parts], sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """A YAML mapping, read safely: no tags, no duplicate keys, and 1e-4 is a number."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(at=str(path), problem="no such file", fix="Give the path of a YAML file.")
+    return parse_yaml(path.read_text(encoding="utf-8"), at=str(path))
+
+
+def parse_yaml(text: str, at: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(text, Loader=_SafeLoader)  # a SafeLoader, as yaml.safe_load uses, that refuses duplicate keys
+    except yaml.YAMLError as error:
+        raise ConfigError(at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(at=at, problem=f"expected a mapping at the top, got {type(values).__name__}")
+    return values
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `values` with each `key.path=value` set; list items by number, values read as YAML."""
+    result = json.loads(json.dumps(values, default=str))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(at=override, problem="not of the form key.path=value", fix="Write --set train.steps=100.")
+        try:
+            value = yaml.load(text, Loader=_SafeLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(at=path, problem=f"{text!r} is not a YAML value: {error}") from None
+        node: Any = result
+        keys = path.split(".")
+        for depth, key in enumerate(keys):
+            last = depth == len(keys) - 1
+            here = ".".join(keys[: depth + 1])
+            if isinstance(node, list):
+                if not key.isdigit() or int(key) >= len(node):
+                    raise ConfigError(at=here, problem=f"no item {key!r}", have=range(len(node)))
+                index: Any = int(key)
+            elif isinstance(node, dict):
+                index = key
+            else:
+                raise ConfigError(at=here, problem=f"{node!r} has no keys")
+            if last:
+                node[index] = value
+            else:
+                if isinstance(node, dict) and node.get(index) is None:
+                    node[index] = {}
+                node = node[index]
+    return result
+
+
+def _field_names(cls: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _structure(value: Any, hint: Any, at: str) -> Any:
+    """Mappings become nested configs and lists become tuples where the field asks for them; all else is left to validation."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        if isinstance(value, Mapping):
+            configs = [a for a in arguments if is_config(a)]
+            if len(configs) == 1:
+                return from_dict(configs[0], value, at)
+        for argument in arguments:
+            if typing.get_origin(argument) in (tuple, dict) and isinstance(value, list | tuple | Mapping):
+                value = _structure(value, argument, at)
+        return value
+    if is_config(hint):
+        return from_dict(hint, value, at) if isinstance(value, Mapping) else value
+    if origin is tuple and isinstance(value, list | tuple):
+        items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        if len(items) != len(value):
+            raise ConfigError(at=at, problem=f"expected {len(items)} items, got {len(value)}")
+        return tuple(_structure(item, h, f"{at}[{i}]") for i, (item, h) in enumerate(zip(value, items, strict=True)))
+    if origin is dict and isinstance(value, Mapping):
+        return {key: _structure(item, arguments[1], f"{at}.{key}") for key, item in value.items()}
+    return value
+
+
+def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
+    """The first complaint as a ConfigError; pydantic lists every branch of a union, the field name is what they share."""
+    complaints = error.errors()
+    first = complaints[0]
+    loc = list(first["loc"])
+    if len(loc) > 1 and typing.get_origin(_hints(cls).get(str(loc[0]))) in (typing.Union, types.UnionType):
+        del loc[1]  # pydantic names the branch of the union here; people wrote none
+    at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    if first["type"] == "missing":
+        return ConfigError(at=at, problem="required, but not given", fix=f"Set {at!r}.")
+    same_field = [c for c in complaints if c["loc"][:1] == first["loc"][:1]]
+    wanted = list(dict.fromkeys(_lower(c["msg"]) for c in same_field))
+    value = first["input"]
+    if first["type"] == "literal_error" and len(same_field) == 1:
+        options = re.findall(r"'([^']*)'", str((first.get("ctx") or {}).get("expected", "")))
+        fix = did_you_mean(value, options) if isinstance(value, str) else None
+        return ConfigError(at=at, problem=f"{value!r} is not an option", have=options, fix=fix)
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    return ConfigError(at=at, problem=f"{' or '.join(wanted)}, got {shown} ({type(value).__name__})")
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+class _SafeLoader(yaml.SafeLoader):
+    pass
+
+
+def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key: Any = loader.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
+        if key in seen:
+            mark = key_node.start_mark
+            raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=mark)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_SafeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_SafeLoader.add_implicit_resolver(  # YAML 1.1 reads 1e-4 as a string; people mean the number
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)

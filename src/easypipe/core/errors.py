@@ -1,0 +1,117 @@
+"""One tree of errors; each names the place, the cause, what there was to choose from, and the fix.
+
+EasypipeError
+├── ConfigError        (ValueError)        a configuration value; `at` is its key path
+├── StageOrderError    (RuntimeError)      pipeline stages called in an order that cannot run
+├── SourceError        (ValueError)        a file or a row; `at` names both
+│   └── MissingFileError (FileNotFoundError)
+├── TokenizerError     (ValueError)        a tokenizer that does not load or does not do what it says
+├── BudgetError        (SourceError)       more bad rows than the dataset's budget allows
+├── PlanError          (ValueError)        an order, mixture or packing that cannot be planned
+├── CacheError         (ValueError)        a token cache or saved folder that is damaged, foreign or too new
+├── StorageError       (OSError)           reading or committing bytes failed
+├── StateError         (ValueError)        a saved state that does not belong to this pipeline
+├── LedgerError        (RuntimeError)      rows or tokens that are not accounted for
+├── PlacementError     (ValueError)        a batch that does not fit its mesh
+├── StallError         (TimeoutError)      a stage that did not deliver before its deadline
+└── TrainError         (RuntimeError)      the trainer cannot go on
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EasypipeError(Exception):
+    """`at: problem (have: a, b). fix`; every part is also an attribute."""
+
+    def __init__(self, *, at: str, problem: str, have: Iterable[object] | None = None, fix: str | None = None) -> None:
+        self.at = at
+        self.problem = problem
+        self.have = None if have is None else [str(item) for item in have]
+        self.fix = fix
+        super().__init__(at, problem)
+
+    def __str__(self) -> str:
+        text = f"{self.at}: {self.problem}" if self.at else self.problem
+        if self.have is not None:
+            text += f" (have: {', '.join(self.have) or 'none'})"
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class ConfigError(EasypipeError, ValueError):
+    def under(self, parent: str) -> ConfigError:
+        """The same error, seen from one level further up the configuration tree."""
+        joint = "" if not self.at or self.at.startswith("[") else "."
+        return type(self)(at=f"{parent}{joint}{self.at}", problem=self.problem, have=self.have, fix=self.fix)
+
+
+class StageOrderError(EasypipeError, RuntimeError):
+    pass
+
+
+class SourceError(EasypipeError, ValueError):
+    pass
+
+
+class MissingFileError(SourceError, FileNotFoundError):
+    __str__ = EasypipeError.__str__  # OSError's own would print the argument tuple
+
+
+class BudgetError(SourceError):
+    pass
+
+
+class TokenizerError(EasypipeError, ValueError):
+    pass
+
+
+class PlanError(EasypipeError, ValueError):
+    pass
+
+
+class CacheError(EasypipeError, ValueError):
+    pass
+
+
+class StorageError(EasypipeError, OSError):
+    __str__ = EasypipeError.__str__
+
+
+class StateError(EasypipeError, ValueError):
+    pass
+
+
+class LedgerError(EasypipeError, RuntimeError):
+    pass
+
+
+class PlacementError(EasypipeError, ValueError):
+    pass
+
+
+class StallError(EasypipeError, TimeoutError):
+    __str__ = EasypipeError.__str__
+
+
+class TrainError(EasypipeError, RuntimeError):
+    pass
+
+
+def place(file: str, *, row: int | None = None, line: int | None = None, column: str | None = None) -> str:
+    """`file, row 3, column 'text'`. Rows count from 0, as in `read(a, b)`; lines count from 1, as in an editor."""
+    parts = [file]
+    if row is not None:
+        parts.append(f"row {row}")
+    if line is not None:
+        parts.append(f"line {line}")
+    if column is not None:
+        parts.append(f"column {column!r}")
+    return ", ".join(parts)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    """`Did you mean 'code'?`, or None where nothing is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else None

@@ -1,0 +1,164 @@
+"""The few shapes that everything else is made of. Laws stand in the docstrings; tests/laws.py checks every implementation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A part of a source that can be read on its own, usually one file.
+
+    num_rows: physical records before any filter; None where they cannot be counted.
+    cuts: ascending row numbers (0 first) at which reading may start cheaply; a reader may start anywhere, at a cost.
+    num_bytes: size at rest, 0 where unknown; used to cut work evenly, never for correctness.
+    """
+
+    name: str
+    num_rows: int | None
+    cuts: tuple[int, ...] = (0,)
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reject:
+    """A row that was read and not passed on. `benign` rows (a blank line in a text file) are counted, never charged."""
+
+    row: int
+    reason: str  # a short fixed word, the ledger's key: "null", "empty", "not_a_string", "unparsable", ...
+    detail: str = ""  # for people: what was wrong with this very row
+    benign: bool = False
+
+
+class Scan(NamedTuple):
+    """Rows read, and rows refused. `batch` carries ROW_NUMBER when it may hold fewer rows than were asked for."""
+
+    batch: pa.RecordBatch
+    rejects: tuple[Reject, ...]
+
+
+@runtime_checkable
+class ShardedSource(Protocol):
+    """Rows in independently readable shards.
+
+    Law (stateless reads): for a ≤ b ≤ c, `read(s, a, b)` followed by `read(s, b, c)` holds the same rows as `read(s, a, c)`, on any
+    thread and in any order. Row numbers are physical records: a source that filters returns fewer rows, each with its number in
+    the column `__row_number__`; a source whose schema lacks that column returns exactly `stop - start` rows.
+    """
+
+    @property
+    def schema(self) -> pa.Schema: ...
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides what `read` returns."""
+        ...
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        """Rows `start` to `stop` of one shard. Raises SourceError naming the file, and the row where one is to blame."""
+        ...
+
+
+ShardedDataSource = ShardedSource  # the name that EasyDeL's API uses
+
+
+@runtime_checkable
+class ScanningSource(ShardedSource, Protocol):
+    """A source that can say which rows it refused. Law: `scan(...).batch` equals `read(...)` wherever `read` does not raise."""
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan: ...
+
+
+def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
+    """`source.scan` where there is one, else `read` with nothing refused."""
+    if isinstance(source, ScanningSource):
+        return source.scan(shard, start, stop)
+    return Scan(source.read(shard, start, stop), ())
+
+
+class Transform(Protocol):
+    """RecordBatch → RecordBatch, row by row.
+
+    Law: applying it to a whole batch equals applying it to the pieces of any cut. A transform that drops rows keeps ROW_NUMBER.
+    """
+
+    fingerprint: str
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
+    def schema(self, before: pa.Schema) -> pa.Schema: ...
+
+
+class Collator(Protocol):
+    """Rows at rest → a batch of contiguous, freshly allocated host arrays."""
+
+    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressEvent:
+    """How far one piece of long work has come. `done` and `total` count `unit`s; total is None where it is unknown."""
+
+    stage: str
+    dataset: str
+    done: int
+    total: int | None
+    unit: str
+
+
+class ProgressListener(Protocol):
+    def __call__(self, event: ProgressEvent) -> None: ...
+
+
+def silent(event: ProgressEvent) -> None:
+    """The listener of those who do not listen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineContext:
+    """What every stage may know. Frozen: a stage that needs to remember something returns a source that does."""
+
+    config: Any
+    seed: int
+    cache_dir: Path
+    progress: ProgressListener = field(default=silent, compare=False)
+
+
+class BaseStage(ABC):
+    """One step of a pipeline. Subclass it, give it a `name` and a `process`, and add it with `Pipeline.add_stage(stage)`."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+        """Pure: reads no rows, so that schemas and errors are known before data moves."""
+
+
+@runtime_checkable
+class BatchLoader(Protocol):
+    """What a trainer needs of a loader.
+
+    Law (exact resume): after `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
+    Batches are `(dict of arrays)`; `state()` is the state after the batch that was last yielded.
+    """
+
+    batch_size: int
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+    def __len__(self) -> int:
+        """Batches from the start to the end. Raises TypeError where the data never ends."""
+        ...
+
+    def state(self) -> Any: ...
+    def restore(self, state: Any) -> None: ...

@@ -1,0 +1,1 @@
+"""Loss kernels behind one api."""

@@ -1,0 +1,1 @@
+"""From planned rows to batches on a mesh."""

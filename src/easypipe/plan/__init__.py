@@ -1,0 +1,1 @@
+"""Which row comes when: integers only, no files, no jax."""

@@ -1,0 +1,1 @@
+"""Reading rows from files, memory and the token cache."""

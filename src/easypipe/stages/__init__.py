@@ -1,0 +1,1 @@
+"""Pipeline stages, each beside its own config."""

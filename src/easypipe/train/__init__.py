@@ -1,0 +1,1 @@
+"""The trainer: model, optimizer, step, checkpoints, metrics."""

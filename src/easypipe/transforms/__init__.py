@@ -1,0 +1,1 @@
+"""Changing columns: text to tokens."""
