@@ -1,3 +1,6 @@
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Strict configuration: frozen keyword-only dataclasses, built from Python, dicts or YAML by the same door.
 
     @config
@@ -69,7 +72,7 @@ def is_config(cls: object) -> bool:
     return isinstance(cls, type) and getattr(cls, "__easypipe_config__", False)
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], at: str = "") -> T:
+def from_dict(cls: type[T], values: Any, at: str = "") -> T:
     """`cls(**values)`, with `at` in front of the key path of any error."""
     if not isinstance(values, Mapping):
         raise ConfigError(at=at or cls.__name__, problem=f"expected a mapping, got {values!r}")
@@ -110,7 +113,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def parse_yaml(text: str, at: str) -> dict[str, Any]:
     try:
-        values = yaml.load(text, Loader=_SafeLoader)  # a SafeLoader, as yaml.safe_load uses, that refuses duplicate keys
+        values = _read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names.") from None
     if not isinstance(values, dict):
@@ -126,7 +129,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         if not equals or not path:
             raise ConfigError(at=override, problem="not of the form key.path=value", fix="Write --set train.steps=100.")
         try:
-            value = yaml.load(text, Loader=_SafeLoader)
+            value = _read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(at=path, problem=f"{text!r} is not a YAML value: {error}") from None
         node: Any = result
@@ -164,7 +167,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _structure(value: Any, hint: Any, at: str) -> Any:
     """Mappings become nested configs and lists become tuples where the field asks for them; all else is left to validation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(hint):
         if value is None and type(None) in arguments:
             return None
         if isinstance(value, Mapping):
@@ -190,14 +193,17 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
 def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     """The first complaint as a ConfigError; pydantic lists every branch of a union, the field name is what they share."""
     complaints = error.errors()
-    first = complaints[0]
+    same_field = [c for c in complaints if c["loc"][:1] == complaints[0]["loc"][:1]]
+    first = max(same_field, key=lambda c: len(c["loc"]))  # the branch that got furthest into the value is the one that was meant
+    if len(first["loc"]) > 2:
+        same_field = [first]
     loc = list(first["loc"])
-    if len(loc) > 1 and typing.get_origin(_hints(cls).get(str(loc[0]))) in (typing.Union, types.UnionType):
+    branches = [a for a in typing.get_args(_hints(cls).get(str(loc[0]))) if a is not type(None)]
+    if len(loc) > 1 and len(branches) > 1 and _is_union(_hints(cls)[str(loc[0])]):
         del loc[1]  # pydantic names the branch of the union here; people wrote none
     at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if first["type"] == "missing":
         return ConfigError(at=at, problem="required, but not given", fix=f"Set {at!r}.")
-    same_field = [c for c in complaints if c["loc"][:1] == first["loc"][:1]]
     wanted = list(dict.fromkeys(_lower(c["msg"]) for c in same_field))
     value = first["input"]
     if first["type"] == "literal_error" and len(same_field) == 1:
@@ -208,8 +214,16 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     return ConfigError(at=at, problem=f"{' or '.join(wanted)}, got {shown} ({type(value).__name__})")
 
 
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
 def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_SafeLoader)  # noqa: S506  (what yaml.safe_load does, with duplicate keys refused)
 
 
 class _SafeLoader(yaml.SafeLoader):

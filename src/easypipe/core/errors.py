@@ -1,3 +1,6 @@
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """One tree of errors; each names the place, the cause, what there was to choose from, and the fix.
 
 EasypipeError

@@ -1,3 +1,6 @@
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Conservation: every row and token that came in went somewhere, and the books say where.
 
 An entry is one balance: what came `into` a step on the left, where it went on the right; `Ledger.check()` raises where the sums differ.
@@ -33,9 +36,7 @@ class Ledger:
     facts: dict[str, Any] = field(default_factory=dict)  # seconds, bytes, fill: measured, not balanced
 
     def add(self, stage: str, dataset: str, unit: str, *, into: Mapping[str, int], out: Mapping[str, int]) -> None:
-        self.entries.append(
-            Entry(stage=stage, dataset=dataset, unit=unit, into=_without_zeros(into), out=_without_zeros(out))
-        )
+        self.entries.append(Entry(stage=stage, dataset=dataset, unit=unit, into=_without_zeros(into), out=_without_zeros(out)))
 
     def extend(self, other: Ledger) -> None:
         self.entries += other.entries
@@ -65,10 +66,7 @@ class Ledger:
             yield entry.stage, entry.dataset, entry.unit, sum(entry.into.values()), went
 
     def to_json(self) -> dict[str, Any]:
-        entries = [
-            {"stage": e.stage, "dataset": e.dataset, "unit": e.unit, "in": dict(e.into), "out": dict(e.out)}
-            for e in self.entries
-        ]
+        entries = [{"stage": e.stage, "dataset": e.dataset, "unit": e.unit, "in": dict(e.into), "out": dict(e.out)} for e in self.entries]
         return {"entries": entries, "facts": self.facts}
 
 

@@ -1,3 +1,6 @@
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Column names and dtypes, in one place.
 
 At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`; `labels` exist only in batches.

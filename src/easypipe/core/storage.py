@@ -1,3 +1,6 @@
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """The one door to bytes at rest: where files are read from, and how they are committed.
 
 Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this process is killed. Locally: a temporary
@@ -16,7 +19,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +82,8 @@ def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) 
         if not is_remote(path):
             return Path(_local(path)).read_bytes()
         fs, name = filesystem(path, storage_options)
-        return bytes(fs.cat_file(name))
+        data: Any = fs.cat_file(name)
+        return bytes(data)
     except FileNotFoundError as error:
         raise MissingFileError(at=str(path), problem="no such file") from error
     except OSError as error:
@@ -106,7 +110,7 @@ def commit_json(path: str | Path, value: Any) -> Stamp:
 
 
 @contextlib.contextmanager
-def commit_file(path: str | Path) -> Iterator[tuple[Path, Callable[[], Stamp]]]:
+def commit_file(path: str | Path) -> Generator[tuple[Path, Callable[[], Stamp]]]:
     """`with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits it, an exception discards it.
 
     `stamp()` tells size and checksum once the block is left. Raises StorageError where the bytes cannot be written.

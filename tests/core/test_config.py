@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+
+from easypipe.core.config import apply_overrides, config, digest, from_dict, load_yaml, parse_yaml, to_dict
+from easypipe.core.errors import ConfigError
+
+
+@config
+class Inner:
+    seq_length: int
+    strategy: Literal["greedy", "pool"] = "greedy"
+
+    def check(self) -> None:
+        if self.seq_length < 1:
+            raise ConfigError(at="seq_length", problem=f"{self.seq_length} is no row length", fix="Give at least 1.")
+
+
+@config
+class Outer:
+    inner: Inner
+    many: tuple[Inner, ...] = ()
+    weights: dict[str, float] | None = None
+    either: Inner | str | None = None
+    files: str | tuple[str, ...] = ""
+    anything: Any = None
+    token: str | None = dataclasses.field(default=None, metadata={"secret": True})
+
+
+GOOD: dict[str, Any] = {"inner": {"seq_length": 8}}
+
+REFUSED = [
+    ({"inner": {"seq_lenght": 8}}, "inner.seq_lenght: unknown key (have: seq_length, strategy). Did you mean 'seq_length'?"),
+    ({"inner": {"seq_length": "8"}}, "inner.seq_length: input should be a valid integer, got '8' (str)"),
+    ({"inner": {"seq_length": True}}, "inner.seq_length: input should be a valid integer, got True (bool)"),
+    ({"inner": {"seq_length": 0}}, "inner.seq_length: 0 is no row length. Give at least 1."),
+    ({**GOOD, "many": [GOOD["inner"], {"seq_length": 0}]}, "many[1].seq_length: 0 is no row length. Give at least 1."),
+    (
+        {**GOOD, "many": [{"seq_length": 1, "strategy": "gredy"}]},
+        "many[0].strategy: 'gredy' is not an option (have: greedy, pool). Did you mean 'greedy'?",
+    ),
+    ({**GOOD, "weights": {"code": "much"}}, "weights.code: input should be a valid number, got 'much' (str)"),
+    ({**GOOD, "either": {"seq_length": 0}}, "either.seq_length: 0 is no row length. Give at least 1."),
+    ({**GOOD, "either": 3}, "either: input should be an instance of Inner or input should be a valid string, got 3 (int)"),
+    ({**GOOD, "files": ["a", 3]}, "files[1]: input should be a valid string, got 3 (int)"),
+    ({}, "inner: required, but not given. Set 'inner'."),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_refusals_name_the_key_path_and_the_fix(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        from_dict(Outer, values)
+    assert str(refusal.value) == message
+    with pytest.raises(ConfigError) as refusal:
+        from_dict(Outer, values, at="data")
+    assert str(refusal.value) == "data." + message
+
+
+def test_the_suggested_spelling_works() -> None:
+    assert from_dict(Outer, {"inner": {"seq_length": 8}}).inner.seq_length == 8
+
+
+def test_frozen_and_replaceable() -> None:
+    outer = Outer(inner=Inner(seq_length=2), files=["a", "b"])  # pyright: ignore[reportArgumentType]
+    assert outer.files == ("a", "b")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        outer.files = "c"  # type: ignore[misc]
+    assert dataclasses.replace(outer, files="c").files == "c"
+    with pytest.raises(ConfigError, match="keyword arguments only"):
+        Inner(3)  # type: ignore[misc]
+
+
+def test_round_trip_leaves_secrets_out() -> None:
+    outer = Outer(inner=Inner(seq_length=2), weights={"a": 1}, token="hf_secret")
+    plain = to_dict(outer)
+    assert "token" not in plain
+    assert "hf_secret" not in str(plain)
+    assert from_dict(Outer, plain) == dataclasses.replace(outer, token=None)
+
+
+def test_digest_depends_on_values_only() -> None:
+    assert digest(Outer(inner=Inner(seq_length=2))) == digest(Outer(inner=Inner(seq_length=2, strategy="greedy")))
+    assert digest(Outer(inner=Inner(seq_length=2))) != digest(Outer(inner=Inner(seq_length=3)))
+    assert digest(1) != digest("1")
+
+
+def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("lr: 1e-4\nname: 1e\nn: 3\n")
+    assert load_yaml(path) == {"lr": 1e-4, "name": "1e", "n": 3}
+    with pytest.raises(ConfigError, match="key 'a' stands twice"):
+        parse_yaml("a: 1\na: 2\n", at="x.yaml")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        parse_yaml("a: !!python/object/apply:os.system [ls]\n", at="x.yaml")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_yaml(tmp_path / "absent.yaml")
+
+
+def test_overrides() -> None:
+    values = {"data": {"datasets": [{"name": "a"}]}, "train": None}
+    changed = apply_overrides(values, ["train.optimizer.learning_rate=1e-4", "data.datasets.0.name=b", "data.flag=true"])
+    assert changed == {"data": {"datasets": [{"name": "b"}], "flag": True}, "train": {"optimizer": {"learning_rate": 1e-4}}}
+    assert values["train"] is None
+    with pytest.raises(ConfigError, match=r"data\.datasets\.1: no item '1' \(have: 0\)"):
+        apply_overrides(values, ["data.datasets.1.name=b"])
+    with pytest.raises(ConfigError, match="not of the form"):
+        apply_overrides(values, ["data"])

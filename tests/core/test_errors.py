@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import inspect
+import re
+
+from easypipe.core import errors
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn = re.findall(r"[├└]── (\w+)\s+\((\w+)\)", errors.__doc__ or "")
+    assert drawn
+    for name, base in drawn:
+        cls = getattr(errors, name)
+        assert base in {c.__name__ for c in cls.__mro__}, f"{name} is no {base}"
+        assert issubclass(cls, errors.EasypipeError)
+        error = cls(at="file.txt, row 3", problem="bad", have=["a", "b"], fix="Do this.")
+        assert str(error) == "file.txt, row 3: bad (have: a, b). Do this."
+    defined = {n for n, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EasypipeError)}
+    assert defined - {"EasypipeError"} == {name for name, _ in drawn}
+
+
+def test_place_and_suggestion() -> None:
+    assert errors.place("a.jsonl", row=3, column="text") == "a.jsonl, row 3, column 'text'"
+    assert errors.did_you_mean("cod", ["code", "text"]) == "Did you mean 'code'?"
+    assert errors.did_you_mean("zzz", ["code"]) is None

@@ -1,0 +1,86 @@
+"""Commit or nothing: a process that stops at any step leaves the old bytes or the new ones, and no litter that stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from easypipe.core import storage
+from easypipe.core.errors import MissingFileError, StorageError
+
+STEPS = ("write", "sync", "rename", "committed")
+
+
+class Stop(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_fault_leaves_old_or_new(tmp_path: Path, step: str) -> None:
+    target = tmp_path / "a" / "file"
+    storage.commit_bytes(target, b"old")
+
+    def fail(at: str, path: str) -> None:
+        if at == step:
+            raise Stop(step)
+
+    storage.set_fault_hook(fail)
+    with pytest.raises(Stop):
+        storage.commit_bytes(target, b"new")
+    storage.set_fault_hook(None)
+    assert target.read_bytes() == (b"new" if step == "committed" else b"old")
+    assert [p.name for p in target.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_kill_leaves_old_or_new_and_is_swept(tmp_path: Path, step: str) -> None:
+    target = tmp_path / "file"
+    storage.commit_bytes(target, b"old")
+    script = (
+        "import os, sys\nfrom easypipe.core import storage\n"
+        "storage.set_fault_hook(lambda step, path: os._exit(9) if step == sys.argv[2] else None)\n"
+        "storage.commit_bytes(sys.argv[1], b'new')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(target), step], check=False)
+    assert done.returncode == 9
+    assert target.read_bytes() == (b"new" if step == "committed" else b"old")
+    litter = [p for p in tmp_path.iterdir() if p != target]
+    assert storage.sweep(tmp_path) == len(litter)
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_an_exception_in_the_block_discards(tmp_path: Path) -> None:
+    def half_written() -> None:
+        with storage.commit_file(tmp_path / "file") as (temporary, _):
+            temporary.write_bytes(b"half")
+            raise Stop
+
+    with pytest.raises(Stop):
+        half_written()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stamp_and_object_stores() -> None:
+    stamp = storage.commit_bytes("memory://bucket/x", b"hello")
+    assert stamp.num_bytes == 5
+    assert len(stamp.checksum) == 32
+    assert storage.read_bytes("memory://bucket/x") == b"hello"
+    assert storage.exists("memory://bucket/x")
+    assert not storage.exists("memory://bucket/y")
+
+
+def test_errors_name_the_path(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"nothing: no such file"):
+        storage.read_bytes(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes("memory://bucket/nothing")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="cannot be written"):
+        storage.commit_bytes(tmp_path / "file" / "below", b"x")
+    with pytest.raises(StorageError, match="not JSON"):
+        storage.read_json(tmp_path / "file")
+    with pytest.raises(StorageError, match="nosuch:// paths"):
+        storage.filesystem("nosuch://bucket/x")

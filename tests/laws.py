@@ -1,0 +1,203 @@
+"""The laws of DESIGN.md as reusable checks. Every source, transform, stage, plan and loader goes through the ones that bind it.
+
+A law is a function that raises AssertionError with the place where it is broken. Tests call them with real objects, most often under
+Hypothesis (tests/strategies.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.ledger import Ledger
+from easypipe.core.protocols import ScanningSource, ShardedSource, Transform
+from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, ROW_NUMBER, SEGMENT_IDS
+
+MAX_STATE_BYTES = 4096
+
+
+# Law 1: determinism
+
+
+def assert_same_batches(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]], *, what: str = "batches") -> int:
+    """Byte-equal, column by column, dtype by dtype, to the end of both. Returns how many batches there were."""
+    missing = object()
+    count = 0
+    for n, (a, b) in enumerate(itertools.zip_longest(first, second, fillvalue=missing)):
+        assert a is not missing, f"{what}: the second goes on after batch {n}"
+        assert b is not missing, f"{what}: the first goes on after batch {n}"
+        assert_same_batch(a, b, what=f"{what}, batch {n}")
+        count = n + 1
+    return count
+
+
+def assert_same_batch(a: Mapping[str, Any], b: Mapping[str, Any], *, what: str = "batch") -> None:
+    assert sorted(a) == sorted(b), f"{what}: columns {sorted(a)} and {sorted(b)}"
+    for column in a:
+        x, y = np.asarray(a[column]), np.asarray(b[column])
+        assert x.dtype == y.dtype, f"{what}, {column}: {x.dtype} and {y.dtype}"
+        assert x.shape == y.shape, f"{what}, {column}: {x.shape} and {y.shape}"
+        assert x.tobytes() == y.tobytes(), f"{what}, {column}: first difference at {np.argwhere(x != y)[:1].tolist()}"
+
+
+# Law 2: exact resume
+
+
+def assert_exact_resume(make: Callable[[], Any], batches: int, *, hops: Sequence[int] = (), stops: Sequence[int] | None = None) -> None:
+    """Stop after every batch (or after `stops`), restore into a new loader, and see the same batches from there.
+
+    make: builds a fresh loader. batches: how many to look at. hops: save → resume again after that many further batches.
+    """
+    reference = [_copied(batch) for batch in itertools.islice(iter(make()), batches)]
+    assert reference, "the loader yielded nothing"
+    for stop in range(len(reference) + 1) if stops is None else stops:
+        loader = make()
+        position = _advance(loader, stop, reference, 0)
+        state = _through_json(loader.state())
+        for hop in hops:
+            loader = make()
+            loader.restore(state)
+            position = _advance(loader, hop, reference, position)
+            state = _through_json(loader.state())
+        resumed = make()
+        resumed.restore(state)
+        rest = itertools.islice(iter(resumed), len(reference) - position)
+        assert_same_batches(reference[position:], rest, what=f"resumed after batch {position} (hops {list(hops)})")
+
+
+def _advance(loader: Any, count: int, reference: list[dict[str, np.ndarray]], position: int) -> int:
+    count = min(count, len(reference) - position)
+    iterator = iter(loader)
+    try:
+        for _ in range(count):
+            assert_same_batch(reference[position], next(iterator), what=f"batch {position} on the way")
+            position += 1
+    finally:
+        close = getattr(iterator, "close", None)
+        if count and close is not None:
+            close()
+    return position
+
+
+def _copied(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {column: np.array(values) for column, values in batch.items()}
+
+
+def _through_json(state: Any) -> Any:
+    """The state as another process would read it; at most 4 KiB."""
+    if not hasattr(state, "to_json"):
+        return json.loads(json.dumps(state))
+    text = state.to_json()
+    assert len(text.encode()) <= MAX_STATE_BYTES, f"state of {len(text.encode())} bytes"
+    return type(state).from_json(text)
+
+
+# Law 3: stateless reads
+
+
+def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7, 100)) -> None:
+    """Any cuts, any order, any thread give the same rows; row numbers are physical records."""
+    for shard, info in enumerate(source.shards):
+        total = info.num_rows
+        assert total is not None, f"shard {info.name} cannot be cut: give it a row count"
+        assert list(info.cuts) == sorted(set(info.cuts)), f"cuts of {info.name} are not ascending"
+        assert not info.cuts or (info.cuts[0] == 0 and info.cuts[-1] <= total), f"cuts of {info.name} leave the shard"
+        whole = source.read(shard, 0, total)
+        assert whole.schema.equals(source.schema), f"{info.name}: read gives\n{whole.schema}\nschema says\n{source.schema}"
+        _assert_row_numbers(whole, 0, total, info.name)
+        edges = sorted({0, total, *(cut % (total + 1) for cut in cuts)})
+        spans = list(itertools.pairwise(edges))
+        pieces = {span: source.read(shard, *span) for span in reversed(spans)}
+        for (start, stop), piece in pieces.items():
+            assert piece.schema.equals(source.schema), f"{info.name}[{start}:{stop}]: another schema than the whole"
+            _assert_row_numbers(piece, start, stop, info.name)
+        _assert_equal_tables([pieces[span] for span in spans], whole, f"{info.name} cut at {edges}")
+        with ThreadPoolExecutor(4) as pool:
+            threaded = list(pool.map(lambda span, shard=shard: source.read(shard, *span), spans))
+        _assert_equal_tables(threaded, whole, f"{info.name} read by threads, cut at {edges}")
+        if isinstance(source, ScanningSource):
+            scanned = source.scan(shard, 0, total)
+            _assert_equal_tables([scanned.batch], whole, f"{info.name}: scan and read differ")
+            assert scanned.batch.num_rows + len(scanned.rejects) == total, f"{info.name}: rows lost without a reject"
+
+
+def _assert_row_numbers(batch: pa.RecordBatch, start: int, stop: int, name: str) -> None:
+    if ROW_NUMBER not in batch.schema.names:
+        assert batch.num_rows == stop - start, f"{name}[{start}:{stop}] gave {batch.num_rows} rows and no {ROW_NUMBER}"
+        return
+    numbers = batch.column(ROW_NUMBER).to_numpy()
+    assert (np.diff(numbers) > 0).all(), f"{name}: row numbers do not ascend"
+    assert not numbers.size or (numbers[0] >= start and numbers[-1] < stop), f"{name}: row numbers leave {start}:{stop}"
+
+
+def _assert_equal_tables(pieces: Sequence[pa.RecordBatch], whole: pa.RecordBatch, what: str) -> None:
+    together = pa.Table.from_batches(list(pieces), schema=whole.schema).combine_chunks()
+    assert together.equals(pa.Table.from_batches([whole]).combine_chunks()), what
+
+
+def assert_row_wise(transform: Transform, batch: pa.RecordBatch, cuts: Sequence[int]) -> None:
+    """A transform of the whole equals the transforms of the pieces."""
+    edges = sorted({0, batch.num_rows, *(cut % (batch.num_rows + 1) for cut in cuts)})
+    pieces = [transform(batch.slice(a, b - a)) for a, b in itertools.pairwise(edges)]
+    _assert_equal_tables(pieces, transform(batch), f"{transform} at cuts {edges}")
+
+
+# Law 4: conservation
+
+
+def assert_conserved(ledger: Ledger) -> None:
+    assert ledger.entries, "an empty ledger proves nothing"
+    for entry in ledger.entries:
+        assert all(value >= 0 for value in (*entry.into.values(), *entry.out.values())), f"negative count in {entry}"
+        assert entry.leak == 0, f"{entry.leak} {entry.unit} leak in {entry}"
+    ledger.check()
+
+
+# Laws 4 and 5: what a packed row must look like
+
+
+def assert_rows_well_formed(rows: Mapping[str, np.ndarray], pad_token_id: int | None = None) -> None:
+    """Segments count from 1 without gaps and lie in one piece each, positions restart with each, padding is 0."""
+    segments, positions = np.asarray(rows[SEGMENT_IDS]), np.asarray(rows[POSITION_IDS])
+    for r in range(segments.shape[0]):
+        used = segments[r] > 0
+        filled = int(used.sum())
+        changes = np.flatnonzero(np.diff(segments[r], prepend=0))
+        seen = [int(segments[r, c]) for c in changes if segments[r, c] > 0]
+        assert seen == list(range(1, len(seen) + 1)), f"row {r}: segments come as {seen}"
+        starts = np.zeros(segments.shape[1], dtype=np.int64)
+        starts[changes] = changes
+        expected = np.where(used, np.arange(segments.shape[1]) - np.maximum.accumulate(starts), 0)
+        assert (positions[r] == expected).all(), f"row {r}: positions do not restart with segments"
+        if pad_token_id is not None:
+            assert (np.asarray(rows[INPUT_IDS])[r][~used] == pad_token_id).all(), f"row {r}: padding is not the pad token"
+        if LOSS_MASK in rows:
+            assert not np.asarray(rows[LOSS_MASK])[r][~used].any(), f"row {r}: padding is trained"
+        assert filled == used.sum()
+
+
+def assert_labels(batch: Mapping[str, np.ndarray], loss_mask: np.ndarray | None = None) -> None:
+    """labels[t] is the next token of the same segment where that token is a target, else -100."""
+    ids, segments, labels = (np.asarray(batch[c]) for c in (INPUT_IDS, SEGMENT_IDS, LABELS))
+    expected = np.full_like(labels, IGNORE)
+    for r in range(ids.shape[0]):
+        for t in range(ids.shape[1] - 1):
+            target = loss_mask is None or loss_mask[r, t + 1]
+            if segments[r, t] > 0 and segments[r, t + 1] == segments[r, t] and target:
+                expected[r, t] = ids[r, t + 1]
+    assert (labels == expected).all(), f"labels differ first at {np.argwhere(labels != expected)[:1].tolist()}"
+
+
+# Law 7 and good manners
+
+
+def assert_no_new_threads(before: set[threading.Thread]) -> None:
+    left = [t.name for t in threading.enumerate() if t not in before and t.is_alive()]
+    assert not left, f"threads left behind: {left}"
