@@ -1,0 +1,84 @@
+"""Every check of this repository as a session: `nox -s tests`, `nox -s lint types docs`, `nox -s bench -- tokenize`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "types", "tests"]
+
+# One jax line per Python: 0.10 is the last for 3.11, accelerator machines in use run 0.11, and 0.12 is what pip resolves today.
+JAX_LINES = [("3.11", "0.10"), ("3.12", "0.11"), ("3.13", "0.12")]
+PLACES = ["src", "tests", "benchmarks", "docs", "noxfile.py"]
+TEST_ENV = {
+    "JAX_PLATFORMS": "cpu",
+    "HF_HUB_OFFLINE": "1",  # no test may depend on a network
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "true",
+}
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole suite on the current interpreter. Arguments after `--` go to pytest."""
+    session.install(".[test]")
+    _pytest(session)
+
+
+@nox.session
+@nox.parametrize("python,jax", JAX_LINES)
+def tests_all(session: nox.Session, jax: str) -> None:
+    """The whole suite on every supported Python, each with its own jax line."""
+    session.install(".[test]", f"jax=={jax}.*")
+    _pytest(session)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Rules and format."""
+    session.install(".[lint]", "--no-deps")
+    session.install("ruff>=0.14")
+    session.run("ruff", "check", *PLACES)
+    session.run("ruff", "format", "--check", *PLACES)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyright: strict for the core, standard for the rest (see pyproject.toml)."""
+    session.install(".[types]")
+    session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
+
+
+@nox.session
+def laws(session: nox.Session) -> None:
+    """Only the test files that call the checks of tests/laws.py, with more Hypothesis examples."""
+    session.install(".[test]")
+    imports_laws = re.compile(r"^\s*(from|import) laws\b", re.MULTILINE)
+    files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if imports_laws.search(path.read_text())]
+    if not files:
+        session.error("no test file imports tests/laws.py")
+    session.run("pytest", *files, *session.posargs, env=TEST_ENV)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the site into site/, offline; a warning is an error. The examples in it are run by tests/test_docs.py."""
+    session.install(".[docs]")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """All benchmarks, or `nox -s bench -- tokenize --megabytes 20` for one with its options."""
+    session.install(".[bench]")
+    named = [Path("benchmarks") / f"{session.posargs[0]}.py"] if session.posargs else sorted(Path("benchmarks").glob("[!_]*.py"))
+    for script in named:
+        session.run("python", str(script), *session.posargs[1:], env={"JAX_PLATFORMS": "cpu"})
+
+
+def _pytest(session: nox.Session) -> None:
+    arguments = session.posargs or ["-n", "logical", "--dist", "loadfile", "--durations", "15"]
+    session.run("pytest", *arguments, env=TEST_ENV)
