@@ -39,8 +39,7 @@ def tests_all(session: nox.Session, jax: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Rules and format."""
-    session.install(".[lint]", "--no-deps")
-    session.install("ruff>=0.14")
+    session.install(*nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["lint"])
     session.run("ruff", "check", *PLACES)
     session.run("ruff", "format", "--check", *PLACES)
 

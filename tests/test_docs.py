@@ -1,0 +1,132 @@
+"""README and docs keep their word: every Python block runs, every YAML block loads, every page is in the navigation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from easypipe.core.config import from_dict, is_config, parse_yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+GENERATED = {"reference/config.md", "reference/api.md", "changelog.md"}
+
+pytestmark = pytest.mark.slow
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """(line, text) of each fenced block of `language`. A block without a language that runs is marked ```text."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what `easypipe quickstart` writes before it prepares and trains; the examples use its files."""
+    from easypipe.cli.project import write_project
+
+    folder = tmp_path_factory.mktemp("docs") / "easypipe-quickstart"
+    write_project(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, project: Path, tmp_path: Path) -> None:
+    """The blocks of a page run one after the other in one process, as a reader would paste them, beside a quickstart folder."""
+    shutil.copytree(project, tmp_path / project.name)
+    code = "".join("\n" * (line - 1 - done) + text for line, text, done in _with_lines(blocks(page, "python")))
+    script = tmp_path / f"{page.stem}.py"  # its line numbers are those of the page
+    script.write_text(code, encoding="utf-8")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, f"{page.name} (line numbers are the page's):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
+def test_yaml_blocks_load(page: Path) -> None:
+    from easypipe.run import RunConfig
+
+    for line, text in blocks(page, "yaml"):
+        from_dict(RunConfig, parse_yaml(text, at=f"{page.name}:{line}"))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = set(_leaves(site["nav"]))
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert named == written | GENERATED
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            there = (page.parent / target).resolve()
+            known = {(DOCS / name).resolve() for name in GENERATED}
+            if not there.exists() and there not in known:
+                wrong.append(f"{page.name}: {target}")
+    assert not wrong, wrong
+
+
+def test_every_config_key_is_explained() -> None:
+    """The generated reference has words for each class, and for each key of a class that has several."""
+    reference = _reference()
+    silent = []
+    for cls in reference.config_classes():
+        prose, words = reference.docstring_parts(cls)
+        words = reference.field_comments(cls) | words
+        if not prose:
+            silent.append(f"{cls.__module__}.{cls.__name__}: no docstring")
+        silent += [f"{cls.__module__}.{cls.__name__}.{name}" for name in reference.field_names(cls) if name not in words]
+    assert not silent, "explain these in the class docstring (`key: words`) or a comment beside the field:\n" + "\n".join(silent)
+
+
+def test_reference_pages_name_everything() -> None:
+    import easypipe
+
+    reference = _reference()
+    page = reference.config_page()
+    assert all(f"## {cls.__name__}\n" in page for cls in reference.config_classes())
+    assert any(is_config(cls) for cls in reference.config_classes())
+    api = reference.api_page()
+    assert api.count(":::") == len(easypipe.__all__) - 1  # all but __version__
+
+
+def _with_lines(found: list[tuple[int, str]]) -> Iterator[tuple[int, str, int]]:
+    """(first line, text, lines written before it)."""
+    done = 0
+    for line, text in found:
+        yield line, text, done
+        done = line - 1 + text.count("\n")
+
+
+def _leaves(node: object) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list):
+        for item in node:
+            yield from _leaves(item)
+    elif isinstance(node, dict):
+        for item in node.values():
+            yield from _leaves(item)
+
+
+def _reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_reference", DOCS / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
