@@ -1,0 +1,59 @@
+"""Reading mapped memory by address inside numba kernels, so that a gather over thousands of files needs no list of arrays.
+
+Callers own the memory: an address is only good while the object it came from lives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+
+def _pointer(kind: Any) -> Any:
+    @intrinsic
+    def at(typing_context: Any, address: Any) -> Any:
+        signature = types.CPointer(kind)(types.uint64)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return signature, generate
+
+    return at
+
+
+# `int64_at(address)[i]` inside a kernel; `address` is a uint64
+int64_at = _pointer(types.int64)
+uint8_at = _pointer(types.uint8)
+uint16_at = _pointer(types.uint16)
+uint32_at = _pointer(types.uint32)
+
+
+@njit(nogil=True, cache=True)
+def list_lengths(
+    docs: NDArray[np.int64], first_doc: NDArray[np.int64], offsets_address: NDArray[np.uint64], out: NDArray[np.int32]
+) -> None:
+    """out[i] = offsets[d + 1] - offsets[d] of the part that holds docs[i]."""
+    part = 0
+    for i in range(docs.size):
+        doc = docs[i]
+        if doc < first_doc[part] or doc >= first_doc[part + 1]:
+            part = np.searchsorted(first_doc, doc, side="right") - 1
+        offsets = int64_at(offsets_address[part])
+        local = doc - first_doc[part]
+        out[i] = offsets[local + 1] - offsets[local]
+
+
+@njit(nogil=True, cache=True)
+def byte_values(docs: NDArray[np.int64], first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64], out: NDArray[np.bool_]) -> None:
+    """out[i] = the byte of docs[i] is not 0."""
+    part = 0
+    for i in range(docs.size):
+        doc = docs[i]
+        if doc < first_doc[part] or doc >= first_doc[part + 1]:
+            part = np.searchsorted(first_doc, doc, side="right") - 1
+        out[i] = uint8_at(bytes_address[part])[doc - first_doc[part]] != 0

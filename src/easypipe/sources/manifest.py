@@ -1,0 +1,127 @@
+"""What a token cache holds, as one JSON file: the commit of a prepared dataset, written after everything that it names.
+
+cache_dir/
+  manifests/<key>.json                 this file; key = digest of the range keys
+  manifests/<key>.quarantine.jsonl     rows that were set aside, where there are any
+  ranges/<recipe>/<range key>.json     one per range of rows: the commit of that range
+  tokens/<ab>/<abcd…>.arrow            tokens, named by recipe and by the content of the text
+  proofs/<tokenizer>.json              whether the fast backend was seen to agree with the reference
+
+part    the rows `start` to `stop` of one source shard, and the file with their tokens ("" where no row was kept)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from easypipe.core.errors import CacheError
+from easypipe.core.ledger import Ledger
+from easypipe.core.storage import commit_json, read_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Documents that came from rows `start` to `stop` of source shard `shard`."""
+
+    shard: int
+    start: int
+    stop: int
+    docs: int
+    tokens: int
+    file: str = ""  # below `tokens/`
+    num_bytes: int = 0
+    checksum: str = ""  # XXH3-128 of the file
+    content: str = ""  # XXH3-128 of offsets, tokens and row numbers; does not depend on the Arrow version that wrote the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerIdentity:
+    name: str
+    fingerprint: str
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Conservation of one preparation: rows = docs + rejects; encoded + added = tokens + truncated."""
+
+    rows: int
+    docs: int
+    rejects: Mapping[str, int] = field(default_factory=dict)
+    encoded: int = 0  # tokens of the text itself
+    added: int = 0  # special tokens around it
+    truncated: int = 0
+    tokens: int = 0  # stored
+
+    def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
+        ledger = Ledger(facts=dict(facts))
+        ledger.add("tokenize", dataset, "rows", into={"read": self.rows}, out={"written": self.docs, **self.rejects})
+        ledger.add(
+            "tokenize",
+            dataset,
+            "tokens",
+            into={"encoded": self.encoded, "special": self.added},
+            out={"stored": self.tokens, "truncated": self.truncated},
+        )
+        return ledger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a token cache but the tokens."""
+
+    dataset: str
+    key: str
+    content_field: str
+    tokenizer: TokenizerIdentity
+    shard_names: tuple[str, ...]
+    shard_rows: tuple[int, ...]
+    parts: tuple[Part, ...]
+    counts: Counts
+    fingerprint: str  # of the documents: equal wherever the same text met the same tokenizer
+    loss_mask: bool = False
+    quarantine: str = ""  # file beside this one
+    facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
+    format: int = FORMAT
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    commit_json(path, dataclasses.asdict(manifest))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises CacheError for another format version or a file that is no manifest, MissingFileError where there is none."""
+    values = read_json(path)
+    check_format(values, path)
+    try:
+        return Manifest(
+            **{
+                **values,
+                "tokenizer": TokenizerIdentity(**values["tokenizer"]),
+                "counts": Counts(**values["counts"]),
+                "parts": tuple(Part(**part) for part in values["parts"]),
+                "shard_names": tuple(values["shard_names"]),
+                "shard_rows": tuple(values["shard_rows"]),
+            }
+        )
+    except (KeyError, TypeError) as error:
+        raise CacheError(at=str(path), problem=f"not a token cache manifest: {error}", fix="Delete it and prepare again.") from error
+
+
+def check_format(values: Any, path: Path) -> None:
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise CacheError(
+            at=str(path),
+            problem=f"token cache format {found!r}, this version of easypipe reads format {FORMAT}",
+            fix="Prepare the dataset again, or use the version of easypipe that wrote it.",
+        )
