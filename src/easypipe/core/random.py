@@ -19,6 +19,8 @@ ROUNDS = 8
 
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # finalizer constants of SplitMix64 (Steele, Lea, Flood: OOPSLA 2014)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+_STEP = 0x9E3779B97F4A7C15  # its increment, an odd number near 2^64 divided by the golden ratio
+_WORD = (1 << 64) - 1
 
 
 def fold(seed: int, *names: str | int) -> int:
@@ -45,41 +47,56 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def half_bits(size: int) -> int:
-    """Bits of one Feistel half: the network permutes 2^(2·half) ≥ size words, at most four times too many."""
-    return max(1, ((size - 1).bit_length() + 1) // 2)
+def word_bits(size: int) -> tuple[int, int]:
+    """Bits (left, right) of the two halves of a Feistel word: together the fewest that number `size` words, at least one each.
+
+    The halves may differ by a bit, so that less than half of the words lie outside `range(size)` and a walk takes two steps at most
+    on average.
+    """
+    bits = max(2, (size - 1).bit_length())
+    return bits - bits // 2, bits // 2
+
+
+def child(key: int, index: int) -> int:
+    """The 64-bit key number `index` (at least 0) below `key`: output `index` of a SplitMix64 generator that starts at `key`.
+
+    Arithmetic only, so that compiled code can make a key of its own for every epoch; between names use `fold`.
+    """
+    word = np.array([(key + (index + 1) * _STEP) & _WORD], dtype=np.uint64)
+    return int(mix64(word)[0])
 
 
 def round_keys(key: int) -> NDArray[np.uint64]:
-    """UInt64[ROUNDS] from one 64-bit key."""
-    return np.array([fold(key, "round", i) for i in range(ROUNDS)], dtype=np.uint64)
+    """UInt64[ROUNDS], the keys of the Feistel rounds: the first children of `key`."""
+    return np.array([child(key, i) for i in range(ROUNDS)], dtype=np.uint64)
 
 
 def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
     """Where each of `indices` (Int64[n], below `size`) goes under the permutation of `range(size)` that `key` names.
 
-    A balanced Feistel network over 2^(2·half) words, walked along its cycle until it lands below `size`
-    (Black, Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Raises ValueError where size is 0 or above 2^48.
+    A Feistel network over the words of `word_bits(size)`, walked along its cycle until it lands below `size` (Black, Rogaway: Ciphers
+    with Arbitrary Finite Domains, CT-RSA 2002). Raises ValueError where size is 0 or above 2^48, or an index lies outside.
     """
     if not 0 < size <= MAX_ROWS:
         raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")
     indices = np.asarray(indices, dtype=np.int64)
     if indices.size and (indices.min() < 0 or indices.max() >= size):
         raise ValueError(f"indices must lie in [0, {size})")
-    half = np.uint64(half_bits(size))
+    bits = word_bits(size)
     keys = round_keys(key)
-    result = _feistel(indices.astype(np.uint64), half, keys)
+    result = _feistel(indices.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(result >= np.uint64(size))
     while outside.size:
-        walked = _feistel(result[outside], half, keys)
+        walked = _feistel(result[outside], bits, keys)
         result[outside] = walked
         outside = outside[walked >= np.uint64(size)]
     return result.astype(np.int64)
 
 
-def _feistel(words: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = words >> half, words & mask
-    for key in keys:
-        left, right = right, left ^ (mix64(right + key) & mask)
-    return (left << half) | right
+def _feistel(words: NDArray[np.uint64], bits: tuple[int, int], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    shift, left_mask, right_mask = np.uint64(bits[1]), np.uint64((1 << bits[0]) - 1), np.uint64((1 << bits[1]) - 1)
+    left, right = words >> shift, words & right_mask
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        left = left ^ (mix64(right + even) & left_mask)
+        right = right ^ (mix64(left + odd) & right_mask)
+    return (left << shift) | right

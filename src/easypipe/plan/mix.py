@@ -1,0 +1,183 @@
+"""Mix: which dataset the n-th draw of the mixture comes from (Tijdeman's chairman assignment, in integers).
+
+Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, for k datasets however small their weights; docs/mixing.md
+has the proof. `easypipe.plan.reference.assign` is the short oracle.
+
+deficit  draws owed: after n draws with integer weights w (sum W), `deficits[i] = n * w[i] - count[i] * W`, always in (-W, W)
+release  the first draw at which a dataset may be chosen: the smallest n with n·w - count·W ≥ W / (2k - 2)
+deadline the last draw at which it must have been chosen, so that it never owes more than W - W / (2k - 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import PlanError
+from easypipe.plan.jit import jit
+
+Stop = Literal["restart", "first_exhausted", "all_exhausted"]
+
+MAX_WEIGHT_SUM = 1 << 40  # times 2k - 2 and a sign it stays in an Int64 for up to MAX_DATASETS
+MAX_DATASETS = 1 << 16
+MAX_DRAWS = 1 << 20  # of one call: draws times weights stays in an Int64
+
+_NEVER = np.int64(1 << 62)
+
+
+def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
+    """Positive integers in the ratio of `weights`, summing to at most 2^40, in the mapping's order.
+
+    Weights are read as the decimal numbers they are written as, so {0.7, 0.3} is exactly 7 to 3 on every machine. Where the exact ratio
+    needs larger integers, each share is rounded to the nearest 2^-40. Raises PlanError for a weight that is not positive and finite, or
+    so small beside the others that it would round to nothing.
+    """
+    if not weights:
+        raise PlanError(at="weights", problem="there is nothing to mix", fix="Give at least one dataset.")
+    exact: list[Fraction] = []
+    for name, weight in weights.items():
+        if not math.isfinite(weight) or weight <= 0:
+            raise PlanError(
+                at=f"weights.{name}",
+                problem=f"{weight!r} is no weight",
+                fix="Give a positive finite number, or leave the dataset out.",
+            )
+        exact.append(Fraction(Decimal(repr(weight))) if isinstance(weight, float) else Fraction(weight))
+    scale = math.lcm(*(part.denominator for part in exact))
+    whole = [int(part * scale) for part in exact]
+    common = math.gcd(*whole)
+    whole = [part // common for part in whole]
+    total = sum(whole)
+    if total > MAX_WEIGHT_SUM:
+        room = MAX_WEIGHT_SUM - len(whole)  # rounding up adds less than 1 to each
+        whole = [(2 * part * room + total) // (2 * total) for part in whole]
+    for name, part in zip(weights, whole, strict=True):
+        if part == 0:
+            raise PlanError(
+                at=f"weights.{name}",
+                problem=f"{weights[name]!r} is less than 2^-41 of the sum of the weights",
+                fix="Give a larger weight, or leave the dataset out.",
+            )
+    return tuple(whole)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The next draws of a mixture.
+
+    dataset: Int32[n], the dataset of every draw. counts: Int64[k], draws per dataset. deficits: Int64[k] and active: Bool[k] after them.
+    ended: no further draw exists before the next epoch.
+    """
+
+    dataset: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    deficits: NDArray[np.int64]
+    active: NDArray[np.bool_]
+    ended: bool
+
+
+def draw(
+    num_draws: int,
+    weights: NDArray[np.int64],
+    remaining: NDArray[np.int64],
+    deficits: NDArray[np.int64],
+    active: NDArray[np.bool_],
+    stop: Stop,
+) -> Draws:
+    """The next draws, at most `num_draws` of them.
+
+    weights, remaining (documents each dataset still has in this epoch; not looked at by "restart"), deficits: Int64[k]; active: Bool[k].
+    "restart" gives all of them. "first_exhausted" ends before the first draw that would need an exhausted dataset. "all_exhausted": a
+    dataset leaves with its last document, and the others go on with their weights and no deficits; ends with the last document of all.
+    """
+    if not 0 < num_draws <= MAX_DRAWS:
+        raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
+    deficits, active = deficits.copy(), active.copy()
+    dataset = np.empty(num_draws, dtype=np.int32)
+    counts = np.zeros(weights.shape[0], dtype=np.int64)
+    left = np.full_like(weights, _NEVER) if stop == "restart" else remaining.copy()
+    made, ended = _draw_into(weights, left, deficits, active, stop == "all_exhausted", dataset, counts)
+    return Draws(dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=bool(ended))
+
+
+def start(num_docs: Sequence[int] | NDArray[np.int64], stop: Stop) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(deficits, active) at the start of an epoch. Under "all_exhausted" a dataset without documents has left already."""
+    counts = np.asarray(num_docs, dtype=np.int64)
+    return np.zeros_like(counts), (counts > 0) if stop == "all_exhausted" else np.ones(counts.shape, dtype=np.bool_)
+
+
+@jit
+def _draw_into(weights, left, deficits, active, leave, dataset, counts):
+    """Returns (draws made, whether the epoch ended). Changes left, deficits, active, dataset and counts in place."""
+    num_datasets, limit = weights.shape[0], dataset.shape[0]
+    release = np.empty(num_datasets, np.int64)
+    deadline = np.empty(num_datasets, np.int64)
+    base = np.empty(num_datasets, np.int64)  # the deficit at draw n is base + n * weight
+    made = 0
+    while True:  # one turn for every set of active datasets
+        total, alive, only = np.int64(0), 0, -1
+        for i in range(num_datasets):
+            if active[i]:
+                total += weights[i]
+                alive += 1
+                only = i
+        if alive == 0:
+            return made, True
+        if alive == 1:
+            take = min(limit - made, left[only])
+            dataset[made : made + take] = only
+            counts[only] += take
+            left[only] -= take
+            made += take
+            if left[only] > 0:
+                return made, False
+            active[only] = False
+            deficits[only] = 0
+            return made, True
+        slack = np.int64(2 * alive - 2)
+        for i in range(num_datasets):
+            if active[i]:
+                base[i] = deficits[i] - made * weights[i]
+                owed = deficits[i]
+                release[i] = made - (slack * owed - total) // (slack * weights[i])
+                deadline[i] = made + ((slack - 1) * total - slack * owed) // (slack * weights[i]) + 1
+            else:
+                release[i] = _NEVER
+                deadline[i] = _NEVER
+        while True:
+            n = made + 1  # this draw, counted from 1
+            chosen, first = -1, _NEVER
+            for i in range(num_datasets):
+                if release[i] <= n and deadline[i] < first:
+                    chosen, first = i, deadline[i]
+            if left[chosen] == 0:  # only where exhausted datasets stay in the mixture
+                _settle(weights, base, active, made, deficits)
+                return made, True
+            if made == limit:
+                _settle(weights, base, active, made, deficits)
+                return made, False
+            dataset[made] = chosen
+            counts[chosen] += 1
+            left[chosen] -= 1
+            made = n
+            base[chosen] -= total
+            if leave and left[chosen] == 0:
+                active[chosen] = False
+                deficits[:] = 0
+                break
+            owed = base[chosen] + n * weights[chosen]
+            release[chosen] = n - (slack * owed - total) // (slack * weights[chosen])
+            deadline[chosen] = n + ((slack - 1) * total - slack * owed) // (slack * weights[chosen]) + 1
+
+
+@jit
+def _settle(weights, base, active, made, deficits):
+    for i in range(weights.shape[0]):
+        deficits[i] = base[i] + made * weights[i] if active[i] else 0

@@ -1,0 +1,172 @@
+"""Order: the n-th document drawn from a dataset, as arithmetic.
+
+Position `p` of pass `e` over a dataset of `num_docs` documents is document `permutation_e(p)`: a keyed Feistel permutation, a new one for
+every pass, computed for one position at a time. The kernels here are the compiled twins of `easypipe.core.random`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import PlanError
+from easypipe.core.random import MAX_ROWS, ROUNDS
+from easypipe.plan.jit import jit
+
+
+@dataclass(frozen=True)
+class OrderSpec:
+    """In which order the documents of a dataset are read.
+
+    shuffle: a new keyed permutation every pass; False reads documents in the order of their files.
+    block_rows: documents that stay together: blocks of this many neighbours are permuted as one, so that reads from remote storage
+        stay large. 1 permutes single documents. Without shuffle it must be 1.
+    """
+
+    shuffle: bool = True
+    block_rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_rows < 1:
+            raise PlanError(at="order.block_rows", problem=f"{self.block_rows} is no block of rows", fix="Give at least 1.")
+        if not self.shuffle and self.block_rows != 1:
+            raise PlanError(
+                at="order.block_rows",
+                problem=f"{self.block_rows} has no effect without shuffle",
+                fix="Leave it at 1, or set order.shuffle.",
+            )
+
+
+def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+    """`core.random.permute`, compiled: equal results, several times as fast. Raises ValueError where that does."""
+    if not 0 < size <= MAX_ROWS:
+        raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")
+    indices = np.require(indices, dtype=np.int64, requirements=["C", "W"])
+    out = np.empty(indices.shape[0], dtype=np.int64)
+    if not _permute_into(indices, size, np.uint64(key), out):
+        raise ValueError(f"indices must lie in [0, {size})")
+    return out
+
+
+def documents(
+    spec: OrderSpec,
+    num_docs: NDArray[np.int64],
+    keys: NDArray[np.uint64],
+    epoch: int,
+    drawn: NDArray[np.int64],
+    counts: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The next `counts[i]` documents of every dataset `i` after `drawn[i]` of them: Int64[sum(counts)], dataset after dataset.
+
+    num_docs, drawn, counts: Int64[k]. keys: UInt64[k], one per dataset. Pass `e` over a dataset permutes by `child(key, epoch + e)`.
+    """
+    out = np.empty(int(counts.sum()), dtype=np.int64)
+    _documents_into(num_docs, keys, epoch, drawn, counts, spec.shuffle, spec.block_rows, out)
+    return out
+
+
+# The words below are UInt64 throughout: Numba makes a float of Int64 with UInt64.
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
+_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@jit
+def _mix64(word):
+    word = (word ^ (word >> _S30)) * _MIX_1
+    word = (word ^ (word >> _S27)) * _MIX_2
+    return word ^ (word >> _S31)
+
+
+@jit
+def _child(key, index):
+    return _mix64(key + np.uint64(index + 1) * _STEP)
+
+
+@jit
+def _word_bits(size):
+    bits = 2
+    while (size - 1) >> bits:
+        bits += 1
+    return bits
+
+
+@jit
+def _set_round_keys(key, rounds):
+    for i in range(ROUNDS):
+        rounds[i] = _child(key, i)
+
+
+@jit
+def _forward(index, size, bits, rounds):
+    shift = np.uint64(bits // 2)
+    left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
+    word = np.uint64(index)
+    while True:
+        left, right = word >> shift, word & right_mask
+        for i in range(0, ROUNDS, 2):
+            left ^= _mix64(right + rounds[i]) & left_mask
+            right ^= _mix64(left + rounds[i + 1]) & right_mask
+        word = (left << shift) | right
+        if word < np.uint64(size):
+            return np.int64(word)
+
+
+@jit
+def _backward(index, size, bits, rounds):
+    shift = np.uint64(bits // 2)
+    left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
+    word = np.uint64(index)
+    while True:
+        left, right = word >> shift, word & right_mask
+        for i in range(ROUNDS - 2, -1, -2):
+            right ^= _mix64(left + rounds[i + 1]) & right_mask
+            left ^= _mix64(right + rounds[i]) & left_mask
+        word = (left << shift) | right
+        if word < np.uint64(size):
+            return np.int64(word)
+
+
+@jit
+def _permute_into(indices, size, key, out):
+    rounds = np.empty(ROUNDS, np.uint64)
+    _set_round_keys(key, rounds)
+    bits = _word_bits(size)
+    for n in range(indices.shape[0]):
+        if indices[n] < 0 or indices[n] >= size:
+            return False
+        out[n] = _forward(indices[n], size, bits, rounds)
+    return True
+
+
+@jit
+def _documents_into(num_docs, keys, epoch, drawn, counts, shuffle, block, out):
+    rounds = np.empty(ROUNDS, np.uint64)
+    n = 0
+    for i in range(num_docs.shape[0]):
+        size = num_docs[i]
+        done = np.int64(0)
+        while done < counts[i]:  # one turn for every pass over the dataset
+            turn, start = (drawn[i] + done) // size, (drawn[i] + done) % size
+            stop = min(size, start + counts[i] - done)
+            if not shuffle:
+                for position in range(start, stop):
+                    out[n] = position
+                    n += 1
+            else:
+                _set_round_keys(_child(keys[i], epoch + turn), rounds)
+                blocks, tail = (size + block - 1) // block, size % block
+                bits = _word_bits(blocks)
+                # The last block may be short: every position behind the place where it lands moves up by what it lacks.
+                short_at = _backward(blocks - 1, blocks, bits, rounds) * block if tail else size
+                for position in range(start, stop):
+                    place = position
+                    if position >= short_at + tail:
+                        place += block - tail if tail else 0
+                    out[n] = _forward(place // block, blocks, bits, rounds) * block + place % block
+                    n += 1
+            done += stop - start
