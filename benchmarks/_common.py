@@ -208,6 +208,26 @@ def text_parquet(folder: Path, texts: Sequence[str], num_bytes: int, *, files: i
     return paths
 
 
+def one_parquet(folder: Path, texts: Sequence[str]) -> Path:
+    path = folder / "documents.parquet"
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path, row_group_size=4096, compression="zstd")
+    return path
+
+
+def packed_loader(file: Path, tokenizer: Path, seq_length: int, *, strategy: str = "first_fit", **load: Any) -> Any:
+    """The public path from a parquet file of documents to a loader over packed rows; tokens come from the cache when they are there."""
+    from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
+
+    config = PipelineConfig(
+        datasets=[DatasetConfig(name="text", data_files=str(file))],
+        default_tokenizer=str(tokenizer),
+        seed=1,
+        pack=PackStageConfig(seq_length=seq_length, strategy=strategy),
+        load=LoadStageConfig(**load),
+    )
+    return Pipeline.from_config(config).source().tokenize().pack().load().build()
+
+
 def cut_documents(texts: Sequence[str], count: int, median_chars: int, sigma: float = 0.8) -> list[str]:
     """`count` documents of real text whose lengths are lognormal around `median_chars`."""
     lengths = np.random.Generator(np.random.PCG64(1)).lognormal(np.log(median_chars), sigma, count).astype(int).clip(16, 40 * median_chars)

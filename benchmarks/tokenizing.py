@@ -1,0 +1,194 @@
+"""Parquet text → tokenized parquet (zstd): `tokenize_and_save` against `datasets.map(batched, num_proc=2)` + `to_parquet`, same files.
+
+Both write every document's ids. The peer keeps its Arrow copy of the text between rounds (its first, untimed round makes it); easypipe
+starts every round without a token cache. `--memory 1000` measures RssAnon instead, on real text and on text that does not repeat itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from _common import AnonymousMemory, Report, alternate, anonymous_bytes, arguments, documents, text_parquet, tokenizer_folder
+
+WORKERS = 2
+HIGH_ENTROPY_BYTES = 20_000  # per document: base64 of random bytes, in words of random length
+
+
+def ours(files: list[Path], tokenizer: Path, scratch: Path) -> None:
+    from easypipe import tokenize_and_save
+
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.environ["EASYPIPE_CACHE"] = str(scratch / "cache")
+    tokenize_and_save(
+        data_files=[str(file) for file in files], tokenizer=str(tokenizer), output_path=str(scratch / "out"), output_format="parquet"
+    )
+
+
+def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path) -> None:
+    import datasets
+
+    shutil.rmtree(scratch, ignore_errors=True)
+    rows = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train", cache_dir=str(arrow_copy))
+    encode = functools.partial(_encode, path=str(tokenizer / "tokenizer.json"))
+    scratch.mkdir(parents=True)
+    mapped = rows.map(encode, batched=True, num_proc=WORKERS, remove_columns=["text"], cache_file_name=str(scratch / "mapped.arrow"))
+    mapped.to_parquet(str(scratch / "out.parquet"), compression="zstd")
+
+
+def _encode(batch: dict[str, Any], path: str) -> dict[str, Any]:
+    return {"input_ids": [encoding.ids for encoding in _reference(path).encode_batch_fast(batch["text"])]}
+
+
+@functools.cache
+def _reference(path: str) -> Any:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(path)
+
+
+def ours_ids(out: Path) -> pa.ChunkedArray:
+    return pq.read_table(sorted(out.rglob("*.parquet")), columns=["input_ids"]).column(0)
+
+
+def compare(options: Any) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    texts = documents(options.text)
+    report = Report("tokenizing", "MB/s")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        tokenizer = tokenizer_folder(scratch, texts)
+        files = text_parquet(scratch, texts, options.megabytes * 1_000_000)
+        megabytes = sum(_text_bytes(file) for file in files) / 1e6
+        unique = sum(len(text.encode()) for text in texts) / 1e6
+
+        def run_ours() -> float:
+            ours(files, tokenizer, scratch / "ours")
+            return megabytes
+
+        def run_theirs() -> float:
+            theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
+            return megabytes
+
+        alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs}, options.rounds)
+        mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
+        report.facts |= {
+            "text MB": round(megabytes, 1),
+            "of it different MB": round(min(unique, megabytes), 1),
+            "tokenizer": tokenizer.name,
+            "same tokens as the peer": _same(mine, other),
+        }
+    report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=20)
+    report.finish(options.out)
+
+
+def _same(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
+    """Document by document, in order; easypipe's rows may end with the tokenizer's EOS column apart, never in the ids."""
+    if len(mine) != len(other):
+        return False
+    flat_mine, flat_other = mine.combine_chunks(), other.combine_chunks()
+    same_ids = np.array_equal(flat_mine.values.to_numpy().astype(np.int64), flat_other.values.to_numpy().astype(np.int64))
+    same_cuts = np.array_equal(np.asarray(flat_mine.offsets).astype(np.int64), np.asarray(flat_other.offsets).astype(np.int64))
+    return bool(same_ids and same_cuts)
+
+
+def _text_bytes(file: Path) -> int:
+    text = pq.read_table(file).column("text").combine_chunks()
+    offsets = np.frombuffer(text.buffers()[1], np.int64 if pa.types.is_large_string(text.type) else np.int32)
+    return int(offsets[len(text)] - offsets[0])
+
+
+def high_entropy(folder: Path, num_bytes: int, files: int = 8) -> list[Path]:
+    """Text in which hardly a word comes twice: what a tokenizer's caches like least."""
+    generator = np.random.Generator(np.random.PCG64(7))
+    paths = []
+    for number in range(files):
+        rows = []
+        for _ in range(max(1, num_bytes // files // HIGH_ENTROPY_BYTES)):
+            raw = bytearray(base64.b64encode(generator.bytes(HIGH_ENTROPY_BYTES * 3 // 4)))
+            for space in np.cumsum(generator.integers(3, 12, len(raw) // 8)).tolist():
+                if space < len(raw):
+                    raw[space] = 32
+            rows.append(raw.decode())
+        path = folder / f"entropy-{number:03d}.parquet"
+        pq.write_table(pa.table({"text": pa.array(rows, pa.large_string())}), path, row_group_size=512, compression="none")
+        paths.append(path)
+    return paths
+
+
+def memory(options: Any) -> None:
+    """Each kind of text in a process of its own, started by this one."""
+    report = Report("tokenizing_memory", "s")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        texts = documents(options.text)
+        tokenizer = tokenizer_folder(scratch, texts)
+        (scratch / "real").mkdir()
+        (scratch / "entropy").mkdir()
+        kinds = {
+            "real text": text_parquet(scratch / "real", texts, options.memory * 1_000_000, files=8),
+            "high-entropy text": high_entropy(scratch / "entropy", options.memory * 1_000_000),
+        }
+        for kind, files in kinds.items():
+            child = json.dumps({"files": [str(file) for file in files], "tokenizer": str(tokenizer), "scratch": str(scratch / "out")})
+            done = subprocess.run([sys.executable, __file__, "--child", child], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            result = json.loads(done.stdout.splitlines()[-1])
+            report.seconds[kind] = [result["seconds"]]
+            report.facts |= {f"{kind}: {key}": value for key, value in result.items() if key != "seconds"}
+            report.facts[f"{kind}: MB/s"] = round(options.memory / result["seconds"], 1)
+            report.target(f"peak RssAnon in GB, {options.memory} MB of {kind}", result["peak_rss_anon_gb"], below=1)
+            report.target(f"peak late over peak early, {kind}", result["late_over_early"], below=1.25)
+    report.finish(options.out)
+
+
+def child(task: dict[str, Any]) -> None:
+    before = anonymous_bytes()
+    start = time.perf_counter()
+    with AnonymousMemory() as held:
+        ours([Path(file) for file in task["files"]], Path(task["tokenizer"]), Path(task["scratch"]))
+    print(
+        json.dumps(
+            {
+                "seconds": round(time.perf_counter() - start, 2),
+                "peak_rss_anon_gb": round(held.peak / 1e9, 3),
+                "before_gb": round(before / 1e9, 3),
+                "late_over_early": round(held.growth(), 3),
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--megabytes", type=int, default=100, help="text to tokenize")
+    parser.add_argument("--memory", type=int, metavar="MB", help="measure memory on so much text instead of speed")
+    parser.add_argument("--child", help="used by --memory for the process it measures")
+    options = parser.parse_args()
+    if options.child:
+        child(json.loads(options.child))
+    elif options.memory:
+        memory(options)
+    else:
+        compare(options)
+
+
+if __name__ == "__main__":
+    main()
