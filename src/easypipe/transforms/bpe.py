@@ -1,0 +1,47 @@
+"""Training a byte-level BPE tokenizer on one's own text, by `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.storage import commit_bytes, commit_json
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = 256  # one token per byte comes first, so that every text can be encoded
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], path: str | Path) -> Path:
+    """Writes `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>") into the folder `path`; returns the folder.
+
+    special_tokens: further tokens that are never split; "<|endoftext|>" is always the first. vocab_size counts them and the 256 bytes; with
+    little text fewer tokens come out. The same texts in the same order give the same files.
+    Raises ConfigError where vocab_size is too small, TokenizerError where there is no text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    specials = list(dict.fromkeys([END_OF_TEXT, *special_tokens]))
+    least = BYTES + len(specials)
+    if vocab_size < least:
+        raise ConfigError(at="vocab_size", problem=f"{vocab_size} tokens do not hold {BYTES} bytes and {len(specials)} special tokens",
+                          fix=f"Give at least {least}.")  # fmt: skip
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() == least:
+        raise TokenizerError(at=str(path), problem="no pair of bytes to merge: there is no text to learn from", fix="Give more text.")
+    folder = Path(path)
+    definition = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
+    commit_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "add_prefix_space": False},
+    )
+    commit_bytes(folder / "tokenizer.json", (definition + "\n").encode())
+    return folder

@@ -1,0 +1,360 @@
+"""Text columns to token ids. `tokenizers` is the reference; gigatoken is used where it was seen to give the same ids.
+
+content   the tokens of the text itself
+special   the tokens that the tokenizer's own post-processor puts before and after a text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.config import config, digest
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.transforms import proof
+from easypipe.transforms.fast import FastEngine
+from easypipe.transforms.fast import version as fast_version
+from easypipe.transforms.proof import Verdict
+from easypipe.transforms.tokenizer_files import TokenizerFiles, find_tokenizer
+
+logger = logging.getLogger("easypipe")
+
+GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
+_PROBES = ("a", "Hello world", "1 2", "x\ny")
+_EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+_REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
+
+
+@config
+class TokenizerConfig:
+    """Which tokenizer, and what it does to a text.
+
+    name_or_path: a tokenizer.json, a folder that holds one, or a Hub name; what looks like a path is never looked up on the Hub.
+    max_length: most tokens of a document, special tokens included; None keeps all.
+    truncation: False keeps documents longer than max_length, which then is only what padding="max_length" fills up to.
+    padding: how rows that are not packed are filled in a batch: to the "longest" of it (also True) or to "max_length"; False refuses
+        rows of unequal length.
+    add_special_tokens: add what the tokenizer's own post-processor adds.
+    return_attention_mask: batches carry `attention_mask` (1 where a token stands, 0 where padding does).
+    trust_remote_code: refused; easypipe reads tokenizer.json files, which hold no code.
+    backend: "auto" takes gigatoken where it is proved equal; "gigatoken" makes anything else an error; "tokenizers" is the reference.
+    """
+
+    name_or_path: str
+    max_length: int | None = None
+    truncation: bool = True
+    padding: Literal["longest", "max_length"] | bool = "longest"
+    add_special_tokens: bool = True
+    return_attention_mask: bool = False
+    trust_remote_code: bool = False
+    backend: Literal["auto", "gigatoken", "tokenizers"] = "auto"
+
+    def check(self) -> None:
+        if not self.name_or_path:
+            raise ConfigError(at="name_or_path", problem="names no tokenizer", fix="Give a tokenizer.json, its folder, or a Hub name.")
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(at="max_length", problem=f"{self.max_length} is no length", fix="Give at least 1, or null for no limit.")
+        if self.padding == "max_length" and self.max_length is None:
+            raise ConfigError(at="padding", problem="'max_length' needs a max_length", fix="Set max_length, or padding='longest'.")
+        if self.trust_remote_code:
+            raise ConfigError(
+                at="trust_remote_code",
+                problem="easypipe never runs code that comes with a tokenizer",
+                fix="Leave it out; convert such a tokenizer to a tokenizer.json with transformers.",
+            )
+
+
+class Backend(NamedTuple):
+    """What encodes, and why it was chosen."""
+
+    name: Literal["gigatoken", "tokenizers"]
+    version: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} ({self.why})"
+
+
+class Encoded(NamedTuple):
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
+
+    offsets Int64[n+1] from 0 · ids UInt32[total] · added: special tokens in all · truncated Int64[n]: content tokens cut off each document
+    """
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.uint32]
+    added: int
+    truncated: NDArray[np.int64]
+
+
+def load_tokenizer(config: TokenizerConfig | str) -> Tokenizer:
+    """Raises TokenizerError naming what was looked for, what was found, and what helps."""
+    if isinstance(config, str):
+        config = TokenizerConfig(name_or_path=config)
+    return Tokenizer(config, find_tokenizer(config.name_or_path))
+
+
+class Tokenizer:
+    """A loaded tokenizer. Thread safe.
+
+    Law: `encode_column(texts)` is row-wise, and row i equals `reference_encode(texts[i])`, whatever backend runs.
+    """
+
+    def __init__(self, config: TokenizerConfig, files: TokenizerFiles) -> None:
+        self.config = config
+        self.name = config.name_or_path
+        self.origin = files.origin
+        self._definition = files.definition
+        self._reference: Any = _load_reference(files)
+        ids = self._reference.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids, default=-1) + 1
+        named = {kind: self._named(kind, files.options) for kind in ("bos_token", "eos_token", "pad_token")}
+        self.bos_token_id, self.pad_token_id = named["bos_token"], named["pad_token"]
+        self.eos_token_id = named["eos_token"] if named["eos_token"] is not None else self._likely_eos(files.options)
+        self._prefix, self._suffix = _specials(self._reference, self.name) if config.add_special_tokens else ((), ())
+        room = len(self._prefix) + len(self._suffix)
+        if config.truncation and config.max_length is not None and config.max_length <= room:
+            raise TokenizerError(
+                at=self.name, problem=f"max_length {config.max_length} is filled by {room} special tokens", fix="Give a larger max_length."
+            )
+        self._limit = config.max_length - room if config.truncation and config.max_length is not None else None
+        golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
+        self.fingerprint: str = digest(
+            "tokenizer",
+            hashlib.sha256(self._definition.encode()).hexdigest(),
+            [self.bos_token_id, self.eos_token_id, self.pad_token_id, config.add_special_tokens],
+            golden,
+        )
+        self._lock = threading.Lock()
+        self._backend: Backend | None = None
+        self._fast: FastEngine | None = None
+        self._memo: Path | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """What encodes, and why. Decided when first asked for, or by `prove`."""
+        return self._decide()[0]
+
+    def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
+        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and on `sample`.
+
+        of: what the sample is from, for the message. memo: the cache folder where verdicts are remembered.
+        Raises TokenizerError where backend="gigatoken" was asked for and it does not agree.
+        """
+        with self._lock:
+            self._memo = memo or self._memo
+        _, engine = self._decide()
+        if engine is not None:
+            verdict = proof.prove(engine, self._plain, _column(sample), f"texts of {of}")
+            if not verdict.equal:
+                self._fall_back(verdict)
+        return self._decide()[0]
+
+    def refute(self, why: str) -> None:
+        """Remembers that gigatoken wrote wrong tokens: from now on the reference encodes, and nothing that gigatoken wrote is used."""
+        with self._lock:
+            proof.remember(self._memo, self.fingerprint, Verdict(False, why, after_use=True))
+
+    def refuted(self, memo: Path) -> bool:
+        """Whether gigatoken was found to be wrong after it had written tokens into the cache folder `memo`."""
+        verdict = proof.recall(memo, self.fingerprint)
+        return verdict is not None and verdict.after_use
+
+    def encode_column(self, texts: pa.Array) -> Encoded:
+        """Token ids of a string column without nulls. Raises TokenizerError where there are nulls."""
+        column = _column(texts)
+        if column.null_count:
+            raise TokenizerError(at=self.name, problem=f"{column.null_count} of {len(column)} texts are null", fix="Drop them first.")
+        _, engine = self._decide()
+        offsets, ids = engine.encode(column) if engine is not None else self._encode_reference(column)
+        offsets, ids, truncated = _truncate(offsets, ids, self._limit)
+        offsets, ids = _surround(offsets, ids, self._prefix, self._suffix)
+        return Encoded(offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated)
+
+    def reference_encode(self, text: str) -> list[int]:
+        """One text by `tokenizers` and its own post-processor, whatever backend runs."""
+        ids = self._reference.encode(text, add_special_tokens=self.config.add_special_tokens).ids
+        if self._limit is not None and len(ids) > self._limit + len(self._prefix) + len(self._suffix):
+            content = self._reference.encode(text, add_special_tokens=False).ids[: self._limit]
+            return [*self._prefix, *content, *self._suffix]
+        return ids
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False) -> str:
+        return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    @property
+    def specials_per_text(self) -> int:
+        """How many special tokens surround each text."""
+        return len(self._prefix) + len(self._suffix)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, vocab_size={self.vocab_size}, eos_token_id={self.eos_token_id})"
+
+    def _decide(self) -> tuple[Backend, FastEngine | None]:
+        with self._lock:
+            if self._backend is None:
+                self._choose()
+            assert self._backend is not None
+            return self._backend, self._fast
+
+    def _choose(self) -> None:
+        if self.config.backend == "tokenizers":
+            return self._use_reference("asked for by backend='tokenizers'", fallback=False)
+        verdict = proof.recall(self._memo, self.fingerprint)
+        if verdict is not None and not verdict.equal:
+            return self._use_reference(verdict.why, fallback=True)
+        try:
+            engine = FastEngine(self._definition)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
+            reason = " ".join(str(error).split())
+            return self._use_reference(f"gigatoken {fast_version()} cannot load it: {reason[:200]}", fallback=True)
+        if verdict is None:
+            added = self._reference.get_added_tokens_decoder()
+            specials = [added[i].content for i in sorted(added)]
+            verdict = proof.prove(engine, self._plain, proof.torture(specials), "hostile texts")
+            proof.remember(self._memo, self.fingerprint, verdict)
+        if not verdict.equal:
+            return self._use_reference(verdict.why, fallback=True)
+        self._fast, self._backend = engine, Backend("gigatoken", fast_version(), verdict.why)
+        logger.info("tokenizer %s: %s", self.name, self._backend)
+        return None
+
+    def _fall_back(self, verdict: Verdict) -> None:
+        with self._lock:
+            proof.remember(self._memo, self.fingerprint, verdict)
+            self._use_reference(verdict.why, fallback=True)
+
+    def _use_reference(self, why: str, *, fallback: bool) -> None:
+        import tokenizers
+
+        if fallback and self.config.backend == "gigatoken":
+            raise TokenizerError(at=self.name, problem=f"backend='gigatoken' cannot be used: {why}", fix="Set backend='auto'.")
+        self._fast, self._backend = None, Backend("tokenizers", tokenizers.__version__, why)
+        logger.log(logging.WARNING if fallback else logging.INFO, "tokenizer %s: %s", self.name, self._backend)
+
+    def _plain(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _encode_reference(self, column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        starts = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else np.zeros(1, np.int64)
+        lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
+        while row < len(column):
+            stop = max(row + 1, int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1)
+            encoded = self._plain(column.slice(row, stop - row).to_pylist())
+            lengths[row:stop] = [len(ids) for ids in encoded]
+            pieces += [np.asarray(ids, dtype=np.uint32) for ids in encoded]
+            row = stop
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
+
+    def _named(self, kind: str, options: dict[str, Any]) -> int | None:
+        token = options.get(kind)
+        token = token.get("content") if isinstance(token, dict) else token
+        if not token:
+            return None
+        found = self._reference.token_to_id(token)
+        if found is None:
+            logger.warning("tokenizer %s: its %s %r is not in its vocabulary and is not used", self.name, kind, token)
+        return found
+
+    def _likely_eos(self, options: dict[str, Any]) -> int | None:
+        """A tokenizer.json does not say which token ends a document; where exactly one bears a name that always means it, take that."""
+        if options.get("eos_token"):
+            return None
+        added = {token.content: i for i, token in self._reference.get_added_tokens_decoder().items()}
+        found = [name for name in _EOS_NAMES if name in added]
+        if len(found) != 1:
+            return None
+        logger.warning("tokenizer %s: no tokenizer_config.json names its eos_token; taking %r", self.name, found[0])
+        return added[found[0]]
+
+
+def _load_reference(files: TokenizerFiles) -> Any:
+    import tokenizers
+
+    try:
+        reference = tokenizers.Tokenizer.from_str(files.definition)
+    except Exception as error:  # noqa: BLE001 (tokenizers raises plain Exception)
+        try:
+            json.loads(files.definition)
+            cause = f"not a tokenizer: {error}"
+        except ValueError as broken:
+            cause = f"not JSON: {broken}"
+        raise TokenizerError(
+            at=files.origin, problem=cause, fix="Give the tokenizer.json that `tokenizers` or transformers wrote."
+        ) from None
+    reference.no_truncation()  # a tokenizer.json may carry both; length and padding are this project's own options
+    reference.no_padding()
+    if getattr(reference.model, "dropout", None):
+        raise TokenizerError(
+            at=files.origin,
+            problem=f"its dropout of {reference.model.dropout} makes tokens random",
+            fix="Set model.dropout to null in the file.",
+        )
+    if reference.get_vocab_size(with_added_tokens=True) == 0:
+        raise TokenizerError(at=files.origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
+    return reference
+
+
+def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(before, after): what the post-processor puts around every text."""
+    found: set[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    for probe in _PROBES:
+        content = reference.encode(probe, add_special_tokens=False).ids
+        whole = reference.encode(probe, add_special_tokens=True).ids
+        extra = len(whole) - len(content)
+        fits = {(tuple(whole[:p]), tuple(whole[p + len(content) :])) for p in range(extra + 1) if whole[p : p + len(content)] == content}
+        found = fits if found is None else found & fits
+    if not found:
+        raise TokenizerError(
+            at=name,
+            problem="its post-processor does more than put fixed tokens before and after a text",
+            fix="Set add_special_tokens=False, and add what is needed to the text.",
+        )
+    return max(found, key=lambda around: len(around[0]))
+
+
+def _column(texts: pa.Array) -> pa.LargeStringArray:
+    return texts if pa.types.is_large_string(texts.type) else texts.cast(pa.large_string())  # pyright: ignore[reportReturnType]
+
+
+def _truncate(
+    offsets: NDArray[np.int64], ids: NDArray[np.uint32], limit: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.int64]]:
+    lengths = np.diff(offsets)
+    cut = np.zeros_like(lengths) if limit is None else np.maximum(lengths - limit, 0)
+    if not cut.any():
+        return offsets, ids, cut
+    step = np.zeros(len(ids) + 1, np.int8)  # +1 where a cut begins, -1 where the next document does
+    step[(offsets[1:] - cut)[cut > 0]] += 1
+    step[offsets[1:][cut > 0]] -= 1
+    keep = np.cumsum(step[:-1], dtype=np.int8) == 0
+    return np.concatenate([[0], np.cumsum(lengths - cut)]).astype(np.int64), ids[keep], cut
+
+
+def _surround(
+    offsets: NDArray[np.int64], ids: NDArray[np.uint32], prefix: Sequence[int], suffix: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    room = len(prefix) + len(suffix)
+    if not room:
+        return offsets, ids
+    wide = offsets + np.arange(len(offsets), dtype=np.int64) * room
+    out = np.empty(int(wide[-1]), np.uint32)
+    content = np.ones(len(out), np.bool_)
+    for places, tokens in ((wide[:-1], prefix), (wide[1:] - len(suffix), suffix)):
+        for i, token in enumerate(tokens):
+            out[places + i] = token
+            content[places + i] = False
+    out[content] = ids
+    return wide, out

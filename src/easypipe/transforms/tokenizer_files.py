@@ -1,0 +1,150 @@
+"""Where a tokenizer's files are: a tokenizer.json, a folder that holds one, or a repository on the Hugging Face Hub.
+
+A name that looks like a path is a path: it is never looked up on the Hub, and a missing one is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from easypipe.core.errors import TokenizerError, did_you_mean
+
+logger = logging.getLogger("easypipe")
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt")
+
+
+class TokenizerFiles(NamedTuple):
+    """The definition as it was read, the named special tokens beside it, and where both were found."""
+
+    definition: str
+    options: dict[str, Any]
+    origin: str
+
+
+def find_tokenizer(name_or_path: str) -> TokenizerFiles:
+    """Raises TokenizerError where nothing is found, or what is found is not a tokenizer.json."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file():
+        if path.suffix != ".json":
+            raise TokenizerError(
+                at=name_or_path,
+                problem=f"a {path.suffix or 'nameless'} file is not a tokenizer.json",
+                fix="Convert it with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+            )
+        return _read(path, path.parent)
+    if _looks_like_path(name_or_path):
+        raise _missing_path(path, name_or_path)
+    return _from_hub(name_or_path)
+
+
+def _looks_like_path(name: str) -> bool:
+    if name.startswith(("/", "./", "../", "~")) or name in (".", "..") or "\\" in name or name.endswith(_FILE_ENDINGS):
+        return True
+    return _REPOSITORY.fullmatch(name) is None
+
+
+def _missing_path(path: Path, name: str) -> TokenizerError:
+    beside = sorted(p.name for p in path.parent.iterdir())[:20] if path.parent.is_dir() else None
+    fix = did_you_mean(path.name, beside or []) or "Give a tokenizer.json, a folder that holds one, or a Hub name such as 'gpt2'."
+    return TokenizerError(at=name, problem="no such file or folder", have=beside, fix=fix)
+
+
+def _from_folder(folder: Path) -> TokenizerFiles:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(
+            at=str(folder),
+            problem="the folder holds no tokenizer.json",
+            have=sorted(p.name for p in folder.iterdir())[:20],
+            fix="Convert the tokenizer with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder).",
+        )
+    return _read(path, folder)
+
+
+def _read(path: Path, folder: Path) -> TokenizerFiles:
+    try:
+        definition = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(at=str(path), problem=f"cannot be read: {error}", fix="Give a tokenizer.json in UTF-8.") from error
+    return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
+
+
+def _options(path: Path) -> dict[str, Any]:
+    """What names eos, bos and pad. Not every tokenizer has it."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(at=str(path), problem=f"not JSON: {error}", fix="Correct the file, or delete it.") from error
+    if not isinstance(values, dict):
+        raise TokenizerError(at=str(path), problem="not a JSON object", fix="Correct the file, or delete it.")
+    return values
+
+
+def _from_hub(name: str) -> TokenizerFiles:
+    from huggingface_hub import hf_hub_download  # slow to import, and only needed for names
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RemoteEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        path = Path(hf_hub_download(name, "tokenizer.json"))
+    except GatedRepoError:
+        raise TokenizerError(
+            at=name,
+            problem="the Hub repository is gated",
+            fix=f"Accept its terms on https://huggingface.co/{name}, then set HF_TOKEN to a token that may read it.",
+        ) from None
+    except RepositoryNotFoundError:
+        raise TokenizerError(
+            at=name,
+            problem="no such repository on the Hugging Face Hub, or it is private; nor is there a file or folder of this name",
+            fix="Check the name; for a private repository set HF_TOKEN to a token that may read it.",
+        ) from None
+    except RemoteEntryNotFoundError:
+        raise TokenizerError(
+            at=name,
+            problem="the Hub repository holds no tokenizer.json",
+            fix="Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
+        ) from None
+    except LocalEntryNotFoundError as error:
+        raise TokenizerError(
+            at=name,
+            problem=f"no file or folder of this name, and the Hugging Face Hub cannot be reached: {_root(error)}",
+            fix="Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, for a private or gated "
+            "repository, set HF_TOKEN.",
+        ) from None
+    except (OSError, ValueError) as error:  # HTTP and validation errors of the Hub client derive from these
+        raise TokenizerError(
+            at=name,
+            problem=f"cannot be downloaded from the Hugging Face Hub: {_root(error)}",
+            fix="Give a local tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
+        ) from None
+    try:
+        config: Path | None = Path(hf_hub_download(name, "tokenizer_config.json"))
+    except RemoteEntryNotFoundError:
+        config = None
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            at=name, problem=f"tokenizer_config.json cannot be downloaded from the Hub: {_root(error)}", fix="Check the network, try again."
+        ) from None
+    return TokenizerFiles(_read(path, path.parent).definition, _options(config) if config else {}, f"hub:{name}")
+
+
+def _root(error: BaseException) -> str:
+    """The first cause, without any access token that a message might carry."""
+    from huggingface_hub import get_token
+
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    token = get_token()
+    text = text.replace(token, "***") if token else text
+    return re.sub(r"hf_[A-Za-z0-9]{8,}", "***", text)
