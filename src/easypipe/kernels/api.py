@@ -6,7 +6,7 @@ T tokens · D width · V vocabulary
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ from easypipe.kernels.chunked import LossSharding
 __all__ = ["DEFAULT_CHUNK_SIZE", "Implementation", "LossOutput", "LossSharding", "fused_linear_cross_entropy"]
 
 Implementation = Literal["auto", "reference", "chunked"]
-DEFAULT_CHUNK_SIZE = 1024
+DEFAULT_CHUNK_SIZE = (
+    512  # on CPU at (4096, 1024, 50257): 14 % of the naive loss's memory, 0.8 of its time; 256 is as fast, 1024 is not faster
+)
 
 
 class LossOutput(NamedTuple):
@@ -52,14 +54,20 @@ def fused_linear_cross_entropy(
     `sharding` is given); "auto" is the fastest that runs here, which is "chunked".
     `sharding` says how the arguments lie on the mesh of `jax.set_mesh`; without it the compiler decides, rightly but slowly.
 
-    Raises ConfigError for shapes that do not fit together, an unknown implementation, a negative z_loss or a chunk_size below 1.
+    Raises ConfigError for shapes that do not fit together, an unknown implementation, a sharding that the mesh lacks, a negative
+    z_loss or a chunk_size below 1.
     """
     _check(hidden, lm_head, labels, z_loss, implementation, chunk_size)
+    if sharding is not None and implementation == "reference":
+        raise ConfigError(
+            at="sharding", problem="the reference knows no sharding", fix="Leave it None, or choose implementation 'chunked'."
+        )
     if implementation == "reference":
         nll_T, loss_T = reference.cross_entropy(hidden, lm_head, labels, z_loss)
         loss_sum, nll_sum = loss_T.sum(), nll_T.sum()
     else:
-        loss_sum, nll_sum = chunked.loss_sums(hidden, lm_head, labels, float(z_loss), chunk_size, sharding)
+        sums: Any = chunked.loss_sums(hidden, lm_head, labels, float(z_loss), chunk_size, sharding)  # custom_vjp hides its type
+        loss_sum, nll_sum = sums
     num_targets = (labels != IGNORE).sum(dtype=jnp.int32)
     return LossOutput(loss_sum, num_targets, jax.lax.stop_gradient(nll_sum))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jaxtyping import Float, Int
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.reference import accumulator_dtype
+
+VOCAB_BLOCK = 8192  # columns of the head's gradient that are updated at once
 
 
 class LossSharding(NamedTuple):
@@ -96,7 +98,7 @@ def _run(
 
     scattered = tuple(axis for axis in sharding.tokens if axis in scatter)
     tokens = P(sharding.tokens, None)
-    gradient_specs = _Gradients(tokens, P(scattered, sharding.vocab)) if with_gradients else None
+    gradient_specs: Any = _Gradients(tokens, P(scattered, sharding.vocab)) if with_gradients else None  # pyright: ignore[reportArgumentType]
     # No autodiff passes through this shard_map: every collective above is written out, so replication need not be inferred
     # (a custom_vjp *inside* one with check_vma=False returned half of dW).
     loss_sum, nll_sum, gradients = jax.shard_map(
@@ -144,16 +146,31 @@ def _local(
         d_logits_CV = exp_CV * weight_C[:, None] - jnp.where(hit_CV, 1.0, 0.0)
         d_logits_CV = d_logits_CV.astype(jnp.promote_types(hidden.dtype, lm_head.dtype))
         d_hidden_CD = jnp.einsum("cv,dv->cd", d_logits_CV, lm_head, preferred_element_type=dtype)
-        d_lm_head = d_lm_head + jnp.einsum("cd,cv->dv", hidden_CD, d_logits_CV, preferred_element_type=dtype)
-        return (*sums, d_lm_head), d_hidden_CD
+        return (*sums, _add_product(d_lm_head, hidden_CD, d_logits_CV)), d_hidden_CD
 
     zero = jnp.zeros((), dtype)
     start = (zero, zero, jnp.zeros((width, vocab), dtype) if with_gradients else None)
     chunks = hidden.reshape(num_chunks, chunk, width), labels.reshape(num_chunks, chunk)
     (loss_sum, nll_sum, d_lm_head), d_hidden = jax.lax.scan(step, start, chunks)
-    if d_lm_head is None:
+    if d_lm_head is None or d_hidden is None:
         return loss_sum, nll_sum, None
     return loss_sum, nll_sum, _Gradients(d_hidden.reshape(-1, width)[:num_tokens], d_lm_head)
+
+
+def _add_product(d_lm_head: Array, hidden_CD: Array, d_logits_CV: Array) -> Array:
+    """`d_lm_head + hidden_CD.T @ d_logits_CV`, a block of columns at a time: at once, the product would be a second array of D x V."""
+    vocab = d_lm_head.shape[1]
+    blocks, rest = divmod(vocab, VOCAB_BLOCK)
+
+    def add(total_DV: Array, start: int | Array, size: int) -> Array:
+        columns_CB = jax.lax.dynamic_slice_in_dim(d_logits_CV, start, size, axis=1)
+        product_DB = jnp.einsum("cd,cb->db", hidden_CD, columns_CB, preferred_element_type=total_DV.dtype)
+        total_DB = jax.lax.dynamic_slice_in_dim(total_DV, start, size, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(total_DV, total_DB + product_DB, start, axis=1)
+
+    if blocks:
+        d_lm_head = jax.lax.fori_loop(0, blocks, lambda i, total_DV: add(total_DV, i * VOCAB_BLOCK, VOCAB_BLOCK), d_lm_head)
+    return add(d_lm_head, blocks * VOCAB_BLOCK, rest) if rest else d_lm_head
 
 
 def chunk_shape(num_tokens: int, chunk_size: int) -> tuple[int, int]:

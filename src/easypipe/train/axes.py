@@ -1,7 +1,7 @@
 """Which dimension of which array lies on which mesh axis: the only place that knows.
 
 Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `tensor` (parts of a layer). Parameters name their dimensions
-by meaning ("embed", "heads", ...); RULES turns meanings into mesh axes where the arrays are born. Without a mesh everything lives on one device.
+by meaning ("embed", "heads", ...); RULES turns meanings into mesh axes where the arrays are born. Without a mesh all lives on one device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def on_mesh() -> bool:
 
 
 def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., Array]:
-    """`init` for a parameter whose dimensions mean `axes`: sharded by RULES on a mesh, and in any case labelled for nnx.get_partition_spec."""
+    """`init` for a parameter whose dimensions mean `axes`: born sharded by RULES on a mesh, and always labelled with them."""
     return nnx.with_metadata(init, out_sharding=axes, sharding_rules=RULES, eager_sharding=on_mesh())
 
 

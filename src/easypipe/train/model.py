@@ -75,10 +75,12 @@ class ModelConfig:
 class Decoder(nnx.Module):
     """Token ids in, logits (or the hidden states before the head) out.
 
-    Build inside `jax.jit` under `jax.set_mesh(mesh)`, and every parameter is born on its devices.
+    Build inside `jax.jit` under `jax.set_mesh(mesh)`, and every parameter is born on its devices. Raises ConfigError where a dimension
+    does not divide over its mesh axis.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        check_mesh(config)
         self.config = config
         width, vocab, param_dtype = config.hidden_size, config.vocabulary, jnp.dtype(config.param_dtype)
         # Small, because the table may also be the head: first logits are near 0, the first loss near log(V). Norms forgive the scale.
@@ -129,6 +131,26 @@ class Decoder(nnx.Module):
         """The matrix that turns hidden states into logits, in `config.dtype`."""
         matrix = self.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
         return matrix.astype(self.config.dtype)
+
+
+def check_mesh(config: ModelConfig) -> None:
+    """Raises ConfigError where a sharded dimension of the parameters does not divide over its axis of the mesh in `jax.set_mesh`."""
+    if not on_mesh():
+        return
+    shape = jax.sharding.get_abstract_mesh().shape
+    sizes = {
+        "hidden_size": (config.hidden_size, "fsdp"),
+        "intermediate_size": (config.intermediate_size, "tensor"),
+        "num_heads": (config.num_heads * config.head_width, "tensor"),
+        "num_kv_heads": (config.num_kv_heads * config.head_width, "tensor"),
+        "vocab_size": (config.vocabulary, "tensor"),
+    }
+    for field, (size, axis) in sizes.items():
+        if size % shape[axis]:
+            detail = f" times head width {config.head_width}" if field in ("num_heads", "num_kv_heads") else ""
+            problem = f"{getattr(config, field)}{detail} does not divide over the {shape[axis]} devices of mesh axis {axis!r}"
+            fitting = [n for n in range(1, shape[axis]) if size % n == 0]
+            raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis!r} one of {fitting}, or change {field}.")
 
 
 def loss_sums(
