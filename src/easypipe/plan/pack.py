@@ -1,0 +1,312 @@
+"""Pack: which row and slot every piece of a document gets, planned from lengths alone.
+
+window  the documents that are packed together; a row never holds two windows
+draw    a document of the window, by its index in draw order
+piece   a run of a document's tokens that stands in one row; it becomes one segment
+slot    one token place in a row
+
+docs/packing.md describes the strategies; `easypipe.plan.reference` holds their oracles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import PlanError
+from easypipe.plan.jit import jit
+from easypipe.plan.order import permute
+
+Strategy = Literal["greedy", "pool", "first_fit"]
+Oversize = Literal["split", "truncate", "drop", "error"]
+
+STRATEGIES: tuple[Strategy, ...] = ("greedy", "pool", "first_fit")
+OVERSIZE: tuple[Oversize, ...] = ("split", "truncate", "drop", "error")
+MAX_SEQ_LENGTH = 1 << 24
+
+
+@dataclass(frozen=True)
+class PackSpec:
+    """How documents are laid into rows of `seq_length` tokens.
+
+    strategy: "greedy" puts a document into the one open row and opens the next where it does not fit; "pool" keeps `num_packers` rows open
+        and takes the fullest that fits; "first_fit" sees the whole window and takes the fullest row that fits, longest document first.
+    oversize: a document longer than a row is cut into full rows and a remainder ("split"), cut off ("truncate"), left out ("drop"), or
+        refused ("error"). Documents that fit a row are never cut.
+    shuffle_rows: permute the rows of a window; without it first_fit gives rows of long documents first.
+    """
+
+    seq_length: int
+    strategy: Strategy = "greedy"
+    num_packers: int = 16
+    oversize: Oversize = "split"
+    shuffle_rows: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.seq_length <= MAX_SEQ_LENGTH:
+            problem = f"{self.seq_length} is no row length"
+            raise PlanError(at="pack.seq_length", problem=problem, fix=f"Give 1 to {MAX_SEQ_LENGTH} tokens.")
+        if self.strategy not in STRATEGIES:
+            raise PlanError(at="pack.strategy", problem=f"no strategy {self.strategy!r}", have=STRATEGIES)
+        if self.oversize not in OVERSIZE:
+            raise PlanError(at="pack.oversize", problem=f"no rule {self.oversize!r}", have=OVERSIZE)
+        if self.num_packers < 1:
+            problem = f"{self.num_packers} open rows hold nothing"
+            raise PlanError(at="pack.num_packers", problem=problem, fix="Give at least 1; 16 fill well.")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the pieces of a window stand, sorted by row, then slot.
+
+    table: Int32[5, pieces], its lines are `row`, `slot`, `draw`, `start` and `length`; a piece is tokens `start` to `start + length` of document
+    `draw` and fills slots `slot` to `slot + length` of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
+    """
+
+    table: NDArray[np.int32]
+    first_piece: NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        return self.first_piece.shape[0] - 1
+
+    @property
+    def row(self) -> NDArray[np.int32]:
+        return self.table[0]
+
+    @property
+    def slot(self) -> NDArray[np.int32]:
+        return self.table[1]
+
+    @property
+    def draw(self) -> NDArray[np.int32]:
+        return self.table[2]
+
+    @property
+    def start(self) -> NDArray[np.int32]:
+        return self.table[3]
+
+    @property
+    def length(self) -> NDArray[np.int32]:
+        return self.table[4]
+
+
+def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
+    """Lay documents of `lengths` (Int32[n], tokens, EOS counted) into rows; `key` decides the order of the rows.
+
+    Documents without tokens get no piece. Raises PlanError for a document over `seq_length` under oversize "error".
+    """
+    lengths = np.require(lengths, dtype=np.int32, requirements=["C", "W"])
+    if spec.oversize == "error" and lengths.size and lengths.max() > spec.seq_length:
+        draw = int(np.argmax(lengths > spec.seq_length))
+        raise oversize_error(f"draw {draw}", int(lengths[draw]), spec)
+    rule = OVERSIZE.index(spec.oversize)
+    loose = np.empty((5, _count_pieces(lengths, spec.seq_length, rule)), dtype=np.int32)
+    num_rows = int(_assign(lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose))
+    order = np.arange(num_rows, dtype=np.int64)
+    if spec.shuffle_rows and num_rows > 1:
+        order = permute(order, num_rows, key)
+    table, first_piece = np.empty_like(loose), np.zeros(num_rows + 1, dtype=np.int64)
+    _sort_by_row(loose, order, first_piece, table)
+    return Layout(table=table, first_piece=first_piece)
+
+
+def one_row_each(lengths: NDArray[np.int32]) -> Layout:
+    """The layout without packing: document n is row n, whole, also where it has no tokens."""
+    count = lengths.shape[0]
+    rows, zeros = np.arange(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
+    return Layout(table=np.stack([rows, zeros, rows, zeros, lengths]), first_piece=np.arange(count + 1, dtype=np.int64))
+
+
+def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
+    return PlanError(
+        at=document,
+        problem=f"{length} tokens do not fit a row of {spec.seq_length}",
+        fix="Raise pack.seq_length, or set pack.oversize to 'split', 'truncate' or 'drop'.",
+    )
+
+
+_SPLIT, _TRUNCATE, _DROP = (OVERSIZE.index(rule) for rule in ("split", "truncate", "drop"))
+_GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")
+
+_LEVELS = 4  # words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
+_LOWEST_BIT = np.uint64(0x03F79D71B4CB0A89)  # a de Bruijn sequence: the six bits below each place name the place
+_PLACE = np.argsort([(int(_LOWEST_BIT) << bit) >> 58 & 63 for bit in range(64)])
+_ZERO, _ONE, _S58 = np.uint64(0), np.uint64(1), np.uint64(58)
+
+
+@jit
+def _count_pieces(lengths, seq_length, rule):
+    pieces = 0
+    for n in range(lengths.shape[0]):
+        if lengths[n] <= seq_length or rule == _TRUNCATE:
+            pieces += lengths[n] > 0
+        elif rule == _SPLIT:
+            pieces += (lengths[n] + seq_length - 1) // seq_length
+    return pieces
+
+
+@jit
+def _put(table, piece, row, slot, draw, start, length):
+    table[0, piece], table[1, piece], table[2, piece], table[3, piece], table[4, piece] = row, slot, draw, start, length
+
+
+@jit
+def _assign(lengths, seq_length, strategy, num_packers, rule, table):
+    """Writes every piece to `table` (Int32[5, pieces]: row, slot, draw, start, length), slots of a row ascending. Returns the rows used."""
+    pieces, rows, rests = 0, 0, 0
+    open_rows = 1 if strategy == _GREEDY else num_packers
+    row_of = np.zeros(open_rows, np.int64)
+    room = np.zeros(open_rows, np.int64)  # 0: no open row in this place
+    by_length = np.zeros(seq_length + 1, np.int64)
+    rest_draw = np.empty(0 if strategy <= _POOL else lengths.shape[0], np.int32)
+    for draw in range(lengths.shape[0]):
+        length = np.int64(lengths[draw])
+        if length > seq_length and rule == _TRUNCATE:
+            length = np.int64(seq_length)
+        if length > seq_length and rule != _SPLIT:
+            continue
+        full = length // seq_length
+        for i in range(full):  # a full row stands alone and leaves the open ones open
+            _put(table, pieces, rows, 0, draw, i * seq_length, seq_length)
+            pieces += 1
+            rows += 1
+        rest = length - full * seq_length
+        if rest == 0:
+            continue
+        if strategy > _POOL:
+            by_length[rest] += 1
+            rest_draw[rests] = draw
+            rests += 1
+            continue
+        best = -1
+        fullest = 0
+        for i in range(open_rows):
+            if room[i] >= rest and (best < 0 or room[i] < room[best]):
+                best = i
+            if room[i] < room[fullest]:
+                fullest = i
+        if best < 0:
+            best = fullest
+            row_of[best] = rows
+            room[best] = seq_length
+            rows += 1
+        _put(table, pieces, row_of[best], seq_length - room[best], draw, full * seq_length, rest)
+        pieces += 1
+        room[best] -= rest
+    if rests:
+        rows = _best_fit_decreasing(lengths, seq_length, rest_draw[:rests], by_length, pieces, rows, table)
+    return rows
+
+
+@jit
+def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows, table):
+    """Longest first, each into the fullest row that has room; of equally full rows, the last one that was touched."""
+    rests = rest_draw.shape[0]
+    before = 0
+    for length in range(seq_length - 1, 0, -1):  # counting sort, descending and stable
+        count = by_length[length]
+        by_length[length] = before
+        before += count
+    order = np.empty(rests, np.int32)
+    for i in range(rests):
+        rest = lengths[rest_draw[i]] % seq_length
+        order[by_length[rest]] = rest_draw[i]
+        by_length[rest] += 1
+
+    # Open rows hang in a stack for each size of free room. A tree of bits, 64 to a word, tells which stacks hold any.
+    first = np.zeros(_LEVELS + 1, np.int64)
+    words = seq_length + 1
+    for level in range(_LEVELS):
+        words = (words + 63) // 64
+        first[level + 1] = first[level] + words
+    bits = np.zeros(first[_LEVELS], np.uint64)
+    top = np.full(seq_length + 1, -1, np.int32)  # row on top of the stack
+    under = np.empty(rests, np.int32)  # row below it
+    first_row = rows
+    for i in range(rests):
+        draw = order[i]
+        rest = np.int64(lengths[draw] % seq_length)
+        room = _next_bit(bits, first, rest)
+        if room < 0:
+            room = np.int64(seq_length)
+            row = rows
+            rows += 1
+        else:
+            row = np.int64(top[room])
+            top[room] = under[row - first_row]
+            if top[room] < 0:
+                _clear_bit(bits, first, room)
+        start = np.int64(lengths[draw]) - rest
+        _put(table, pieces, row, seq_length - room, draw, start, rest)
+        pieces += 1
+        room -= rest
+        if room > 0:
+            under[row - first_row] = top[room]
+            if top[room] < 0:
+                _set_bit(bits, first, room)
+            top[room] = row
+    return rows
+
+
+@jit
+def _next_bit(bits, first, place):
+    """The lowest set bit at or above `place`, or -1."""
+    for level in range(_LEVELS):
+        word = place >> 6
+        if first[level] + word >= first[level + 1]:
+            return np.int64(-1)
+        found = bits[first[level] + word] & ~((_ONE << np.uint64(place & 63)) - _ONE)
+        if found != _ZERO:
+            place = (word << 6) + _lowest(found)
+            for below in range(level - 1, -1, -1):
+                place = (place << 6) + _lowest(bits[first[below] + place])
+            return place
+        place = word + 1
+    return np.int64(-1)
+
+
+@jit
+def _lowest(word):
+    return _PLACE[((word & (~word + _ONE)) * _LOWEST_BIT) >> _S58]
+
+
+@jit
+def _set_bit(bits, first, place):
+    for level in range(_LEVELS):
+        word = first[level] + (place >> 6)
+        was = bits[word]
+        bits[word] = was | (_ONE << np.uint64(place & 63))
+        if was != _ZERO:
+            return
+        place >>= 6
+
+
+@jit
+def _clear_bit(bits, first, place):
+    for level in range(_LEVELS):
+        word = first[level] + (place >> 6)
+        bits[word] &= ~(_ONE << np.uint64(place & 63))
+        if bits[word] != _ZERO:
+            return
+        place >>= 6
+
+
+@jit
+def _sort_by_row(loose, order, first_piece, table):
+    """Row r becomes row order[r]; a stable counting sort keeps the slots of a row ascending."""
+    for piece in range(loose.shape[1]):
+        first_piece[order[loose[0, piece]] + 1] += 1
+    for row in range(order.shape[0]):
+        first_piece[row + 1] += first_piece[row]
+    place = first_piece[:-1].copy()
+    for piece in range(loose.shape[1]):
+        row = order[loose[0, piece]]
+        at = place[row]
+        place[row] += 1
+        table[0, at] = row
+        for field in range(1, 5):
+            table[field, at] = loose[field, piece]

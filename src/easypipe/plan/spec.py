@@ -1,0 +1,117 @@
+"""What a plan is made of: the datasets, seen as lengths, and the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest, to_dict
+from easypipe.core.errors import PlanError
+from easypipe.plan.mix import MAX_DATASETS, MAX_DRAWS, MAX_WEIGHT_SUM, Stop
+from easypipe.plan.order import OrderSpec
+from easypipe.plan.pack import PackSpec
+
+PLAN_VERSION = 1  # raise it with every change that moves a document to another row
+
+WINDOW_TOKENS = 16 << 20
+WINDOW_ROWS = 4096
+MAX_WINDOW_DOCS = 65_536
+
+STOPS: tuple[Stop, ...] = ("restart", "first_exhausted", "all_exhausted")
+
+
+@dataclass(frozen=True)
+class PlanDataset:
+    """A dataset as a plan sees it.
+
+    num_docs: documents. total_tokens: the sum of all lengths. fingerprint: of the tokens. lengths: Int64[n] document numbers → Int32[n]
+    tokens each, an EOS that will be appended already counted; called from several threads.
+    """
+
+    name: str
+    num_docs: int
+    total_tokens: int
+    fingerprint: str
+    lengths: Callable[[NDArray[np.int64]], NDArray[np.int32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSpec:
+    """The choices that, with the datasets, decide which documents stand in every row.
+
+    weights: positive integers, one per dataset (`mix.integer_weights`). stop: when a mixture ends; "restart" never does, so it wants
+    num_epochs None; for a single dataset all three are the same and an epoch is one pass. num_epochs: how often a mixture that
+    ends is drawn, with new permutations each time; None goes on forever. pack: None gives every document a row of its own.
+    window_docs: documents planned and packed together.
+    """
+
+    seed: int
+    weights: tuple[int, ...]
+    stop: Stop
+    window_docs: int
+    num_epochs: int | None = 1
+    order: OrderSpec = field(default_factory=OrderSpec)
+    pack: PackSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop not in STOPS:
+            raise PlanError(at="stop", problem=f"no strategy {self.stop!r}", have=STOPS)
+        if not self.weights or any(type(weight) is not int or weight < 1 for weight in self.weights):
+            problem = f"{self.weights!r} are not positive integers"
+            raise PlanError(at="weights", problem=problem, fix="Make them with integer_weights.")
+        if sum(self.weights) > MAX_WEIGHT_SUM or len(self.weights) > MAX_DATASETS:
+            problem = f"{len(self.weights)} weights with a sum of {sum(self.weights)}"
+            fix = f"At most {MAX_DATASETS} datasets and a sum of 2^40 can be mixed; make the weights with integer_weights."
+            raise PlanError(at="weights", problem=problem, fix=fix)
+        if not 1 <= self.window_docs <= MAX_DRAWS:
+            problem = f"{self.window_docs} documents make no window"
+            raise PlanError(at="window_docs", problem=problem, fix=f"Give 1 to {MAX_DRAWS}.")
+        if self.num_epochs is not None and self.num_epochs < 1:
+            problem = f"{self.num_epochs} epochs hold no rows"
+            raise PlanError(at="num_epochs", problem=problem, fix="Give at least 1, or None for data without end.")
+        if self.stop == "restart" and len(self.weights) > 1 and self.num_epochs is not None:
+            fix = "Set num_epochs to None, or stop to 'first_exhausted' or 'all_exhausted'."
+            raise PlanError(at="num_epochs", problem=f"a mixture that restarts has no end to reach {self.num_epochs} times", fix=fix)
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether the draws come in epochs; else each dataset restarts on its own."""
+        return self.stop != "restart" or len(self.weights) == 1
+
+
+def window_docs(datasets: Sequence[PlanDataset], weights: Sequence[int], seq_length: int | None = None) -> int:
+    """Documents of a window, from integers only: 16 Mi tokens' worth, 4,096 rows' worth where that is more, at most 65,536.
+
+    Enough that the one row a window leaves part empty does not matter, few enough that planning a window takes milliseconds.
+    """
+    tokens = max(WINDOW_TOKENS, WINDOW_ROWS * (seq_length or 0))
+    # The mean length of a draw is sum(w · tokens / docs) / sum(w); in integers of 2^-32 tokens, so that machines agree.
+    mean = sum(w * ((d.total_tokens << 32) // max(1, d.num_docs)) for w, d in zip(weights, datasets, strict=True)) // sum(weights)
+    return max(1, min(MAX_WINDOW_DOCS, -(-(tokens << 32) // max(1, mean))))
+
+
+def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
+    """Raises PlanError where datasets and spec do not make a plan."""
+    names = [dataset.name for dataset in datasets]
+    if len(names) != len(spec.weights):
+        raise PlanError(at="weights", problem=f"{len(spec.weights)} weights for {len(names)} datasets", have=names)
+    if len(set(names)) != len(names):
+        raise PlanError(at="datasets", problem="two datasets have one name", have=names, fix="Names fold the seed: rename one.")
+    for dataset in datasets:
+        if dataset.num_docs < 1 and (spec.stop != "all_exhausted" or len(names) == 1):
+            fix = "Leave it out, or give it data." if len(names) > 1 else "Give it data."
+            raise PlanError(at=f"dataset {dataset.name!r}", problem="has no documents", fix=fix)
+    if not any(dataset.num_docs for dataset in datasets):
+        raise PlanError(at="datasets", problem="none has any documents", have=names, fix="Give at least one of them data.")
+
+
+def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
+    """Hex digest of everything that decides what stands in a row. Not num_epochs: more epochs only add rows behind the last."""
+    choices: dict[str, Any] = {key: value for key, value in to_dict(spec).items() if key != "num_epochs"}
+    if spec.pack is not None and spec.pack.strategy != "pool":
+        del choices["pack"]["num_packers"]
+    return digest("plan", PLAN_VERSION, choices, [[d.name, d.num_docs, d.total_tokens, d.fingerprint] for d in datasets])

@@ -1,0 +1,120 @@
+"""The books of a plan: where every document and token that was drawn went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.plan.jit import jit
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetTally:
+    """One dataset's part. These balances hold:
+
+    passes · num_docs = draws + unreached
+    draws = docs_placed + docs_pending + docs_dropped + docs_empty
+    tokens_drawn = tokens_placed + tokens_pending + tokens_truncated + tokens_dropped
+
+    passes: over the dataset, begun. pending: drawn in the window of the last row, but standing (partly) in a row behind it.
+    dropped: longer than a row. empty: without tokens, so without a place in a packed row. docs_truncated: those of docs_placed that lost
+    tokens_truncated. segments: pieces with tokens; each starts with a token that is no target.
+    """
+
+    num_docs: int
+    passes: int
+    unreached: int
+    draws: int
+    docs_placed: int
+    docs_pending: int
+    docs_dropped: int
+    docs_empty: int
+    docs_truncated: int
+    tokens_drawn: int
+    tokens_placed: int
+    tokens_pending: int
+    tokens_truncated: int
+    tokens_dropped: int
+    segments: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Rows 0 to `rows`: slots = tokens placed + padding. Without packing a row has as many slots as tokens, the batch pads it."""
+
+    rows: int
+    slots: int
+    padding: int
+    datasets: Mapping[str, DatasetTally]
+
+    @property
+    def fill(self) -> float:
+        """Tokens per slot, 1.0 where there are none."""
+        return 1 - self.padding / self.slots if self.slots else 1.0
+
+
+# The counters of a dataset that windows add up, in the order of the columns of Int64[k, COUNTERS].
+FIELDS = (
+    "draws",
+    "docs_placed",
+    "docs_pending",
+    "docs_dropped",
+    "docs_empty",
+    "docs_truncated",
+    "tokens_drawn",
+    "tokens_placed",
+    "tokens_pending",
+    "tokens_truncated",
+    "tokens_dropped",
+    "segments",
+)
+COUNTERS = len(FIELDS)
+
+SPLIT, TRUNCATE, DROP, WHOLE = 0, 1, 2, 3  # what happens to documents over the row length; WHOLE: rows have no length
+
+
+def count(
+    dataset: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    table: NDArray[np.int32],
+    num_pieces: int,
+    num_rows: int,
+    seq_length: int,
+    rule: int,
+    into: NDArray[np.int64],
+) -> None:
+    """Add a window's draws to `into` (Int64[k, COUNTERS]), of whose pieces the first `num_pieces`, in `num_rows` rows, are reached.
+
+    dataset, lengths: Int32[draws]. table: `Layout.table`.
+    """
+    _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, into)
+
+
+@jit
+def _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, into):
+    placed = np.zeros(lengths.shape[0], np.int64)
+    for piece in range(num_pieces):
+        draw, length = table[2, piece], np.int64(table[4, piece])
+        placed[draw] += length
+        into[dataset[draw], 7] += length
+        into[dataset[draw], 11] += length > 0
+    for draw in range(lengths.shape[0]):
+        of, length = dataset[draw], np.int64(lengths[draw])
+        keep = min(length, seq_length) if rule == TRUNCATE else length
+        into[of, 0] += 1
+        into[of, 6] += length
+        if length == 0 and rule != WHOLE:
+            into[of, 4] += 1
+        elif length > seq_length and rule == DROP:
+            into[of, 3] += 1
+            into[of, 10] += length
+        elif placed[draw] == keep and (length > 0 or draw < num_rows):
+            into[of, 1] += 1
+            into[of, 5] += length > keep
+            into[of, 9] += length - keep
+        else:
+            into[of, 2] += 1
+            into[of, 8] += length - placed[draw]
