@@ -1,0 +1,138 @@
+"""Checkpoints of a run: arrays, loader state and configuration of one step, committed together. The only module that knows Orbax.
+
+Law (commit or nothing): `latest()` is a checkpoint that was written whole, whenever the process that wrote it was killed. Orbax writes
+into `N.orbax-checkpoint-tmp` and renames it; what a killed process left behind is removed when the folder is opened.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from easypipe.core.errors import StateError, StorageError
+
+FORMAT = 1
+_ARRAYS, _RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
+
+
+class Checkpoints:
+    """The checkpoints in `folder`, of which the newest `keep` are kept. Close it, or use it as a context manager."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self.folder = folder.absolute()  # Orbax refuses relative paths
+        registry = ocp.handlers.local_registry()
+        registry.add(ocp.handlers.JsonHandler, checkpointable_name=_RUN)
+        context = ocp.Context()
+        context.checkpointables.registry = registry
+        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._orbax = ocp.training.Checkpointer(
+                self.folder,
+                context=context,
+                preservation_policy=newest,
+                cleanup_tmp_directories=True,
+            )
+        except OSError as error:
+            raise StorageError(at=str(folder), problem=f"cannot hold checkpoints: {error}") from error
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, oldest first."""
+        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def latest(self) -> int | None:
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def save(self, step: int, arrays: Mapping[str, jax.Array], run: Mapping[str, Any]) -> None:
+        """Starts writing and returns once the arrays are copied: they may be donated afterwards. One save runs at a time.
+
+        run: plain JSON. Raises StorageError where this save, or the one before it, cannot be written.
+        """
+        try:
+            self._orbax.save_checkpointables_async(
+                step, {_ARRAYS: dict(arrays), _RUN: {"format": FORMAT, **run}}, force=True, overwrite=True
+            )
+        except (OSError, ValueError) as error:
+            raise self._unwritten(step, error) from error
+
+    def run(self, step: int) -> dict[str, Any]:
+        """What `save` was given as `run`. Raises StateError for a checkpoint that is none of this version's."""
+        try:
+            saved = self._orbax.load_checkpointables(step, {_RUN: None})[_RUN]
+        except (OSError, ValueError, KeyError) as error:
+            raise StateError(at=self._at(step), problem=f"not a checkpoint of easypipe: {error}", fix="Give another output_dir.") from error
+        if saved.get("format") != FORMAT:
+            raise StateError(
+                at=self._at(step),
+                problem=f"checkpoint format {saved.get('format')}, this version reads {FORMAT}",
+                fix="Give another output_dir.",
+            )
+        return saved
+
+    def check(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Raises StateError listing how the arrays saved at `step` differ from `abstract` in name, shape and dtype."""
+        metadata: Any = self._orbax.checkpointables_metadata(step).metadata
+        saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in metadata[_ARRAYS].items()}
+        here = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()}
+        unlike = differences(saved, here)
+        if unlike:
+            raise StateError(at=self._at(step), problem=f"holds other arrays: {listed(unlike)}", fix="Give another output_dir.")
+
+    def load(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of `step`, each laid out as `abstract` says, on whatever mesh they were saved. Raises StateError (see `check`)."""
+        self.check(step, abstract)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sharding info not provided")
+            return self._orbax.load_checkpointables(step, {_ARRAYS: dict(abstract)})[_ARRAYS]
+
+    def wait(self, step: int) -> None:
+        """Returns once the save of `step` is committed. Raises StorageError where it failed."""
+        try:
+            self._orbax.wait()
+        except (OSError, ValueError) as error:
+            raise self._unwritten(step, error) from error
+
+    def close(self) -> None:
+        self._orbax.close()
+
+    def _at(self, step: int) -> str:
+        return str(self.folder / str(step))
+
+    def _unwritten(self, step: int, error: Exception) -> StorageError:
+        return StorageError(at=self._at(step), problem=f"cannot be written: {error}", fix="Check space and permissions.")
+
+
+def differences(saved: Any, here: Any, at: str = "") -> dict[str, str]:
+    """key path → `64 here, 128 in the checkpoint`, for every value of two nested mappings that is not the same."""
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        found: dict[str, str] = {}
+        for key in [*here, *(key for key in saved if key not in here)]:
+            path = f"{at}.{key}" if at else str(key)
+            found |= differences(saved.get(key, _ABSENT), here.get(key, _ABSENT), path)
+        return found
+    return {} if saved == here else {at: f"{_shown(here)} here, {_shown(saved)} in the checkpoint"}
+
+
+def listed(unlike: Mapping[str, str], most: int = 8) -> str:
+    """What `differences` found, in one line."""
+    lines = [f"{path}: {difference}" for path, difference in unlike.items()]
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else str(value)
+
+
+_ABSENT = object()

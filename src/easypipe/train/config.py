@@ -1,0 +1,126 @@
+"""What a training run is told. No jax here: a configuration is read and checked on machines that only prepare data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from pathlib import Path
+from typing import Literal
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError, did_you_mean
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+@config
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter, 2019) under a warmed-up cosine schedule; factories stand in train/optim.py."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: float = 3e-4  # the peak
+    schedule: Literal["cosine"] = "cosine"
+    warmup_steps: int = 0  # step k of them (from 0) runs at learning_rate * (k + 1) / (warmup_steps + 1)
+    final_fraction: float = 0.1  # the cosine ends at learning_rate * final_fraction
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1  # on matrices only: norms and biases are left alone
+    clip_norm: float | None = 1.0  # gradients longer than this, over all parameters together, are scaled to it; None: never
+
+    def check(self) -> None:
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(at=name, problem=f"{getattr(self, name)} is outside [0, 1)", fix="0.9 and 0.95 are usual.")
+        for name in ("learning_rate", "epsilon", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(at=name, problem=f"{value} is not a positive number")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(at="weight_decay", problem=f"{self.weight_decay} is not a number from 0 up", fix="0.0 turns it off.")
+        if not 0 <= self.final_fraction <= 1:
+            raise ConfigError(at="final_fraction", problem=f"{self.final_fraction} is outside [0, 1]", fix="0.0 ends at nothing.")
+        _at_least(self, 0, "warmup_steps")
+
+
+@config
+class LossConfig:
+    """Cross entropy, as kernels/api.py computes it."""
+
+    z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
+    implementation: Literal["auto", "reference", "chunked"] = "auto"
+    chunk_size: int = 1024  # tokens whose logits exist at one time
+
+    def check(self) -> None:
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
+            raise ConfigError(at="z_loss", problem=f"{self.z_loss} is not a number from 0 up", fix="0.0 for none; 1e-4 is usual.")
+        _at_least(self, 1, "chunk_size")
+
+
+@config
+class CheckpointConfig:
+    """Model, optimizer, loader state and configuration, committed together. The last step is always saved."""
+
+    every: int | None = 500  # steps; None: only at the end and when stopped by a signal
+    keep: int = 2  # newest checkpoints kept; older ones are deleted
+
+    def check(self) -> None:
+        _at_least(self, 1, "every", "keep")
+
+
+@config
+class TrainConfig:
+    """One training run. `output_dir` holds checkpoints/, metrics.jsonl and loss.png."""
+
+    output_dir: str | Path
+    steps: int | None = None  # optimizer steps; None: as many as the loader has batches
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    mesh: dict[str, int] = field(default_factory=lambda: {"data": -1})  # devices along data, fsdp, tensor; -1: those that remain
+    accumulate_steps: int = 1  # cuts every batch of the loader into this many micro-batches: less memory, the same update
+    seed: int = 0  # of the parameters' first values, and of dropout where the model has any
+    log_every: int = 1  # steps between lines of metrics.jsonl
+    eval_every: int | None = None  # steps between evaluations; None: only after the last step
+    eval_batches: int | None = None  # of each held-out loader; None: all it has
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
+    resume_changes: tuple[str, ...] = ()  # key paths that may differ from the checkpoint's, such as "train.steps"
+
+    def check(self) -> None:
+        _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^32)")
+        if self.steps is not None:
+            check_warmup(self.optimizer, self.steps)
+        check_mesh_axes(self.mesh)
+
+
+def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
+    """Raises ConfigError where the warm-up leaves no step for the schedule after it."""
+    if optimizer.warmup_steps >= steps:
+        raise ConfigError(
+            at="optimizer.warmup_steps",
+            problem=f"{optimizer.warmup_steps} warm-up steps do not end before the last of {steps} steps",
+            fix=f"Give at most {steps - 1}.",
+        )
+
+
+def check_mesh_axes(axes: dict[str, int], at: str = "mesh") -> None:
+    """Raises ConfigError for an unknown axis, a size that is none, or more than one -1."""
+    for name, size in axes.items():
+        if name not in MESH_AXES:
+            raise ConfigError(at=f"{at}.{name}", problem=f"no mesh axis named {name!r}", have=MESH_AXES, fix=did_you_mean(name, MESH_AXES))
+        if size != -1 and size < 1:
+            raise ConfigError(
+                at=f"{at}.{name}", problem=f"{size} is no number of devices", fix="Give at least 1, or -1 for those that remain."
+            )
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(at=at, problem="-1 (the devices that remain) stands more than once", have=open_axes, fix="Leave it on one axis.")
+
+
+def _at_least(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < least:
+            raise ConfigError(at=name, problem=f"{value} is too small", fix=f"Give at least {least}.")

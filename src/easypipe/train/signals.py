@@ -1,0 +1,51 @@
+"""Stopping in good order: the first SIGINT or SIGTERM asks the loop to save and leave, a second one does what it always did."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from easypipe.core.errors import TrainError
+
+
+class Interrupted(TrainError):
+    """Training was stopped by a signal, and saved at `step`. `exit_code` is what a shell expects: 128 + the signal's number."""
+
+    def __init__(self, *, signum: int, step: int, folder: str) -> None:
+        self.signum, self.step = signum, step
+        self.exit_code = 128 + signum
+        name = signal.Signals(signum).name
+        super().__init__(at=f"step {step}", problem=f"stopped by {name}, saved in {folder}", fix="Run the same command again to go on.")
+
+
+class StopSignals:
+    """`with StopSignals() as stop:` — `stop.received` is the number of the signal that came, or None.
+
+    Outside the main thread Python lets nobody handle signals: there nothing is received, and signals act as before.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            # None: the handler was not installed from Python and cannot be put back by it
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}

@@ -1,0 +1,195 @@
+"""What a run trains, as one pytree with a place on the mesh for every array.
+
+The model's arrays are held flat, by dotted name ("layers.gate.kernel"), so that the optimizer, the checkpoint and error messages all
+speak of the same names. A StateLayout knows shapes, dtypes and shardings before any array exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.train.axes import RULES
+
+Arrays = dict[str, jax.Array]
+Path = tuple[Any, ...]
+
+
+class TrainState(NamedTuple):
+    """params: Arrays, what the optimizer moves. rest: Arrays, what else the model has (dropout keys, ...). step: Int32[], steps taken.
+
+    The same shape holds abstract arrays and shardings.
+    """
+
+    params: Any
+    rest: Any
+    optimizer: Any
+    step: Any
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """How a model comes apart into named arrays and together again, and where each lies."""
+
+    graph: nnx.GraphDef
+    paths: Mapping[str, Path]
+    params: Mapping[str, jax.ShapeDtypeStruct]  # with shardings
+    rest: Mapping[str, jax.ShapeDtypeStruct]
+    key_impls: Mapping[str, Any]  # random keys are held as their uint32 data, which every checkpoint format takes
+    decays: Mapping[str, bool]  # True for matrices
+    mesh: Mesh
+
+    def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
+        """The module these arrays make up."""
+        nested: dict[Any, Any] = {}
+        for name, value in (*params.items(), *rest.items()):
+            node = nested
+            *parents, last = self.paths[name]
+            for key in parents:
+                node = node.setdefault(key, {})
+            impl = self.key_impls.get(name)
+            node[last] = value if impl is None else jax.random.wrap_key_data(value, impl=impl)
+        return nnx.merge(self.graph, nested)
+
+    def split(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
+        """(params, rest) of a module of this layout."""
+        _, params, rest = nnx.split(model, nnx.Param, ...)
+        return _arrays(params), _arrays(rest)
+
+
+def layout_of(model: nnx.Module, mesh: Mesh) -> ModelLayout:
+    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for a sharding that cannot be."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    variables = {_name(path): (path, variable) for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))}
+    values = {name: variable.get_value() for name, (_, variable) in variables.items()}
+    key_impls = {name: jax.random.key_impl(value) for name, value in values.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)}
+    abstract = {}
+    for name, (_, variable) in variables.items():
+        value = jax.eval_shape(jax.random.key_data, values[name]) if name in key_impls else values[name]
+        spec = PartitionSpec() if name in key_impls else _spec(name, variable, value.shape, mesh)
+        abstract[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
+    names = [_name(path) for path, _ in nnx.to_flat_state(params)]
+    return ModelLayout(
+        graph=graph,
+        paths={name: path for name, (path, _) in variables.items()},
+        params={name: abstract[name] for name in names},
+        rest={name: value for name, value in abstract.items() if name not in names},
+        key_impls=key_impls,
+        decays={name: _is_matrix(name, variables[name][1], abstract[name].shape) for name in names},
+        mesh=mesh,
+    )
+
+
+@contextlib.contextmanager
+def on(mesh: Mesh) -> Iterator[None]:
+    """Where models are built and steps are traced: PartitionSpecs and the names of axes.RULES mean this mesh."""
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        yield
+
+
+def abstract_state(layout: ModelLayout, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shape, dtype and sharding of every array of the state: what to compile against and what to restore into.
+
+    A moment lies where its parameter lies; what has another shape (counters) is on every device.
+    """
+    everywhere = NamedSharding(layout.mesh, PartitionSpec())
+    params = dict(layout.params)
+
+    def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        of = params.get(getattr(path[-1], "key", "")) if path else None
+        sharding = of.sharding if of is not None and of.shape == leaf.shape else everywhere
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    moments = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, params))
+    return TrainState(params, dict(layout.rest), moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
+
+
+def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: optax.GradientTransformation) -> TrainState:
+    """A new state, every array born where it belongs: no device ever holds more than its part. Call inside `on(mesh)`."""
+
+    def born() -> TrainState:
+        params, rest = layout.split(build())
+        return TrainState(params, rest, optimizer.init(params), jnp.int32(0))
+
+    return jax.jit(born, out_shardings=shardings(abstract_state(layout, optimizer)))()
+
+
+def state_from(model: nnx.Module, layout: ModelLayout, optimizer: optax.GradientTransformation) -> TrainState:
+    """A new state around the arrays that `model` has; they are copied, because steps consume what they are given."""
+    params, rest = jax.tree.map(jnp.copy, layout.split(model))
+    params, rest = jax.device_put((params, rest), shardings((dict(layout.params), dict(layout.rest))))
+    fresh = jax.jit(lambda params: (optimizer.init(params), jnp.int32(0)), out_shardings=shardings(abstract_state(layout, optimizer)[2:]))
+    return TrainState(params, rest, *fresh(params))
+
+
+def shardings(abstract: Any) -> Any:
+    """The same tree with the sharding in place of each array."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def flatten(state: TrainState) -> dict[str, Any]:
+    """name → array: `params/...`, `rest/...`, `optimizer/...`, `step`. What checkpoints hold."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def unflatten(named: Mapping[str, Any], like: TrainState) -> TrainState:
+    """The inverse of `flatten`, for a state of the same structure as `like`."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+    return jax.tree.unflatten(treedef, [named[jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves])
+
+
+def _name(path: Path) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def _arrays(state: nnx.State) -> Arrays:
+    values = {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    return {name: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v for name, v in values.items()}
+
+
+def _labels(variable: nnx.Variable) -> tuple[Any, ...]:
+    metadata: Any = variable.get_metadata()
+    return tuple(metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding") or ())
+
+
+def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
+    """Two dimensions or more, not counting the one along which layers are stacked; by name, where nothing says which that is."""
+    stacked = sum(label == "layers" for label in _labels(variable))
+    return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
+
+
+def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The labels of the parameter's dimensions, as mesh axes; a parameter without labels lies whole on every device."""
+    rules = dict(variable.get_metadata().get("sharding_rules") or RULES)
+    axes: list[Any] = []
+    for dimension, label in enumerate(_labels(variable)):
+        axis = label if label is None or label in mesh.axis_names or isinstance(label, tuple) else rules.get(label, _UNKNOWN)
+        if axis is _UNKNOWN:
+            known = [*rules, *mesh.axis_names]
+            raise ConfigError(
+                at=f"model.{name}", problem=f"dimension {dimension} is labelled {label!r}", have=known, fix=did_you_mean(str(label), known)
+            )
+        parts = 1
+        for part in axis if isinstance(axis, tuple) else (axis,):
+            parts *= 1 if part is None else mesh.shape[part]
+        if shape[dimension] % parts:
+            raise ConfigError(
+                at=f"model.{name}",
+                problem=f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis {axis!r} of {parts}",
+                fix=f"Choose a multiple of {parts}, or a smaller mesh.{axis}.",
+            )
+        axes.append(axis)
+    return PartitionSpec(*axes)
+
+
+_UNKNOWN = object()

@@ -1,0 +1,109 @@
+"""One optimizer step, and one evaluation step, as compiled programs.
+
+B rows of a batch · A micro-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from easypipe.kernels.api import LossOutput
+from easypipe.train.axes import BATCH_AXES
+from easypipe.train.flops import segment_sums
+from easypipe.train.state import ModelLayout, TrainState, abstract_state, shardings
+
+LossFn = Callable[[Any, Mapping[str, jax.Array]], LossOutput]
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
+EvalStep = Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array], Mapping[str, jax.Array]], LossOutput]
+
+
+def make_train_step(
+    layout: ModelLayout, optimizer: optax.GradientTransformation, schedule: optax.Schedule, loss: LossFn, *, accumulate_steps: int = 1
+) -> TrainStep:
+    """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed (donated).
+
+    batch: [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the rows. Micro-batch a holds the rows
+    r with r % A == a, so that cutting moves no row between devices. Losses and gradients are summed over tokens and divided once by the
+    number of targets: every A gives the same update, up to rounding.
+    metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
+    learning_rate (Float32), num_targets, num_tokens (Int32, slots outside padding), attended (Float32, sum of squared segment lengths).
+    Call inside `state.on(layout.mesh)`.
+    """
+    places = shardings(abstract_state(layout, optimizer))
+
+    def sums(params: Any, rest: Any, batch: Any) -> tuple[jax.Array, tuple[LossOutput, Any]]:
+        model = layout.merge(params, rest)
+        out = loss(model, batch)
+        return out.loss_sum, (out, layout.split(model)[1])
+
+    def gradients(params: Any, rest: Any, batch: Any) -> tuple[Any, LossOutput, Any]:
+        (_, (out, rest)), grads = jax.value_and_grad(sums, has_aux=True)(params, rest, batch)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jax.lax.with_sharding_constraint(grads, places.params), _float32(out), rest
+
+    def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        if accumulate_steps == 1:
+            grads, out, rest = gradients(state.params, state.rest, batch)
+        else:
+            grads, out, rest = _accumulate(gradients, state, batch, accumulate_steps)
+        scale = 1 / jnp.maximum(out.num_targets, 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        updates, moments = optimizer.update(cast, state.optimizer, state.params)
+        metrics = {
+            "loss": out.loss_sum * scale,
+            "nll": out.nll_sum * scale,
+            "grad_norm": optax.global_norm(grads),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "num_targets": out.num_targets,
+            **_count(batch),
+        }
+        return TrainState(optax.apply_updates(state.params, updates), rest, moments, state.step + 1), metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+
+
+def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
+    """`(params, rest, batch) -> LossOutput` of sums, compiled, with dropout and the like switched off. Call inside `state.on(mesh)`."""
+
+    def step(params: Any, rest: Any, batch: Any) -> LossOutput:
+        model = layout.merge(params, rest)
+        model.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
+        return _float32(loss(model, batch))
+
+    return jax.jit(step)
+
+
+def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int) -> tuple[Any, LossOutput, Any]:
+    def cut(array: jax.Array) -> jax.Array:
+        micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(micro, PartitionSpec(None, BATCH_AXES))
+
+    def one(carry: Any, micro: Any) -> tuple[Any, None]:
+        grads, out, rest = carry
+        more, added, rest = gradients(state.params, rest, micro)
+        return (jax.tree.map(jnp.add, grads, more), jax.tree.map(jnp.add, out, added), rest), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
+    nothing = LossOutput(jnp.float32(0), jnp.int32(0), jnp.float32(0))
+    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), jax.tree.map(cut, dict(batch)))
+    return grads, out, rest
+
+
+def _float32(out: LossOutput) -> LossOutput:
+    return LossOutput(out.loss_sum.astype(jnp.float32), out.num_targets.astype(jnp.int32), out.nll_sum.astype(jnp.float32))
+
+
+def _count(batch: Mapping[str, jax.Array]) -> Metrics:
+    ids = batch["input_ids"]
+    segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
+    position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
+    num_tokens, attended = segment_sums(segment_ids, position_ids)
+    return {"num_tokens": num_tokens, "attended": attended}
