@@ -1,0 +1,168 @@
+"""Arrow IPC: the file format (also called feather, version 2) and the stream format, told apart by content, memory-mapped where local."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.errors import SourceError
+from easypipe.sources.base import FileSource, OnError, Rows, Survey
+from easypipe.sources.files import DataFiles, FileRef, LocalFile, open_binary, read_range
+from easypipe.sources.schemas import plain_schema
+
+FILE_MAGIC = b"ARROW1"
+STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first message
+
+
+class ArrowShardedSource(FileSource):
+    """Rows of Arrow IPC files and streams. Options are those of FileSource."""
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        columns: Sequence[str] | None = None,
+        on_error: OnError = "error",
+        storage_options: Mapping[str, Any] | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            data_files,
+            ArrowFormat(),
+            kind="arrow",
+            columns=columns,
+            on_error=on_error,
+            storage_options=storage_options,
+            index_dir=index_dir,
+        )
+
+
+@dataclass(frozen=True)
+class _Batches:
+    first_row: NDArray[np.int64]  # Int64[batches + 1]
+    offsets: list[int] | None  # stream format: where each batch's message begins; None for the file format
+    schema: pa.Schema  # as stored
+    dictionaries: bool
+
+
+class ArrowFormat:
+    name = "arrow"
+    numbered = False
+
+    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+        head = read_range(file, 0, min(8, file.num_bytes))
+        with _arrow_errors(file), _open(file) as opened:
+            if head.startswith(FILE_MAGIC):
+                tail = read_range(file, file.num_bytes - len(FILE_MAGIC), file.num_bytes)
+                if tail != FILE_MAGIC or file.num_bytes < 20:
+                    raise SourceError(at=file.path, problem="truncated: an Arrow file without its footer", fix="Copy or write it again.")
+                batches = _survey_file(opened)
+            elif head.startswith(STREAM_MAGIC):
+                batches = _survey_stream(opened)
+            elif head.startswith(b"FEA1"):
+                raise SourceError(at=file.path, problem="is feather version 1", fix="Write it again with pyarrow.feather (version 2).")
+            else:
+                raise SourceError(at=file.path, problem=f"neither an Arrow file nor a stream: it begins with {head!r}", fix="Check its type.")
+        cuts = tuple(int(row) for row in np.unique(batches.first_row[:-1])) or (0,)
+        return Survey(num_rows=int(batches.first_row[-1]), cuts=cuts, schema=plain_schema(batches.schema, file.path), detail=batches)
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        batches: _Batches = survey.detail
+        first = int(np.searchsorted(batches.first_row, start, side="right")) - 1
+        last = int(np.searchsorted(batches.first_row, stop, side="left"))
+        with _arrow_errors(file), _open(file) as opened:
+            parts = _read(opened, batches, fields.names, first, last)
+        table = pa.Table.from_batches(parts)
+        return Rows(table.slice(start - int(batches.first_row[first]), stop - start), None, [])
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        return None
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        return None
+
+
+def _survey_file(opened: pa.NativeFile) -> _Batches:
+    schema = pa.ipc.open_file(opened).schema
+    opened.seek(0)
+    reader = pa.ipc.open_file(opened, options=_only(schema, []))
+    counts = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
+    return _Batches(_running(counts), None, schema, _has_dictionary(schema))
+
+
+def _survey_stream(opened: pa.NativeFile) -> _Batches:
+    schema = pa.ipc.open_stream(opened).schema
+    opened.seek(0)
+    reader = pa.ipc.open_stream(opened, options=_only(schema, []))
+    counts, offsets = [], []
+    while True:
+        offset = opened.tell()
+        try:
+            counts.append(reader.read_next_batch().num_rows)
+        except StopIteration:
+            return _Batches(_running(counts), offsets, schema, _has_dictionary(schema))
+        offsets.append(offset)
+
+
+def _read(opened: pa.NativeFile, batches: _Batches, names: list[str], first: int, last: int) -> list[pa.RecordBatch]:
+    options = _only(batches.schema, names)
+    if batches.offsets is None:
+        reader = pa.ipc.open_file(opened, options=options)
+        return [reader.get_batch(i) for i in range(first, last)]
+    if batches.dictionaries:  # a batch may need any dictionary before it, so the stream is read from its start
+        reader = pa.ipc.open_stream(opened, options=options)
+        for _ in range(first):
+            reader.read_next_batch()
+        return [reader.read_next_batch() for _ in range(first, last)]
+    parts = []
+    for i in range(first, last):
+        opened.seek(batches.offsets[i])
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(opened), batches.schema)
+        parts.append(batch.select(names))
+    return parts
+
+
+def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
+    """Options that read these columns; for none at all the cheapest one, because the library takes an empty list for all."""
+    wanted = [i for i, name in enumerate(schema.names) if name in names]
+    if not wanted and len(schema):
+        flat = [i for i, field in enumerate(schema) if field.type.num_fields == 0 and pa.types.is_primitive(field.type)]
+        wanted = flat[:1] or [0]
+    return pa.ipc.IpcReadOptions(included_fields=wanted)
+
+
+def _running(counts: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _has_dictionary(schema: pa.Schema) -> bool:
+    def inside(kind: pa.DataType) -> bool:
+        return pa.types.is_dictionary(kind) or any(inside(kind.field(i).type) for i in range(kind.num_fields))
+
+    return any(inside(field.type) for field in schema)
+
+
+def _open(file: FileRef) -> pa.NativeFile:
+    if file.remote:
+        return pa.PythonFile(open_binary(file), mode="r")
+    with LocalFile(file):  # refuses a file that changed; the map below must never meet a shorter one
+        return pa.memory_map(file.path, "r")
+
+
+class _arrow_errors:
+    def __init__(self, file: FileRef) -> None:
+        self._path = file.path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, SourceError):
+            raise SourceError(at=self._path, problem=f"damaged Arrow data: {error}", fix="Copy or write the file again.") from error

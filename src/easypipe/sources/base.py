@@ -1,0 +1,286 @@
+"""A source over files: everything that formats share, so that a format only has to count rows and read a range of them.
+
+Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered only makes the next one quicker.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.protocols import Reject, Scan, Shard
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources.files import DataFiles, FileRef, resolve
+from easypipe.sources.schemas import column, has_strings, reconcile
+
+OnError = Literal["error", "skip", "quarantine"]
+
+# Part of every fingerprint and shard identity: raise it when reading changes what rows come out of the same file.
+READER_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What one look over a file tells.
+
+    num_rows: physical records. cuts: as Shard.cuts. schema: every column of the file, in plain types (schemas.plain_type).
+    detail: whatever the format needs in order to find rows again.
+    """
+
+    num_rows: int
+    cuts: tuple[int, ...]
+    schema: pa.Schema
+    detail: Any = None
+
+
+class Rows(NamedTuple):
+    """Rows of a range as a format reads them. `numbers` (Int64[rows], ascending) are their physical row numbers; None: all of the range."""
+
+    table: pa.Table
+    numbers: NDArray[np.int64] | None
+    rejects: list[Reject]
+
+
+class Format(Protocol):
+    """How one kind of file is read. Instances belong to one source, may remember things between reads, and are thread safe."""
+
+    name: str
+    numbered: bool  # rows may be missing from a batch even where nothing is wrong (blank lines)
+
+    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+        """Counts rows and reads the schema. Raises SourceError where the file as a whole cannot be read."""
+        ...
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        """Rows `start` to `stop`; the table holds `fields` (columns of the file, in types that merge_types gave) or plain kin of them."""
+        ...
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        """The line of the file, from 1, at which a row begins; None where the format has no lines."""
+        ...
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        """The row as it stands in the file, for a quarantine; None where the format has no text."""
+        ...
+
+
+class FileSource:
+    """Rows of one or many files of one format; implements ScanningSource. One shard per file.
+
+    columns: names to read, in this order; None reads all. A column that no file has is a SourceError that lists those there are.
+    on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return the good rows and list the bad ones in
+      `scan(...).rejects` (the caller counts or writes them). The schema then has `__row_number__`, as it always has for formats with blank lines.
+    index_dir: where indexes of line files are kept between runs; None keeps them in memory only.
+
+    Files are opened when `schema`, `shards` or rows are first asked for. Law: for one set of files every batch has exactly `schema`.
+    Safe to use from many threads at once.
+    """
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        reader: Format,
+        *,
+        kind: str,
+        columns: Sequence[str] | None = None,
+        on_error: OnError = "error",
+        storage_options: Mapping[str, Any] | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if on_error not in get_args(OnError):
+            have = get_args(OnError)
+            raise ConfigError(at="on_error", problem=f"{on_error!r} is not an option", have=have, fix=did_you_mean(str(on_error), have))
+        self.on_error = on_error
+        self.columns = _names(columns)
+        self.files: tuple[FileRef, ...] = tuple(resolve(data_files, storage_options, extensions=[kind]))
+        self._format = reader
+        self._index_dir = None if index_dir is None else Path(index_dir)
+        self._lock = threading.Lock()
+        self._opened: _Opened | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._open().schema
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self._open().shards
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of format, options and every file's path, size and identity. Opens no file."""
+        return digest("files", READER_VERSION, self._format.name, self._options(), [file.digest for file in self.files])
+
+    def shard_identity(self, shard: int) -> str:
+        """Digest of all that decides the rows of one shard: its file, the reading options, and the schema that the files have together."""
+        schema = [[field.name, str(field.type)] for field in self.schema]
+        return digest("file", READER_VERSION, self._format.name, self._options(), self.files[shard].digest, schema)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        return self.scan(shard, start, stop).batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        """Rows `start` to `stop` of a shard, and those refused. With on_error="error" a bad row raises SourceError naming file, row and line."""
+        opened = self._open()
+        file, survey = self.files[shard], opened.surveys[shard]
+        if not 0 <= start <= stop <= survey.num_rows:
+            raise SourceError(at=file.path, problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{survey.num_rows}.")
+        fields = opened.fields[shard]
+        if start == stop:
+            return Scan(_empty(opened.schema), ())
+        table, numbers, rejects = self._format.rows(file, survey, fields, start, stop)
+        if numbers is None:
+            numbers = np.arange(start, stop, dtype=np.int64)
+        arrays = [self._column(file, opened.data, name, table) for name in opened.data.names]
+        bad = _not_utf8(opened.data, arrays)
+        if bad:
+            rejects = sorted([*rejects, *(_invalid(int(numbers[i]), why) for i, why in bad.items())], key=lambda reject: reject.row)
+            keep = np.ones(len(numbers), bool)
+            keep[list(bad)] = False
+            arrays = [array.filter(pa.array(keep)) for array in arrays]
+            numbers = numbers[keep]
+        if self.on_error == "error":
+            for reject in rejects:
+                if not reject.benign:
+                    raise self._refusal(file, survey, reject)
+        if ROW_NUMBER in opened.schema.names:
+            arrays.append(pa.array(numbers))
+        return Scan(pa.RecordBatch.from_arrays(arrays, schema=opened.schema), tuple(rejects))
+
+    def raw(self, shard: int, row: int) -> str | None:
+        """A row as it stands in its file; None for formats that are not text."""
+        return self._format.raw(self.files[shard], self._open().surveys[shard], row)
+
+    def _column(self, file: FileRef, data: pa.Schema, name: str, table: pa.Table) -> pa.Array:
+        kind = data.field(name).type
+        if name not in table.column_names:
+            return pa.nulls(table.num_rows, kind)
+        try:
+            return column(table.column(name).chunks, kind)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise SourceError(
+                at=place(file.path, column=name),
+                problem=f"cannot be read as {kind}, which it has in other files or rows: {error}",
+                fix=f"Leave {name!r} out with columns=[...], or rewrite the file.",
+            ) from error
+
+    def _refusal(self, file: FileRef, survey: Survey, reject: Reject) -> SourceError:
+        return SourceError(
+            at=place(file.path, row=reject.row, line=self._format.line(file, survey, reject.row)),
+            problem=reject.detail or reject.reason,
+            fix="Correct the file, or read it with on_error='skip' or 'quarantine'.",
+        )
+
+    def _options(self) -> list[Any]:
+        return [self.columns, "error" if self.on_error == "error" else "tolerant"]
+
+    def _open(self) -> _Opened:
+        opened = self._opened
+        if opened is None:
+            with self._lock:
+                opened = self._opened
+                if opened is None:
+                    opened = self._opened = self._survey()
+        return opened
+
+    def _survey(self) -> _Opened:
+        def one(file: FileRef) -> Survey:
+            if file.num_bytes == 0:
+                raise SourceError(at=file.path, problem="is empty (0 bytes)", fix="Remove it from data_files.")
+            return self._format.survey(file, self.columns, self._index_dir)
+
+        if len(self.files) == 1:
+            surveys = [one(self.files[0])]
+        else:
+            workers = min(len(self.files), 16 if self.files[0].remote else (os.cpu_count() or 1))
+            with ThreadPoolExecutor(workers, thread_name_prefix="easypipe-index") as pool:
+                pending = [pool.submit(one, file) for file in self.files]
+                try:
+                    surveys = [future.result() for future in pending]
+                finally:
+                    for future in pending:  # after a failure the rest need not start
+                        future.cancel()
+        wanted = [(file.path, _project(survey.schema, self.columns)) for file, survey in zip(self.files, surveys, strict=True)]
+        data = reconcile(wanted)
+        if self.columns is not None:
+            self._require(data, surveys)
+            data = pa.schema([data.field(name) for name in self.columns])
+        elif not data.names:
+            raise SourceError(at=self.files[0].path, problem="holds no row from which columns could be known", fix="Give files with rows.")
+        fields = [pa.schema([field for field in data if field.name in survey.schema.names]) for survey in surveys]
+        numbered = self._format.numbered or self.on_error != "error"
+        shards = [
+            Shard(name=file.path, num_rows=survey.num_rows, cuts=survey.cuts, num_bytes=file.num_bytes)
+            for file, survey in zip(self.files, surveys, strict=True)
+        ]
+        schema = data.append(pa.field(ROW_NUMBER, pa.int64())) if numbered else data
+        return _Opened(surveys=surveys, data=data, schema=schema, shards=shards, fields=fields)
+
+    def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:
+        for name in self.columns or ():
+            if name not in data.names:
+                have = list(dict.fromkeys(n for survey in surveys for n in survey.schema.names))
+                at = self.files[0].path + (f" (and {len(self.files) - 1} more)" if len(self.files) > 1 else "")
+                raise SourceError(at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What is known once every file was looked over. data: columns without ROW_NUMBER; fields: those of `data` that each file has."""
+
+    surveys: list[Survey]
+    data: pa.Schema
+    schema: pa.Schema
+    shards: list[Shard]
+    fields: list[pa.Schema]
+
+
+def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
+    if columns is None:
+        return None
+    names = tuple(columns) if not isinstance(columns, str) else ()
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names) or ROW_NUMBER in names:
+        raise ConfigError(at="columns", problem=f"expected different column names, got {columns!r}", fix="Write columns=['text'].")
+    return names
+
+
+def _project(schema: pa.Schema, columns: tuple[str, ...] | None) -> pa.Schema:
+    return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
+
+
+def _empty(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
+
+
+def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
+    """Rows (by position) in which some string is no UTF-8, with the first column it is so in."""
+    bad: dict[int, str] = {}
+    for field, array in zip(schema, arrays, strict=True):
+        if has_strings(field.type) and len(array):
+            pending = [(0, len(array))]
+            while pending:  # halves, so that finding a few bad rows costs little more than the check
+                first, last = pending.pop()
+                try:
+                    array.slice(first, last - first).validate(full=True)
+                except (pa.ArrowInvalid, UnicodeDecodeError):
+                    if last - first == 1:
+                        bad.setdefault(first, field.name)
+                    else:
+                        middle = (first + last) // 2
+                        pending += [(first, middle), (middle, last)]
+    return bad
+
+
+def _invalid(row: int, name: str) -> Reject:
+    return Reject(row=row, reason="invalid_utf8", detail=f"column {name!r} is not UTF-8")

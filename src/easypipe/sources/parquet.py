@@ -1,0 +1,205 @@
+"""Parquet files, read by row group.
+
+A range that covers a row group decodes it; one that covers a part of a small group keeps the decoded group for its neighbours; one that
+covers a part of a large group streams through it, so that memory is bounded however large row groups are.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from easypipe.core.errors import SourceError, place
+from easypipe.sources.base import FileSource, OnError, Rows, Survey
+from easypipe.sources.files import DataFiles, FileRef, open_binary, read_range
+from easypipe.sources.schemas import plain_schema
+
+SMALL_GROUP_BYTES = 32 << 20  # a group up to this size (decoded, columns that are read) is decoded whole
+KEPT_GROUPS = 4  # decoded small groups that a source remembers
+STREAMED_BYTES = 4 << 20  # of a large group, decoded at a time
+KEPT_STREAMS = 4  # places in large groups from which reading can go on, per file
+CUT_BYTES = 16 << 20  # a large group has cuts about this far apart
+MAGIC = b"PAR1"
+
+
+class ParquetShardedSource(FileSource):
+    """Rows of parquet files. Options are those of FileSource."""
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        columns: Sequence[str] | None = None,
+        on_error: OnError = "error",
+        storage_options: Mapping[str, Any] | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            data_files,
+            ParquetFormat(),
+            kind="parquet",
+            columns=columns,
+            on_error=on_error,
+            storage_options=storage_options,
+            index_dir=index_dir,
+        )
+
+
+@dataclass(frozen=True)
+class _Groups:
+    metadata: pq.FileMetaData
+    first_row: NDArray[np.int64]  # Int64[groups + 1]
+
+
+@dataclass
+class _Stream:
+    """A place inside a row group; `held` begins at row `position` of the group."""
+
+    group: int
+    columns: tuple[str, ...]
+    position: int
+    held: pa.Table
+    batches: Iterator[pa.RecordBatch]
+
+
+class ParquetFormat:
+    name = "parquet"
+    numbered = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._decoded: OrderedDict[Any, pa.Table] = OrderedDict()
+        self._streams: dict[str, tuple[threading.Lock, list[_Stream]]] = {}
+
+    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+        _check_magic(file)
+        with open_binary(file) as opened, _arrow_errors(file):
+            parquet = pq.ParquetFile(opened)
+            metadata, schema = parquet.metadata, parquet.schema_arrow
+        rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+        first = np.concatenate([[0], np.cumsum(rows)]).astype(np.int64)
+        cuts: list[int] = []
+        for group, count in enumerate(rows):
+            pieces = max(1, min(count, _group_bytes(metadata, group, columns) // CUT_BYTES))
+            cuts += [int(first[group]) + count * piece // pieces for piece in range(pieces)] if count else []
+        return Survey(
+            num_rows=int(first[-1]), cuts=tuple(cuts) or (0,), schema=plain_schema(schema, file.path), detail=_Groups(metadata, first)
+        )
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        groups: _Groups = survey.detail
+        columns = tuple(fields.names)
+        parts = []
+        group = int(np.searchsorted(groups.first_row, start, side="right")) - 1
+        while group < groups.metadata.num_row_groups and groups.first_row[group] < stop:
+            first, count = int(groups.first_row[group]), int(groups.first_row[group + 1] - groups.first_row[group])
+            a, b = max(start - first, 0), min(stop - first, count)
+            if a < b:
+                with _arrow_errors(file, group):
+                    parts.append(self._part(file, groups, columns, group, a, b, whole=(a, b) == (0, count)))
+            group += 1
+        return Rows(pa.concat_tables(parts), None, [])
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        return None
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        return None
+
+    def _part(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int, *, whole: bool) -> pa.Table:
+        key = (file.path, group, columns)
+        small = _group_bytes(groups.metadata, group, columns) <= SMALL_GROUP_BYTES
+        if small:
+            with self._lock:
+                decoded = self._decoded.get(key)
+                if decoded is not None:
+                    self._decoded.move_to_end(key)
+                    return decoded.slice(a, b - a)
+        if not small and not whole:
+            return self._streamed(file, groups, columns, group, a, b)
+        with open_binary(file) as opened:
+            decoded = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True).read_row_group(group, columns=list(columns))
+        if small and not whole:  # a group that is read whole is not asked for again soon
+            with self._lock:
+                self._decoded[key] = decoded
+                while len(self._decoded) > KEPT_GROUPS:
+                    self._decoded.popitem(last=False)
+        return decoded.slice(a, b - a)
+
+    def _streamed(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int) -> pa.Table:
+        with self._lock:
+            lock, streams = self._streams.setdefault(file.path, (threading.Lock(), []))
+        with lock:
+            usable = [s for s in streams if s.group == group and s.columns == columns and s.position <= a]
+            if usable:
+                stream = max(usable, key=lambda s: s.position)
+                streams.remove(stream)
+            else:
+                stream = _open_stream(file, groups, columns, group)
+            taken: list[pa.Table] = []
+            while True:
+                end = stream.position + stream.held.num_rows
+                if end > a:
+                    taken.append(stream.held.slice(max(a - stream.position, 0), min(end, b) - max(a, stream.position)))
+                if end >= b:
+                    break
+                stream.position = end
+                stream.held = pa.Table.from_batches([next(stream.batches)])
+            stream.held = stream.held.slice(b - stream.position)
+            stream.position = b
+            streams.append(stream)
+            del streams[:-KEPT_STREAMS]
+        return pa.concat_tables(taken)
+
+
+def _open_stream(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Stream:
+    parquet = pq.ParquetFile(open_binary(file), metadata=groups.metadata, pre_buffer=False, buffer_size=1 << 20)
+    info = groups.metadata.row_group(group)
+    rows = max(1, info.num_rows * STREAMED_BYTES // max(1, _group_bytes(groups.metadata, group, columns)))
+    batches = parquet.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns), use_threads=False)
+    empty = pa.table({}) if not columns else parquet.schema_arrow.empty_table().select(list(columns))
+    return _Stream(group=group, columns=columns, position=0, held=empty, batches=iter(batches))
+
+
+def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...] | None) -> int:
+    """Decoded bytes of the columns that are read."""
+    info = metadata.row_group(group)
+    chunks = [info.column(i) for i in range(info.num_columns)]
+    return sum(c.total_uncompressed_size for c in chunks if columns is None or c.path_in_schema.split(".")[0] in columns)
+
+
+def _check_magic(file: FileRef) -> None:
+    head = read_range(file, 0, min(4, file.num_bytes))
+    if head == b"PARE":
+        raise SourceError(at=file.path, problem="is an encrypted parquet file", fix="Decrypt it first.")
+    if head != MAGIC:
+        raise SourceError(at=file.path, problem=f"not a parquet file: it begins with {head!r}, not b'PAR1'", fix="Check its type.")
+    tail = read_range(file, max(0, file.num_bytes - 4), file.num_bytes)
+    if tail != MAGIC or file.num_bytes < 12:
+        raise SourceError(
+            at=file.path, problem="truncated: it begins as parquet but ends without the footer's b'PAR1'", fix="Copy or write it again."
+        )
+
+
+class _arrow_errors:
+    """Failures of the parquet library told as SourceErrors that name the file (and row group)."""
+
+    def __init__(self, file: FileRef, group: int | None = None) -> None:
+        self._at = place(file.path) if group is None else f"{file.path}, row group {group}"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, SourceError):
+            raise SourceError(at=self._at, problem=f"damaged parquet: {error}", fix="Copy or write the file again.") from error
