@@ -62,8 +62,8 @@ class PackSpec:
 class Layout:
     """Where the pieces of a window stand, sorted by row, then slot.
 
-    table: Int32[5, pieces], its lines are `row`, `slot`, `draw`, `start` and `length`; a piece is tokens `start` to `start + length` of document
-    `draw` and fills slots `slot` to `slot + length` of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
+    table: Int32[5, pieces], its lines are `row`, `slot`, `draw`, `start` and `length`; a piece is tokens `start` to `start + length` of
+    document `draw` and fills slots `slot` to `slot + length` of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
     """
 
     table: NDArray[np.int32]

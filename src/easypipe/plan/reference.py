@@ -8,7 +8,8 @@ from collections.abc import Sequence
 def assign(weights: Sequence[int], num_draws: int) -> list[int]:
     """The first draws of a mixture, straight from Tijdeman's rule (The chairman assignment problem, Discrete Mathematics 32, 1980).
 
-    Among the datasets that are owed at least 1/(2k - 2) of a draw, the one whose debt would first exceed 1 - 1/(2k - 2); of equals, the first.
+    Among the datasets that are owed at least 1/(2k - 2) of a draw, the one whose debt would first exceed 1 - 1/(2k - 2); of equals,
+    the first.
     """
     if len(weights) == 1:
         return [0] * num_draws

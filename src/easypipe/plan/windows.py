@@ -1,11 +1,12 @@
-"""Windows: the one sequential part of a plan. From a state of a few integers to the rows of a window, and on to the next state.
+"""The plan: windows one after another, found again from any row.
 
 row     a row of the whole run, counted over all epochs
 window  `spec.window_docs` draws (fewer where an epoch ends); packing never crosses its border
 draw    the n-th document of the mixture
 mark    a state that the scan passed and keeps, one every MARK_EVERY windows
 
-Which documents stand in a row is a pure function of datasets, spec and row: marks, caches and threads only decide how fast the answer comes.
+Which documents stand in a row is a pure function of datasets, spec and row: marks, caches and threads only decide how fast the
+answer comes.
 """
 
 from __future__ import annotations
@@ -14,100 +15,21 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError, StateError
-from easypipe.core.random import child, fold
-from easypipe.plan import mix, tally
-from easypipe.plan.jit import jit
-from easypipe.plan.order import documents
-from easypipe.plan.pack import Layout, one_row_each, oversize_error, pack_window
+from easypipe.plan import tally
 from easypipe.plan.spec import PlanDataset, PlanSpec, check, fingerprint, window_docs
+from easypipe.plan.state import WindowState
 from easypipe.plan.tally import DatasetTally, Tally
+from easypipe.plan.window import NO_PIECES, Pieces, Planner, Window, join, pieces_of
 
 __all__ = ["DatasetTally", "Pieces", "Plan", "PlanDataset", "PlanSpec", "RowAddress", "Tally", "Window", "WindowState", "window_docs"]
 
 MARK_EVERY = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowState:
-    """All that a window depends on, besides datasets and spec: JSON of less than 3 KiB for 60 datasets.
-
-    index: of the window. epoch: 0 first. first_row: rows before the window. drawn: documents per dataset in this epoch. deficits and
-    active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch == num_epochs.
-    """
-
-    index: int
-    epoch: int
-    first_row: int
-    drawn: tuple[int, ...]
-    deficits: tuple[int, ...]
-    active: tuple[bool, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "index": self.index,
-            "epoch": self.epoch,
-            "first_row": self.first_row,
-            "drawn": list(self.drawn),
-            "deficits": list(self.deficits),
-            "active": "".join("01"[alive] for alive in self.active),
-        }
-
-    @classmethod
-    def from_json(cls, values: Any) -> WindowState:
-        """Raises StateError where `values` is not what `to_json` writes."""
-        try:
-            index, epoch, first_row = (int(values[key]) for key in ("index", "epoch", "first_row"))
-            drawn, deficits = (tuple(int(n) for n in values[key]) for key in ("drawn", "deficits"))
-            active = tuple({"0": False, "1": True}[alive] for alive in values["active"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(at="window", problem=f"{values!r} is no state of a plan: {error!r}") from None
-        return cls(index=index, epoch=epoch, first_row=first_row, drawn=drawn, deficits=deficits, active=active)
-
-
-@dataclass(frozen=True)
-class Window:
-    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the dataset. after: the state behind it."""
-
-    state: WindowState
-    after: WindowState
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    length: NDArray[np.int32]
-    layout: Layout
-
-    @property
-    def first_row(self) -> int:
-        return self.state.first_row
-
-    @property
-    def num_rows(self) -> int:
-        return self.layout.num_rows
-
-    @property
-    def num_bytes(self) -> int:
-        return 16 * self.dataset.shape[0] + self.layout.table.nbytes + self.layout.first_piece.nbytes
-
-
-class Pieces(NamedTuple):
-    """The pieces of some rows, in the order the rows were asked for, then by slot.
-
-    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length: Int32[p]. doc: Int64[p].
-    """
-
-    row: NDArray[np.int64]
-    slot: NDArray[np.int32]
-    segment: NDArray[np.int32]
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    start: NDArray[np.int32]
-    length: NDArray[np.int32]
 
 
 class RowAddress(NamedTuple):
@@ -141,19 +63,15 @@ class Plan:
         self.datasets = tuple(datasets)
         self.spec = spec
         self.fingerprint = fingerprint(datasets, spec)
+        self._planner = Planner(datasets, spec)
         self._cache_bytes = cache_bytes
-        self._num_docs = np.array([dataset.num_docs for dataset in datasets], dtype=np.int64)
-        self._weights = np.array(spec.weights, dtype=np.int64)
-        self._stop: mix.Stop = "all_exhausted" if len(datasets) == 1 else spec.stop
-        self._order_keys = np.array([fold(spec.seed, "order", dataset.name) for dataset in datasets], dtype=np.uint64)
-        self._row_key = fold(spec.seed, "rows")
         # Draws after which each dataset was seen whole twice: if none of them gave a row, none ever will.
         self._barren = 2 * max(dataset.num_docs * (sum(spec.weights) // w + 1) for dataset, w in zip(datasets, spec.weights, strict=True))
         self._scan_lock = threading.RLock()  # planning; taken before _lock where both are
         self._lock = threading.Lock()  # the fields below, never held while planning
         self._windows: OrderedDict[int, Window] = OrderedDict()
         self._latest: Window | None = None
-        self._marks: list[WindowState] = [self._epoch_start(0, 0, 0)]
+        self._marks: list[WindowState] = [self._planner.epoch_start(0, 0, 0)]
         self._num_rows: int | None = None
         self._counted: tuple[WindowState, NDArray[np.int64]] = (self._marks[0], np.zeros((len(datasets), tally.COUNTERS), dtype=np.int64))
         for state in checkpoints:
@@ -165,8 +83,8 @@ class Plan:
         if self.spec.num_epochs is None:
             return None
         if self._num_rows is None:
-            if self.spec.pack is None and self._stop == "all_exhausted":
-                self._num_rows = int(self._num_docs.sum()) * self.spec.num_epochs
+            if self.spec.pack is None and self._planner.stop == "all_exhausted":
+                self._num_rows = int(self._planner.num_docs.sum()) * self.spec.num_epochs
             else:
                 with self._scan_lock:
                     self._scan(None)
@@ -185,9 +103,11 @@ class Plan:
     def pieces(self, rows: NDArray[np.int64]) -> Pieces:
         """The pieces of `rows` (Int64[n], any order). Raises PlanError for a row behind the last."""
         rows = np.require(rows, dtype=np.int64, requirements=["C", "W"])
+        if rows.size == 0:
+            return NO_PIECES
         window = self._latest
-        if window is not None and rows.size:
-            found = _pieces_of(window, rows)
+        if window is not None:
+            found = pieces_of(window, rows)
             if found is not None:
                 return found
         parts: list[Pieces] = []
@@ -195,16 +115,11 @@ class Plan:
         while left.size:
             window = self.window_at(int(rows[left[0]]))
             inside = (rows[left] >= window.first_row) & (rows[left] < window.after.first_row)
-            found = _pieces_of(window, rows[left[inside]])
+            found = pieces_of(window, rows[left[inside]])
             assert found is not None
             parts.append(found._replace(row=left[inside][found.row]))
             left = left[~inside]
-        if len(parts) == 1:
-            return parts[0]
-        order = np.argsort(np.concatenate([part.row for part in parts] or [left]), kind="stable")
-        if not parts:
-            return Pieces(*(np.empty(0, dtype=kind) for kind in (np.int64, *[np.int32] * 3, np.int64, *[np.int32] * 2)))
-        return Pieces(*(np.concatenate(columns)[order] for columns in zip(*parts, strict=True)))
+        return parts[0] if len(parts) == 1 else join(parts)
 
     def state_at(self, row: int) -> WindowState:
         """The state of the window that `row` stands in; for the row behind the last, the state at the end."""
@@ -213,7 +128,7 @@ class Plan:
             return window.state
         with self._scan_lock:
             state = self._scan(row)[0]
-        if self._ended(state) and row > state.first_row:
+        if self._planner.ended(state) and row > state.first_row:
             raise self._no_row(row)
         return state
 
@@ -246,8 +161,10 @@ class Plan:
         end = self.num_rows
         if stop_row is None and end is None:
             raise PlanError(at="tally", problem="this plan has no end", fix="Say up to which row.")
-        stop_row = end if stop_row is None else stop_row
-        if end is not None and stop_row > end:
+        if stop_row is None:
+            stop_row = end
+        assert stop_row is not None
+        if stop_row < 0 or (end is not None and stop_row > end):
             raise self._no_row(stop_row)
         with self._scan_lock:
             state, counters = self._counted
@@ -272,11 +189,11 @@ class Plan:
     # The scan. Callers of the methods below hold _scan_lock.
 
     def _scan(self, row: int | None) -> tuple[WindowState, Window | None]:
-        """The state of the window with `row` in it, and the window where it was planned on the way; the end of the plan where no window has it."""
+        """The state of the window with `row` in it, and that window if it was planned on the way; the end where no window has the row."""
         state = self._nearest(row)
         if self.spec.pack is None:
-            while not self._ended(state):
-                after = self._after(state, draws := self._draw(state), draws.dataset.shape[0])
+            while not self._planner.ended(state):
+                after = self._planner.after(state, draws := self._planner.draw(state), draws.dataset.shape[0])
                 if row is not None and row < after.first_row:
                     return state, None
                 state = self._keep(after)
@@ -289,77 +206,18 @@ class Plan:
 
     def _walk(self, state: WindowState) -> Iterator[Window]:
         barren = 0
-        while not self._ended(state):
-            window = self._window(state)
+        while not self._planner.ended(state):
+            window = self._planner.window(state)
             yield window
             barren = 0 if window.num_rows else barren + window.dataset.shape[0]
             if barren > self._barren and self.spec.num_epochs is None:
                 assert self.spec.pack is not None
                 raise PlanError(
                     at="pack.oversize",
-                    problem=f"none of {barren} documents in a row fits a row of {self.spec.pack.seq_length} tokens, so the plan holds no more rows",
+                    problem=f"none of {barren} documents in turn fits a row of {self.spec.pack.seq_length} tokens",
                     fix="Raise pack.seq_length, or set pack.oversize to 'split' or 'truncate'.",
                 )
             state = window.after
-
-    def _window(self, state: WindowState) -> Window:
-        draws = self._draw(state)
-        counts = draws.counts
-        docs = documents(self.spec.order, self._num_docs, self._order_keys, state.epoch, np.array(state.drawn, dtype=np.int64), counts)
-        first = np.cumsum(counts) - counts
-        lengths = np.empty(docs.shape[0], dtype=np.int32)
-        for dataset, start, count in zip(self.datasets, first.tolist(), counts.tolist(), strict=True):
-            if count:
-                lengths[start : start + count] = self._lengths(dataset, docs[start : start + count])
-        doc, length = np.empty_like(docs), np.empty_like(lengths)
-        _to_draw_order(draws.dataset, first, docs, lengths, doc, length)
-        layout = one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
-        after = self._after(state, draws, layout.num_rows)
-        return Window(state=state, after=after, dataset=draws.dataset, doc=doc, length=length, layout=layout)
-
-    def _lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
-        lengths = dataset.lengths(docs)
-        if lengths.dtype != np.int32 or lengths.shape != docs.shape:
-            problem = f"lengths of {docs.shape[0]} documents came as {lengths.dtype}{list(lengths.shape)}"
-            raise PlanError(at=f"dataset {dataset.name!r}", problem=problem, fix="PlanDataset.lengths gives Int32[n].")
-        wrong = lengths < 0
-        if self.spec.pack is not None and self.spec.pack.oversize == "error":
-            wrong |= lengths > self.spec.pack.seq_length
-        if wrong.any():
-            n = int(np.argmax(wrong))
-            at = f"dataset {dataset.name!r}, document {docs[n]}"
-            if lengths[n] < 0 or self.spec.pack is None:
-                raise PlanError(at=at, problem=f"a length of {lengths[n]} tokens", fix="The token cache is damaged: prepare it again.")
-            raise oversize_error(at, int(lengths[n]), self.spec.pack)
-        return lengths
-
-    def _draw(self, state: WindowState) -> mix.Draws:
-        remaining = self._num_docs - np.array(state.drawn, dtype=np.int64)
-        deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
-        return mix.draw(self.spec.window_docs, self._weights, remaining, deficits, active, self._stop)
-
-    def _after(self, state: WindowState, draws: mix.Draws, num_rows: int) -> WindowState:
-        index, first_row = state.index + 1, state.first_row + num_rows
-        if draws.ended:
-            return self._epoch_start(index, state.epoch + 1, first_row)
-        return WindowState(
-            index=index,
-            epoch=state.epoch,
-            first_row=first_row,
-            drawn=tuple(a + b for a, b in zip(state.drawn, draws.counts.tolist(), strict=True)),
-            deficits=tuple(draws.deficits.tolist()),
-            active=tuple(draws.active.tolist()),
-        )
-
-    def _epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState:
-        deficits, active = mix.start(self._num_docs, self._stop)
-        none_drawn = (0,) * len(self.datasets)
-        return WindowState(
-            index=index, epoch=epoch, first_row=first_row, drawn=none_drawn, deficits=tuple(deficits.tolist()), active=tuple(active.tolist())
-        )
-
-    def _ended(self, state: WindowState) -> bool:
-        return self.spec.num_epochs is not None and state.epoch >= self.spec.num_epochs
 
     # What is remembered: marks and windows. These take _lock themselves.
 
@@ -376,7 +234,7 @@ class Plan:
         return best
 
     def _keep(self, state: WindowState) -> WindowState:
-        if state.index % MARK_EVERY == 0 or self._ended(state):
+        if state.index % MARK_EVERY == 0 or self._planner.ended(state):
             self._mark(state)
         return state
 
@@ -385,7 +243,7 @@ class Plan:
             place = bisect_left(self._marks, state.index, key=lambda mark: mark.index)
             if place == len(self._marks) or self._marks[place].index != state.index:
                 self._marks.insert(place, state)
-            if self._ended(state):
+            if self._planner.ended(state):
                 self._num_rows = state.first_row
 
     def _cached(self, row: int) -> Window | None:
@@ -406,9 +264,9 @@ class Plan:
             if window is not None:
                 return window
             state, window = self._scan(row)
-            if self._ended(state):
+            if self._planner.ended(state):
                 raise self._no_row(row)
-            window = window or self._window(state)
+            window = window or self._planner.window(state)
             self._keep(window.after)
         with self._lock:
             self._windows[state.index] = self._latest = window
@@ -418,7 +276,7 @@ class Plan:
         return window
 
     def _no_row(self, row: int) -> PlanError:
-        return PlanError(at=f"row {row}", problem=f"the plan has rows 0 to {self._num_rows}" if row >= 0 else "rows count from 0")
+        return PlanError(at=f"row {row}", problem=f"the plan has {self._num_rows} rows" if row >= 0 else "rows count from 0")
 
     # The books.
 
@@ -439,48 +297,3 @@ class Plan:
         placed = sum(part.tokens_placed for part in datasets.values())
         slots = placed if self.spec.pack is None else rows * self.spec.pack.seq_length
         return Tally(rows=rows, slots=slots, padding=slots - placed, datasets=datasets)
-
-
-def _pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
-    """None where a row stands outside the window."""
-    layout = window.layout
-    total = _count_pieces(rows, window.first_row, layout.first_piece)
-    if total < 0:
-        return None
-    wide, narrow = np.empty((2, total), dtype=np.int64), np.empty((5, total), dtype=np.int32)
-    _gather_pieces(rows, window.first_row, layout.first_piece, layout.table, window.dataset, window.doc, wide, narrow)
-    return Pieces(wide[0], narrow[0], narrow[1], narrow[2], wide[1], narrow[3], narrow[4])
-
-
-@jit
-def _count_pieces(rows, first_row, first_piece):
-    total = 0
-    for n in range(rows.shape[0]):
-        row = rows[n] - first_row
-        if row < 0 or row >= first_piece.shape[0] - 1:
-            return -1
-        total += first_piece[row + 1] - first_piece[row]
-    return total
-
-
-@jit
-def _gather_pieces(rows, first_row, first_piece, table, dataset, doc, wide, narrow):
-    at = 0
-    for n in range(rows.shape[0]):
-        row = rows[n] - first_row
-        first = first_piece[row]
-        for piece in range(first, first_piece[row + 1]):
-            draw = table[2, piece]
-            wide[0, at], wide[1, at] = n, doc[draw]
-            narrow[0, at], narrow[1, at], narrow[2, at] = table[1, piece], piece - first + 1, dataset[draw]
-            narrow[3, at], narrow[4, at] = table[3, piece], table[4, piece]
-            at += 1
-
-
-@jit
-def _to_draw_order(dataset, first, docs, lengths, doc, length):
-    place = first.copy()
-    for draw in range(dataset.shape[0]):
-        at = place[dataset[draw]]
-        place[dataset[draw]] += 1
-        doc[draw], length[draw] = docs[at], lengths[at]

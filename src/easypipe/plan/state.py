@@ -1,0 +1,45 @@
+"""The few integers between two windows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from easypipe.core.errors import StateError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowState:
+    """All that a window depends on, besides datasets and spec: JSON of less than 3 KiB for 60 datasets.
+
+    index: of the window. epoch: 0 first. first_row: rows before the window. drawn: documents per dataset in this epoch. deficits and
+    active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch == num_epochs.
+    """
+
+    index: int
+    epoch: int
+    first_row: int
+    drawn: tuple[int, ...]
+    deficits: tuple[int, ...]
+    active: tuple[bool, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "epoch": self.epoch,
+            "first_row": self.first_row,
+            "drawn": list(self.drawn),
+            "deficits": list(self.deficits),
+            "active": "".join("01"[alive] for alive in self.active),
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> WindowState:
+        """Raises StateError where `values` is not what `to_json` writes."""
+        try:
+            index, epoch, first_row = (int(values[key]) for key in ("index", "epoch", "first_row"))
+            drawn, deficits = (tuple(int(n) for n in values[key]) for key in ("drawn", "deficits"))
+            active = tuple({"0": False, "1": True}[alive] for alive in values["active"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(at="window", problem=f"{values!r} is no state of a plan: {error!r}") from None
+        return cls(index=index, epoch=epoch, first_row=first_row, drawn=drawn, deficits=deficits, active=active)

@@ -1,0 +1,189 @@
+"""One window: from a state to the documents that are drawn, to the rows they stand in, and on to the next state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import PlanError
+from easypipe.core.random import child, fold
+from easypipe.plan import mix
+from easypipe.plan.jit import jit
+from easypipe.plan.order import documents
+from easypipe.plan.pack import Layout, one_row_each, oversize_error, pack_window
+from easypipe.plan.spec import PlanDataset, PlanSpec
+from easypipe.plan.state import WindowState
+
+
+class Pieces(NamedTuple):
+    """The pieces of some rows, in the order the rows were asked for, then by slot.
+
+    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length: Int32[p]. doc: Int64[p].
+    """
+
+    row: NDArray[np.int64]
+    slot: NDArray[np.int32]
+    segment: NDArray[np.int32]
+    dataset: NDArray[np.int32]
+    doc: NDArray[np.int64]
+    start: NDArray[np.int32]
+    length: NDArray[np.int32]
+
+
+_NONE_32, _NONE_64 = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
+NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _NONE_32)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the dataset. after: the state behind it."""
+
+    state: WindowState
+    after: WindowState
+    dataset: NDArray[np.int32]
+    doc: NDArray[np.int64]
+    length: NDArray[np.int32]
+    layout: Layout
+
+    @property
+    def first_row(self) -> int:
+        return self.state.first_row
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout.num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return 16 * self.dataset.shape[0] + self.layout.table.nbytes + self.layout.first_piece.nbytes
+
+
+class Planner:
+    """Plans single windows. Final, and without memory: the same state gives the same window, on any thread."""
+
+    def __init__(self, datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
+        self.datasets = tuple(datasets)
+        self.spec = spec
+        self.stop: mix.Stop = "all_exhausted" if len(datasets) == 1 else spec.stop
+        self.num_docs = np.array([dataset.num_docs for dataset in datasets], dtype=np.int64)
+        self._weights = np.array(spec.weights, dtype=np.int64)
+        self._order_keys = np.array([fold(spec.seed, "order", dataset.name) for dataset in datasets], dtype=np.uint64)
+        self._row_key = fold(spec.seed, "rows")
+
+    def window(self, state: WindowState) -> Window:
+        draws = self.draw(state)
+        counts = draws.counts
+        docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, np.array(state.drawn, dtype=np.int64), counts)
+        first = np.cumsum(counts) - counts
+        lengths = np.empty(docs.shape[0], dtype=np.int32)
+        for dataset, start, count in zip(self.datasets, first.tolist(), counts.tolist(), strict=True):
+            if count:
+                lengths[start : start + count] = self._lengths(dataset, docs[start : start + count])
+        doc, length = np.empty_like(docs), np.empty_like(lengths)
+        _to_draw_order(draws.dataset, first, docs, lengths, doc, length)
+        layout = one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
+        after = self.after(state, draws, layout.num_rows)
+        return Window(state=state, after=after, dataset=draws.dataset, doc=doc, length=length, layout=layout)
+
+    def _lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
+        lengths = dataset.lengths(docs)
+        if lengths.dtype != np.int32 or lengths.shape != docs.shape:
+            problem = f"lengths of {docs.shape[0]} documents came as {lengths.dtype}{list(lengths.shape)}"
+            raise PlanError(at=f"dataset {dataset.name!r}", problem=problem, fix="PlanDataset.lengths gives Int32[n].")
+        wrong = lengths < 0
+        if self.spec.pack is not None and self.spec.pack.oversize == "error":
+            wrong |= lengths > self.spec.pack.seq_length
+        if wrong.any():
+            n = int(np.argmax(wrong))
+            at = f"dataset {dataset.name!r}, document {docs[n]}"
+            if lengths[n] < 0 or self.spec.pack is None:
+                raise PlanError(at=at, problem=f"a length of {lengths[n]} tokens", fix="The token cache is damaged: prepare it again.")
+            raise oversize_error(at, int(lengths[n]), self.spec.pack)
+        return lengths
+
+    def draw(self, state: WindowState) -> mix.Draws:
+        remaining = self.num_docs - np.array(state.drawn, dtype=np.int64)
+        deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
+        return mix.draw(self.spec.window_docs, self._weights, remaining, deficits, active, self.stop)
+
+    def after(self, state: WindowState, draws: mix.Draws, num_rows: int) -> WindowState:
+        index, first_row = state.index + 1, state.first_row + num_rows
+        if draws.ended:
+            return self.epoch_start(index, state.epoch + 1, first_row)
+        return WindowState(
+            index=index,
+            epoch=state.epoch,
+            first_row=first_row,
+            drawn=tuple(a + b for a, b in zip(state.drawn, draws.counts.tolist(), strict=True)),
+            deficits=tuple(draws.deficits.tolist()),
+            active=tuple(draws.active.tolist()),
+        )
+
+    def epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState:
+        deficits, active = mix.start(self.num_docs, self.stop)
+        return WindowState(
+            index=index,
+            epoch=epoch,
+            first_row=first_row,
+            drawn=(0,) * len(self.datasets),
+            deficits=tuple(deficits.tolist()),
+            active=tuple(active.tolist()),
+        )
+
+    def ended(self, state: WindowState) -> bool:
+        return self.spec.num_epochs is not None and state.epoch >= self.spec.num_epochs
+
+
+def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
+    """None where a row stands outside the window."""
+    layout = window.layout
+    total = _count_pieces(rows, window.first_row, layout.first_piece)
+    if total < 0:
+        return None
+    wide, narrow = np.empty((2, total), dtype=np.int64), np.empty((5, total), dtype=np.int32)
+    _gather_pieces(rows, window.first_row, layout.first_piece, layout.table, window.dataset, window.doc, wide, narrow)
+    return Pieces(wide[0], narrow[0], narrow[1], narrow[2], wide[1], narrow[3], narrow[4])
+
+
+def join(parts: Sequence[Pieces]) -> Pieces:
+    """The pieces of `parts`, rows ascending."""
+    order = np.argsort(np.concatenate([part.row for part in parts]), kind="stable")
+    return Pieces._make(np.concatenate(columns)[order] for columns in zip(*parts, strict=True))
+
+
+@jit
+def _count_pieces(rows, first_row, first_piece):
+    total = 0
+    for n in range(rows.shape[0]):
+        row = rows[n] - first_row
+        if row < 0 or row >= first_piece.shape[0] - 1:
+            return -1
+        total += first_piece[row + 1] - first_piece[row]
+    return total
+
+
+@jit
+def _gather_pieces(rows, first_row, first_piece, table, dataset, doc, wide, narrow):
+    at = 0
+    for n in range(rows.shape[0]):
+        row = rows[n] - first_row
+        first = first_piece[row]
+        for piece in range(first, first_piece[row + 1]):
+            draw = table[2, piece]
+            wide[0, at], wide[1, at] = n, doc[draw]
+            narrow[0, at], narrow[1, at], narrow[2, at] = table[1, piece], piece - first + 1, dataset[draw]
+            narrow[3, at], narrow[4, at] = table[3, piece], table[4, piece]
+            at += 1
+
+
+@jit
+def _to_draw_order(dataset, first, docs, lengths, doc, length):
+    place = first.copy()
+    for draw in range(dataset.shape[0]):
+        at = place[dataset[draw]]
+        place[dataset[draw]] += 1
+        doc[draw], length[draw] = docs[at], lengths[at]
