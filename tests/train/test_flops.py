@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from easypipe.train.flops import flops_from_sums, flops_per_step, matmul_params, palm_flops_per_step, segment_sums
+from easypipe.train.model import Decoder, ModelConfig, param_count, positions
+
+CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_matmul_params_are_all_but_norms_and_lookup():
+    model = Decoder(CONFIG, nnx.Rngs(0))
+    norms = (2 * CONFIG.num_layers + 1) * CONFIG.hidden_size
+    assert matmul_params(CONFIG) == param_count(model) - norms  # tied: the table counts once, as the head
+
+
+def test_exact_count_follows_the_products_one_by_one():
+    lengths = [5, 9, 1]
+    per_token = 2 * 32 * (4 * 16) * 2 + 2 * 32 * (2 * 16) * 2 + 3 * 2 * 32 * 48  # query and output, key and value, MLP
+    head = 2 * 32 * 64
+    forward = sum(n * (3 * per_token + head) for n in lengths)
+    forward += sum(
+        3 * 4 * (2 * n * n * 16 * 2) // 2 for n in lengths
+    )  # scores and mixing of each head, half of them behind the causal mask
+    assert flops_per_step(CONFIG, lengths) == 3 * forward
+
+
+def test_packing_costs_less_than_the_palm_convention_says_and_a_full_row_half_its_attention():
+    assert flops_per_step(CONFIG, [32, 32]) < flops_per_step(CONFIG, [64]) < palm_flops_per_step(CONFIG, 64, 64)
+    attention = 12 * 3 * 4 * 16 * 64 * 64
+    assert palm_flops_per_step(CONFIG, 64, 64) == 6 * matmul_params(CONFIG) * 64 + attention
+    assert flops_per_step(CONFIG, [64]) == 6 * matmul_params(CONFIG) * 64 + attention // 2
+
+
+def test_sums_on_device_equal_the_lengths():
+    segments = jnp.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 3]])
+    tokens, squares = segment_sums(segments, positions(segments))
+    lengths = [3, 2, 1, 4, 1]
+    assert (int(tokens), float(squares)) == (sum(lengths), sum(n * n for n in lengths))
+    np.testing.assert_allclose(flops_from_sums(CONFIG, float(tokens), float(squares)), flops_per_step(CONFIG, lengths), rtol=1e-12)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from easypipe.core.errors import ConfigError
+from easypipe.train.generate import generate
+from easypipe.train.model import Decoder, ModelConfig
+
+VOCAB = 31
+MODEL = Decoder(ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1), nnx.Rngs(1))
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
+
+
+def test_greedy_is_the_likeliest_token_of_the_growing_row():
+    logits = nnx.jit(lambda model, ids: model(ids))
+    for prompt, new in zip(PROMPTS, generate(MODEL, PROMPTS, max_new_tokens=6, temperature=0), strict=True):
+        row = np.full((1, 11), 30, np.int32)  # what stands after a token must not matter
+        row[0, : len(prompt)] = prompt
+        for place, token in enumerate(new, len(prompt)):
+            assert token == int(logits(MODEL, row)[0, place - 1].argmax())
+            row[0, place] = token
+        assert len(new) == 6
+
+
+def test_top_1_is_greedy_and_top_k_keeps_to_the_k_likeliest():
+    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_k=1) == generate(MODEL, PROMPTS, max_new_tokens=5, temperature=0)
+    likeliest = set(np.argsort(-np.asarray(MODEL(jnp.array([[7]], jnp.int32))[0, -1]))[:4].tolist())
+    drawn = {generate(MODEL, [[7]], max_new_tokens=1, top_k=4, temperature=3.0, seed=seed)[0][0] for seed in range(40)}
+    assert drawn == likeliest
+
+
+def test_temperature_flattens_the_odds():
+    counts = [len({generate(MODEL, [[7]], max_new_tokens=1, temperature=t, seed=s)[0][0] for s in range(40)}) for t in (0.001, 100.0)]
+    assert counts[0] < 3 < 12 < counts[1]
+
+
+def test_a_row_depends_on_its_seed_and_place_alone():
+    rows = generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
+    assert rows == generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
+    assert rows != generate(MODEL, PROMPTS, max_new_tokens=8, seed=6)
+    assert rows[0] == generate(MODEL, [PROMPTS[0], [8], [7, 7, 7, 7, 7, 7, 7]], max_new_tokens=8, seed=5)[0]
+
+
+def test_a_row_ends_before_eos():
+    whole = generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
+    eos = whole[0][3]
+    for row, short in zip(whole, generate(MODEL, PROMPTS, max_new_tokens=8, seed=5, eos_token_id=eos), strict=True):
+        assert short == (row[: row.index(eos)] if eos in row else row)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": []}, "prompts: no prompt"),
+        ({"prompts": [[1], []]}, r"prompts\[1\]: no tokens. Start with the tokenizer's EOS"),
+        ({"prompts": [[1, 31]]}, r"prompts\[0\]: token 31 is outside the vocabulary of 31"),
+        ({"max_new_tokens": 0}, "max_new_tokens: 0 is no length"),
+        ({"temperature": -0.1}, "temperature: -0.1 is negative"),
+        ({"top_k": 32}, "top_k: 32 of a vocabulary of 31. Give 1 to 31"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        generate(MODEL, **{"prompts": PROMPTS, "max_new_tokens": 4, **change})
