@@ -1,0 +1,137 @@
+"""Rows at rest → batches, and the only label shift there is.
+
+`labels[t]` is the token at `t + 1` where that token is of the same segment and a target (its `loss_mask` is 1), else -100. So the last
+token of every segment, padding, and whatever stands before a masked token are not trained; a first token is never a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.plan.jit import jit
+
+ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
+BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
+
+_NO_MASK = np.empty((0, 0), dtype=np.uint8)
+
+
+@config
+class CollateConfig:
+    """How rows become one rectangle. Packed rows all have their `seq_length` and need no padding.
+
+    padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to `max_length`; False pads nothing and
+    refuses a batch of rows of several lengths.
+    """
+
+    padding: Literal["longest", "max_length"] | bool = "longest"
+    max_length: int | None = None
+    attention_mask: bool = False  # adds the column attention_mask: 1 where a token stands, 0 where padding does
+
+    def check(self) -> None:
+        if self.max_length is not None and self.max_length < 1:
+            raise ConfigError(at="max_length", problem=f"{self.max_length} is no row length", fix="Give at least 1.")
+        if self.padding == "max_length" and self.max_length is None:
+            raise ConfigError(at="max_length", problem="padding='max_length' needs it", fix="Set max_length, or padding='longest'.")
+
+
+def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = False) -> dict[str, NDArray[np.int32]]:
+    """A batch from rows at rest: Int32[rows, slots] `input_ids`, `labels`, `segment_ids`, `position_ids` (and `attention_mask` on request).
+
+    rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every token is a target; `position_ids`, or they are
+    counted from each segment's start. All columns of the result are freshly allocated, C-contiguous and 64-byte aligned.
+    Raises ValueError where the columns differ in shape.
+    """
+    shape = rows[INPUT_IDS].shape
+    for name, values in rows.items():
+        if values.shape != shape:
+            raise ValueError(f"column {name!r} has shape {values.shape}, input_ids {shape}")
+    batch = fresh_columns(BATCH_COLUMNS, *shape)
+    batch[INPUT_IDS][:] = rows[INPUT_IDS]
+    batch[SEGMENT_IDS][:] = rows[SEGMENT_IDS]
+    if POSITION_IDS in rows:
+        batch[POSITION_IDS][:] = rows[POSITION_IDS]
+    else:
+        count_positions(batch[SEGMENT_IDS], batch[POSITION_IDS])
+    mask = np.ascontiguousarray(rows[LOSS_MASK], dtype=np.uint8) if LOSS_MASK in rows else _NO_MASK
+    shift_labels(batch[INPUT_IDS], batch[SEGMENT_IDS], mask, batch[LABELS])
+    return with_attention_mask(batch) if attention_mask else batch
+
+
+def with_attention_mask(batch: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:
+    mask = fresh_columns((ATTENTION_MASK,), *batch[SEGMENT_IDS].shape)[ATTENTION_MASK]
+    np.greater(batch[SEGMENT_IDS], 0, out=mask, casting="unsafe")
+    return batch | {ATTENTION_MASK: mask}
+
+
+def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[str, NDArray[np.int32]]:
+    """Uninitialised Int32[num_rows, num_slots] arrays, each contiguous and 64-byte aligned, in one new allocation.
+
+    Always new memory: `jax.device_put` on a CPU device uses aligned host memory as it stands, so a refilled buffer would change a batch
+    that somebody still holds.
+    """
+    column = num_rows * num_slots
+    stride = -(-column // 16) * 16  # int32s, rounded up so that every column starts on a 64-byte border
+    raw = np.empty(stride * len(names) + 16, dtype=np.int32)
+    first = -(raw.ctypes.data // 4) % 16
+    return {name: raw[first + i * stride : first + i * stride + column].reshape(num_rows, num_slots) for i, name in enumerate(names)}
+
+
+def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: str = "row") -> int:
+    """Slots of a batch whose rows hold `lengths` tokens. Raises SourceError for a row that does not fit the rule."""
+    longest = int(lengths.max(initial=0))
+    if rule.padding == "max_length":
+        assert rule.max_length is not None
+        width = rule.max_length
+    else:
+        width = longest
+    if longest > width:
+        raise SourceError(
+            at=f"{describe_row} {int(lengths.argmax())} of the batch",
+            problem=f"{longest} tokens do not fit max_length {width}",
+            fix=f"Truncate when tokenizing (max_length={width}), pack the rows, or raise max_length to {longest}.",
+        )
+    if rule.padding is False and int(lengths.min(initial=longest)) != longest:
+        raise SourceError(
+            at=f"{describe_row} {int(lengths.argmin())} of the batch",
+            problem=f"{int(lengths.min())} tokens, another row has {longest}, and padding is False",
+            fix="Set padding='longest' or 'max_length', or pack the rows.",
+        )
+    return width
+
+
+@jit
+def shift_labels(ids, segments, mask, labels):
+    """Writes `labels` Int32[R, T] from `ids`, `segments` Int32[R, T] and `mask` UInt8[R, T], or UInt8[0, 0]: every token is a target."""
+    masked = mask.shape[0] > 0
+    num_slots = ids.shape[1]
+    for r in range(ids.shape[0]):
+        for t in range(num_slots - 1):
+            same = (segments[r, t] == segments[r, t + 1]) & (segments[r, t] > 0)
+            labels[r, t] = ids[r, t + 1] if same else IGNORE
+        if num_slots > 0:
+            labels[r, num_slots - 1] = IGNORE
+        if masked:
+            for t in range(num_slots - 1):
+                if mask[r, t + 1] == 0:
+                    labels[r, t] = IGNORE
+
+
+@jit
+def count_positions(segments, positions):
+    """Writes `positions` Int32[R, T]: 0 at each segment's first slot and in padding, counting up within a segment."""
+    for r in range(segments.shape[0]):
+        count = 0
+        for t in range(segments.shape[1]):
+            if segments[r, t] == 0 or t == 0 or segments[r, t] != segments[r, t - 1]:
+                count = 0
+            else:
+                count += 1
+            positions[r, t] = count

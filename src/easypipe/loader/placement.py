@@ -1,0 +1,191 @@
+"""Host batches → `jax.Array`s on a mesh. The one file of the data path that imports jax, and only when a mesh is asked for.
+
+B rows of the global batch · T slots of a row.  Every column is Int32[B, T] and gets the same PartitionSpec.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import PlacementError, did_you_mean
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, PartitionSpec
+
+BATCH_AXES = ("data", "fsdp")  # mesh axes over which a batch is split when no partition_spec is given
+
+
+def make_mesh(mesh: Any) -> Mesh:
+    """A jax Mesh from a Mesh (as it is) or from `{axis: size}` over all devices of all processes; one size may be -1: what is left.
+
+    Axes are of type Auto, so that a jitted step may gather from sharded arrays. Raises PlacementError where sizes and devices do not agree.
+    """
+    import jax
+    from jax.sharding import AxisType, Mesh
+
+    if isinstance(mesh, Mesh):
+        return mesh
+    if not isinstance(mesh, Mapping):
+        raise PlacementError(at="mesh", problem=f"expected a jax Mesh or {{axis: size}}, got {mesh!r}", fix="Write {'data': -1}.")
+    sizes = check_axes(mesh)
+    count = jax.device_count()
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values():
+        if count % fixed:
+            raise PlacementError(
+                at="mesh",
+                problem=f"{_axes(sizes)}: the fixed axes take {fixed} devices, which does not divide the {count} there are",
+                fix=f"Choose sizes whose product divides {count}.",
+            )
+        sizes = {axis: count // fixed if size == -1 else size for axis, size in sizes.items()}
+    elif fixed != count:
+        raise PlacementError(
+            at="mesh",
+            problem=f"{_axes(sizes)} is {fixed} devices, there are {count}",
+            fix="Set one axis to -1 to have it take what is left, or give a jax Mesh over some of the devices.",
+        )
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def local_mesh() -> Mesh:
+    """One axis, `data`, over this process's devices."""
+    import jax
+    from jax.sharding import AxisType
+
+    devices = jax.local_devices()
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
+    """`{axis: size}` with what can be said without devices. Raises PlacementError."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.items():
+        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise PlacementError(
+                at=f"mesh.{axis}", problem=f"{size!r} is no axis size", fix="Give a count of devices, or -1 for what is left."
+            )
+        sizes[axis] = size
+    if not sizes:
+        raise PlacementError(at="mesh", problem="no axes", fix="Write {'data': -1}.")
+    if list(sizes.values()).count(-1) > 1:
+        raise PlacementError(at="mesh", problem=f"{_axes(sizes)}: more than one axis is -1", fix="Give all but one a size.")
+    return sizes
+
+
+class Placement:
+    """Where batches of `batch_size` rows go, and which of the rows this process has to read.
+
+    partition_spec: a PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`): first the batch's axes, then those of
+    the slots. None: the batch over those of the axes `data` and `fsdp` that the mesh has.
+    Raises PlacementError where an axis is unknown or the batch does not divide.
+    """
+
+    def __init__(self, mesh: Any, partition_spec: Any, batch_size: int) -> None:
+        from jax.sharding import NamedSharding
+
+        self.mesh = make_mesh(mesh)
+        self.partition_spec = _partition_spec(partition_spec, self.mesh)
+        self.batch_size = batch_size
+        self.sharding = NamedSharding(self.mesh, self.partition_spec)
+        ways = self._ways(0)
+        if batch_size % ways:
+            below = batch_size // ways * ways
+            raise PlacementError(
+                at="batch_size",
+                problem=f"{batch_size} rows do not divide over {self._named(0)} = {ways} ways",
+                fix=f"Set batch_size to {f'{below} or {below + ways}' if below else ways}, or change the mesh.",
+            )
+        if not self.sharding.addressable_devices:
+            raise PlacementError(
+                at="mesh", problem="no device of this process is in it", fix="Make the mesh over devices of every process."
+            )
+        self.local_rows = self._local_rows()
+
+    def place(self, batch: Mapping[str, NDArray[np.int32]]) -> dict[str, Any]:
+        """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that order, all slots of each."""
+        import jax
+
+        num_slots = next(iter(batch.values())).shape[1]
+        self._check_slots(num_slots)
+        if self.sharding.is_fully_addressable:
+            return jax.device_put(dict(batch), self.sharding)
+        shape = (self.batch_size, num_slots)
+        pieces, devices, names = [], [], list(batch)
+        for device, index in self.sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None, "a two-dimensional sharding indexes two dimensions"
+            rows, slots = index
+            start, stop, _ = rows.indices(self.batch_size)
+            first = int(np.searchsorted(self.local_rows, start))
+            for name in names:
+                pieces.append(batch[name][first : first + stop - start, slots])
+                devices.append(device)
+        put = jax.device_put(pieces, devices)
+        return {name: jax.make_array_from_single_device_arrays(shape, self.sharding, put[i :: len(names)]) for i, name in enumerate(names)}
+
+    def _local_rows(self) -> NDArray[np.int64]:
+        """Rows of the global batch that stand on a device of this process, ascending."""
+        mine = np.zeros(self.batch_size, dtype=bool)
+        shape = (self.batch_size, self._ways(1))  # the fewest slots that divide; rows do not depend on how many
+        for index in self.sharding.addressable_devices_indices_map(shape).values():
+            assert index is not None, "a two-dimensional sharding indexes two dimensions"
+            mine[index[0]] = True
+        return np.flatnonzero(mine)
+
+    def _check_slots(self, num_slots: int) -> None:
+        ways = self._ways(1)
+        if num_slots % ways:
+            raise PlacementError(
+                at="partition_spec",
+                problem=f"rows of {num_slots} slots do not divide over {self._named(1)} = {ways} ways",
+                fix=f"Choose a row length that {ways} divides, or split only the batch.",
+            )
+
+    def _axes_of(self, dimension: int) -> tuple[str, ...]:
+        entries = tuple(self.partition_spec)
+        entry = entries[dimension] if dimension < len(entries) else None
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+    def _ways(self, dimension: int) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self._axes_of(dimension))
+
+    def _named(self, dimension: int) -> str:
+        return " x ".join(f"{axis}={self.mesh.shape[axis]}" for axis in self._axes_of(dimension))
+
+
+def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
+    from jax.sharding import PartitionSpec
+
+    if spec is None:
+        axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+        return PartitionSpec(axes) if axes else PartitionSpec()
+    if isinstance(spec, str):
+        spec = (spec,)
+    if not isinstance(spec, PartitionSpec):
+        if not isinstance(spec, Sequence):
+            raise PlacementError(at="partition_spec", problem=f"expected a PartitionSpec or a list, got {spec!r}", fix="Write ['data'].")
+        spec = PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
+    if len(spec) > 2:
+        raise PlacementError(at="partition_spec", problem=f"{spec} has {len(spec)} entries, batches have 2 dimensions: rows and slots")
+    seen: set[str] = set()
+    for entry in spec:
+        for axis in () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry):
+            if axis not in mesh.axis_names:
+                raise PlacementError(
+                    at="partition_spec",
+                    problem=f"the mesh has no axis {axis!r}",
+                    have=mesh.axis_names,
+                    fix=did_you_mean(str(axis), mesh.axis_names),
+                )
+            if axis in seen:
+                raise PlacementError(at="partition_spec", problem=f"axis {axis!r} stands twice", fix="Use each axis once.")
+            seen.add(axis)
+    return spec
+
+
+def _axes(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -1,0 +1,196 @@
+"""Rows by number: what a loader asks for, and the rows that a plan lays out over token caches.
+
+row    counted over the whole run, all epochs; the same on every process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import CacheError, PlanError, place
+from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns
+from easypipe.loader.gather import tables, write_rows
+from easypipe.plan.windows import Pieces, Plan, WindowState
+from easypipe.sources.cache import TokenCache
+
+AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
+
+_NO_LABELS = np.empty((0, 0), dtype=np.int32)
+_NO_MASK = np.empty((0, 0), dtype=np.uint8)
+
+
+class Rows(Protocol):
+    """Rows that can be made in any order, on any thread.
+
+    Law: what a row holds depends on its number alone. A row number of -1 stands for a row of padding: no segment, no label.
+    """
+
+    seq_length: int | None  # slots of every row; None: a row has the length of its document
+    pad_token_id: int
+    num_epochs: int | None  # that the rows are counted over; None: without end
+    lengths_are_free: bool  # `lengths` reads integers only, never the rows themselves
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the whole run; None where they never end. May have to look at the whole plan."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """A digest per component of the data: `sources`, `tokenizer`, `plan`."""
+        ...
+
+    def available(self, start: int, stop: int) -> int:
+        """How many of the rows `start` to `stop` there are: all of them, or as many as stand before the end."""
+        ...
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens of each row, 0 for -1."""
+        ...
+
+    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+        """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids, and loss_mask where a dataset has one.
+
+        width: None for `seq_length`, or the longest of these rows.
+        """
+        ...
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        """`collate(gather(rows, width))`, in one pass where that is faster."""
+        ...
+
+    def hint(self, row: int) -> Any:
+        """JSON that lets a later process find `row` without looking at what stands before it; None where it needs none."""
+        ...
+
+    def seek(self, hint: Any) -> None:
+        """Takes what `hint` gave, in this process or another. Changes speed only."""
+        ...
+
+
+def default_width(rows: Rows, numbers: NDArray[np.int64]) -> int:
+    return int(rows.lengths(numbers).max(initial=0)) if rows.seq_length is None else rows.seq_length
+
+
+class PlannedRows:
+    """The rows of a plan, their tokens copied from memory-mapped caches.
+
+    plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece in the plan is one longer than its
+    stored tokens; None where nothing is added. seq_length: the plan's, None where every document is a row of its own.
+    Thread safe. Raises PlanError where plan and caches do not belong together; reading raises CacheError naming dataset and document
+    where a cache does not hold what the plan asks for.
+    """
+
+    lengths_are_free = True
+
+    def __init__(
+        self, plan: Plan, caches: Sequence[TokenCache], eos_token_id: int | None, pad_token_id: int, seq_length: int | None
+    ) -> None:
+        if len(plan.datasets) != len(caches):
+            raise PlanError(at="plan", problem=f"{len(plan.datasets)} datasets, but {len(caches)} token caches")
+        for dataset, cache in zip(plan.datasets, caches, strict=True):
+            if dataset.num_docs != cache.num_docs:
+                raise PlanError(
+                    at=f"plan.{dataset.name}",
+                    problem=f"planned over {dataset.num_docs} documents, the token cache has {cache.num_docs}",
+                    fix="Make the plan from this cache.",
+                )
+        planned = None if plan.spec.pack is None else plan.spec.pack.seq_length
+        if planned != seq_length:
+            raise PlanError(at="seq_length", problem=f"{seq_length}, but the plan lays rows of {planned}", fix=f"Give {planned}.")
+        self.plan = plan
+        self.seq_length = seq_length
+        self.pad_token_id = pad_token_id
+        self.num_epochs = plan.spec.num_epochs
+        self._caches = tuple(caches)  # they own the memory that the tables point to
+        self._tables = tables([cache.buffers() for cache in caches])
+        self._eos = -1 if eos_token_id is None else eos_token_id
+        self._masked = any(LOSS_MASK in cache.schema.names for cache in caches)
+        self._end: int | None = None  # rows of the run, once the scan has met the end
+
+    @property
+    def num_rows(self) -> int | None:
+        return self.plan.num_rows
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        return {
+            "sources": digest([[d.name, c.fingerprint] for d, c in zip(self.plan.datasets, self._caches, strict=True)]),
+            "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], self._eos, self.pad_token_id),
+            "plan": self.plan.fingerprint,
+        }
+
+    def available(self, start: int, stop: int) -> int:
+        if self._end is None and self.num_epochs is not None:
+            try:
+                self.plan.window_at(stop - 1)
+            except PlanError:
+                self._end = self.plan.num_rows  # known by now: looking for the row has met the end
+        return stop - start if self._end is None else max(0, min(stop, self._end) - start)
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        pieces, positions = self._pieces(rows)
+        return np.bincount(positions, weights=pieces.length, minlength=len(rows)).astype(np.int32)
+
+    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+        width = default_width(self, rows) if width is None else width
+        columns = fresh_columns(AT_REST, len(rows), width)
+        mask = self._write(rows, columns, _NO_LABELS)
+        return columns | {LOSS_MASK: mask.astype(np.int32)} if self._masked else columns
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
+        self._write(rows, columns, columns[LABELS])
+        return columns
+
+    def hint(self, row: int) -> Any:
+        return self.plan.state_at(row).to_json()
+
+    def seek(self, hint: Any) -> None:
+        self.plan.resume(WindowState.from_json(hint))
+
+    def _pieces(self, rows: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+        """The pieces of `rows`, and which of `rows` each stands in."""
+        if rows.size and rows.min() >= 0:
+            pieces = self.plan.pieces(rows)
+            return pieces, pieces.row
+        real = np.flatnonzero(rows >= 0)
+        pieces = self.plan.pieces(rows[real])
+        return pieces, real[pieces.row]
+
+    def _write(self, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]], labels: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one."""
+        ids = columns[INPUT_IDS]
+        mask = np.empty(ids.shape, dtype=np.uint8) if self._masked else _NO_MASK
+        pieces, positions = self._pieces(rows)
+        fields = (positions, pieces.slot, pieces.segment, pieces.dataset, pieces.doc, pieces.start, pieces.length)
+        segments, counts = columns[SEGMENT_IDS], columns[POSITION_IDS]
+        bad = write_rows(fields, self._tables, self._eos, self.pad_token_id, labels.size > 0, ids, labels, segments, counts, mask)
+        if bad >= 0:
+            raise self._not_there(pieces, int(bad), ids.shape[1])
+        return mask
+
+    def _not_there(self, pieces: Pieces, n: int, width: int) -> CacheError:
+        dataset, doc = int(pieces.dataset[n]), int(pieces.doc[n])
+        start, length, slot = int(pieces.start[n]), int(pieces.length[n]), int(pieces.slot[n])
+        cache = self._caches[dataset]
+        name = self.plan.datasets[dataset].name
+        if not 0 <= doc < cache.num_docs:
+            problem = f"the cache has {cache.num_docs} documents"
+            where = ""
+        else:
+            file, row = cache.where(doc)
+            where = f" ({place(file, row=row)})"
+            stored = int(cache.lengths(np.array([doc]))[0])
+            problem = f"tokens {start}:{start + length} at slot {slot} of {width} were planned, {stored} are stored"
+        return CacheError(
+            at=f"dataset {name!r}, document {doc}{where}",
+            problem=problem,
+            fix="Plan and cache do not belong together: make the plan anew from this cache.",
+        )
