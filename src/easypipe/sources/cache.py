@@ -200,7 +200,7 @@ class TokenCache:
                 raise CacheError(at=str(file), problem=f"{size} bytes, committed with {part.num_bytes}", fix=again)
             # Closing the file gives its descriptor back; the map lives on in the buffers.
             with pa.memory_map(str(file)) as mapped:
-                batch = pa.ipc.open_file(mapped).get_batch(0)
+                batch = pa.ipc.open_file(mapped).get_batch(0).replace_schema_metadata(None)
         except FileNotFoundError as error:
             raise CacheError(at=str(file), problem="missing from the token cache", fix=again) from error
         except (pa.ArrowInvalid, OSError) as error:

@@ -192,6 +192,11 @@ class Tokenizer:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     @property
+    def content_limit(self) -> int | None:
+        """Most tokens that are kept of a text itself; None keeps all."""
+        return self._limit
+
+    @property
     def specials_per_text(self) -> int:
         """How many special tokens surround each text."""
         return len(self._prefix) + len(self._suffix)

@@ -1,0 +1,357 @@
+"""Filling the token cache: ranges of rows are read, tokenized and committed by threads; the manifest is written last.
+
+Whatever was committed is used again: a range whose file did not change is not read, one whose text did not change is not tokenized.
+A process that is killed leaves committed ranges behind, and the next one goes on from there. Layout: sources/manifest.py.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from easypipe.core import storage
+from easypipe.core.config import digest
+from easypipe.core.errors import BudgetError, CacheError, ConfigError, MissingFileError, SourceError, StorageError, place
+from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
+from easypipe.sources.cache import TokenCache
+from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity, write_manifest
+from easypipe.stages.ranges import Range, Record, ranges_of, read_record, recipe_of, record_path, write_record
+from easypipe.stages.text_rows import Texts, raw_row, read_texts, require_text
+from easypipe.stages.token_rows import Documents, documents_hash, encode_texts
+from easypipe.transforms.tokenizer import Tokenizer
+
+logger = logging.getLogger("easypipe")
+
+SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
+SAMPLE_BYTES = 256 << 10
+_STATS = b"easypipe"  # key of a token file's metadata: what the record needs to know of it
+
+OnError = Literal["error", "skip", "quarantine"]
+
+
+def prepare(
+    source: ShardedSource,
+    tokenizer: Tokenizer,
+    *,
+    dataset: str,
+    content_field: str = "text",
+    cache_dir: Path,
+    on_error: OnError = "error",
+    max_bad_rows: int | None = None,
+    num_workers: int | None = None,
+    batch_size: int = 1000,
+    progress: ProgressListener = silent,
+) -> TokenCache:
+    """The token cache of a source: opened where it stands, finished where it was begun.
+
+    on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
+        file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
+    num_workers: threads; None takes one per core and one more, so that disks keep no core waiting. batch_size: texts encoded at a time.
+    Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each names file and row where one is to blame.
+    """
+    if max_bad_rows is not None and on_error == "error":
+        raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
+    require_text(source, content_field, dataset)
+    job = _Job(
+        source=source,
+        tokenizer=tokenizer,
+        dataset=dataset,
+        content_field=content_field,
+        cache_dir=Path(cache_dir),
+        recipe=recipe_of(tokenizer, content_field, refuted=tokenizer.refuted(Path(cache_dir))),
+        batch_size=batch_size,
+    )
+    ranges = ranges_of(source, job.recipe)
+    key = digest("manifest", FORMAT, [r.key for r in ranges], on_error, max_bad_rows)
+    path = job.cache_dir / "manifests" / f"{key}.json"
+    opened = _open(path, dataset)
+    if opened is not None:
+        logger.info("dataset %s: token cache %s is complete, nothing is tokenized", dataset, path.stem)
+        return opened
+    if job.cache_dir.exists():
+        storage.sweep(job.cache_dir)
+    started = time.perf_counter()
+    totals = _Totals(dataset, content_field, on_error, max_bad_rows)
+    rows = sum(r.stop - r.start for r in ranges)
+    with contextlib.closing(_run(job, ranges, num_workers or len(os.sched_getaffinity(0)) + 1)) as records:
+        for piece, record in zip(ranges, records, strict=True):
+            totals.add(piece, record)
+            progress(ProgressEvent(stage="tokenize", dataset=dataset, done=totals.rows, total=rows, unit="rows"))
+    totals.require_documents()
+    quarantine = _write_quarantine(job, ranges, path) if on_error == "quarantine" and totals.bad else ""
+    seconds = time.perf_counter() - started
+    manifest = Manifest(
+        dataset=dataset,
+        key=key,
+        content_field=content_field,
+        tokenizer=_identity(tokenizer),
+        shard_names=tuple(shard.name for shard in source.shards),
+        shard_rows=tuple(shard.num_rows or 0 for shard in source.shards),
+        parts=tuple(totals.parts),
+        counts=totals.counts(),
+        fingerprint=digest("tokens", tokenizer.fingerprint, [[p.shard, p.start, p.stop, p.content] for p in totals.parts]),
+        quarantine=quarantine,
+        facts={
+            "seconds": round(seconds, 3),
+            "text_bytes": totals.text_bytes,
+            "megabytes_per_second": round(totals.text_bytes / 1e6 / max(seconds, 1e-9), 1),
+            "encoder": ", ".join(sorted(totals.encoders)),
+            **{name: job.done[name] for name in ("ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded")},
+        },
+    )
+    manifest.counts.ledger(dataset, {}).check()
+    write_manifest(path, manifest)
+    return TokenCache(path, dataset=dataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What every worker needs to know. `done` counts under `lock`."""
+
+    source: ShardedSource
+    tokenizer: Tokenizer
+    dataset: str
+    content_field: str
+    cache_dir: Path
+    recipe: str
+    batch_size: int
+    done: Counter[str] = dataclasses.field(default_factory=Counter)
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+    proving: Any = dataclasses.field(default_factory=threading.Lock)
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def count(self, **amounts: int) -> None:
+        with self.lock:
+            self.done.update(amounts)
+
+    def record_path(self, piece: Range) -> Path:
+        return record_path(self.cache_dir, self.recipe, piece.key)
+
+
+def _open(path: Path, dataset: str) -> TokenCache | None:
+    """None where the cache was never finished, or a file of it is gone: then it is made good."""
+    try:
+        return TokenCache(path, dataset=dataset)
+    except MissingFileError:
+        return None
+    except (CacheError, StorageError) as error:
+        logger.warning("dataset %s: the token cache is prepared again: %s", dataset, error)
+        return None
+
+
+def _run(job: _Job, ranges: Sequence[Range], workers: int) -> Generator[Record]:
+    """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way."""
+    under_way: deque[Future[Record]] = collections.deque()
+    waiting = iter(ranges)
+    pool = ThreadPoolExecutor(max(1, min(workers, len(ranges))), thread_name_prefix="easypipe-tokenize")
+    try:
+        for _ in ranges:
+            while len(under_way) < 2 * workers and (following := next(waiting, None)) is not None:
+                under_way.append(pool.submit(_process, job, following))
+            yield under_way.popleft().result()
+    finally:
+        job.stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _process(job: _Job, piece: Range) -> Record:
+    """Read, tokenize, commit one range, as far as it is not done. Runs on a worker thread."""
+    name = job.source.shards[piece.shard].name
+    try:
+        record = _finished(job, piece)
+        if record is not None:
+            job.count(ranges_reused=1)
+            return record
+        if job.stop.is_set():
+            raise CacheError(at=name, problem="tokenizing was stopped")
+        texts = read_texts(job.source, piece.shard, piece.start, piece.stop, job.content_field)
+        record = _stored(job, piece, name, texts)
+        write_record(job.record_path(piece), record)
+        return record
+    except Exception as error:
+        error.add_note(f"while tokenizing dataset {job.dataset!r}, {name}, rows {piece.start}:{piece.stop}")
+        raise
+
+
+def _finished(job: _Job, piece: Range) -> Record | None:
+    """The record of a range that was committed, if its tokens are whole."""
+    record = read_record(job.record_path(piece))
+    if record is None or not record.file:
+        return record
+    file = job.cache_dir / "tokens" / record.file
+    return record if file.is_file() and storage.checksum(file).checksum == record.checksum else None
+
+
+def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
+    """The fast backend is used on this dataset only once it agreed with the reference on some of it."""
+    with job.proving:
+        if "proved" in job.done:
+            return
+        kept, size = 0, 0
+        for text in texts.slice(0, SAMPLE_ROWS).to_pylist():  # few rows
+            size += len(text)
+            if kept and size > SAMPLE_BYTES:
+                break
+            kept += 1
+        backend = job.tokenizer.prove(texts.slice(0, kept), of=f"dataset {job.dataset}", memo=job.cache_dir)
+        logger.info("dataset %s: tokenizing with %s: %s", job.dataset, job.tokenizer.name, backend)
+        job.count(proved=1)
+
+
+def _stored(job: _Job, piece: Range, name: str, texts: Texts) -> Record:
+    """The record of a range, with its token file in place: written now, or found under the name that its content gives it."""
+    text = texts.content_hash()
+    identity = digest("tokens", job.recipe, text)
+    file = f"{identity[:2]}/{identity}.arrow"
+    path = job.cache_dir / "tokens" / file
+    stats = _stats_of(path)
+    if stats is None:
+        _prove(job, texts.texts)
+        documents = encode_texts(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
+        job.count(documents_encoded=len(texts.texts), ranges_written=1)
+        stats = _stats(documents, str(job.tokenizer.backend.name))
+        stamp = _write_tokens(path, documents.batch, stats) if documents.batch.num_rows else storage.Stamp(num_bytes=0, checksum="")
+    else:
+        job.count(ranges_found_by_content=1)
+        stamp = storage.checksum(path)
+    rejects = sorted([*texts.rejects, *(Reject(**reject) for reject in stats.pop("rejects"))], key=lambda reject: reject.row)
+    return Record(
+        shard_name=name,
+        start=piece.start,
+        stop=piece.stop,
+        text=text,
+        text_bytes=texts.num_bytes,
+        file=file if stats["docs"] else "",
+        num_bytes=stamp.num_bytes,
+        checksum=stamp.checksum,
+        rejects=tuple(rejects),
+        **stats,
+    )
+
+
+def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
+    return {
+        "docs": documents.batch.num_rows,
+        "tokens": documents.tokens,
+        "encoded": documents.encoded,
+        "added": documents.added,
+        "truncated": documents.truncated,
+        "content": documents.content,
+        "encoder": encoder,
+        "rejects": [dataclasses.asdict(reject) for reject in documents.rejects],
+    }
+
+
+def _write_tokens(path: Path, batch: pa.RecordBatch, stats: dict[str, Any]) -> storage.Stamp:
+    schema = batch.schema.with_metadata({_STATS: json.dumps(stats).encode()})
+    with storage.commit_file(path) as (temporary, stamp), pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(batch.cast(schema) if batch.schema.metadata else pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+    return stamp()
+
+
+def _stats_of(path: Path) -> dict[str, Any] | None:
+    """What a token file says of itself; None where it is not there, or not whole."""
+    try:
+        with pa.memory_map(str(path)) as mapped:
+            batch = pa.ipc.open_file(mapped).get_batch(0)
+        stats = json.loads((batch.schema.metadata or {})[_STATS])
+    except FileNotFoundError:
+        return None
+    except (pa.ArrowInvalid, OSError, KeyError, ValueError) as error:
+        logger.warning("%s: written again, it is damaged: %s", path, error)
+        return None
+    if documents_hash(batch) != stats["content"]:
+        logger.warning("%s: written again, it is damaged: its tokens have another hash than was committed", path)
+        return None
+    return stats
+
+
+class _Totals:
+    """Sums over the records in order, and the budget of bad rows."""
+
+    def __init__(self, dataset: str, content_field: str, on_error: OnError, max_bad_rows: int | None) -> None:
+        self.dataset, self.content_field, self.on_error, self.max_bad_rows = dataset, content_field, on_error, max_bad_rows
+        self.rows = self.bad = self.text_bytes = 0
+        self.sums: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.parts: list[Part] = []
+        self.encoders: set[str] = set()
+
+    def add(self, piece: Range, record: Record) -> None:
+        for reject in record.rejects:
+            self.reasons[reject.reason] += 1
+            if not reject.benign:
+                self.bad += 1
+                self._charge(record.shard_name, reject)
+        self.rows += piece.stop - piece.start
+        self.text_bytes += record.text_bytes
+        self.encoders.add(record.encoder)
+        self.sums.update({name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated")})
+        self.parts.append(record.part(piece.shard))
+
+    def counts(self) -> Counts:
+        s = self.sums
+        return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
+                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"])  # fmt: skip
+
+    def require_documents(self) -> None:
+        if not self.sums["docs"]:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "there is none"
+            raise SourceError(
+                at=place(f"dataset {self.dataset!r}", column=self.content_field),
+                problem=f"not one of {self.rows} rows became a document: {reasons}",
+                fix="Check content_field and the files.",
+            )
+
+    def _charge(self, file: str, reject: Reject) -> None:
+        at = place(file, row=reject.row, column=self.content_field)
+        if self.on_error == "error":
+            raise SourceError(
+                at=at, problem=f"{reject.reason}: {reject.detail}", fix="Correct the row, or set on_error to 'skip' or 'quarantine'."
+            )
+        if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
+            raise BudgetError(
+                at=at,
+                problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and max_bad_rows is {self.max_bad_rows}",
+                fix="Correct the rows, or raise max_bad_rows.",
+            )
+
+
+def _write_quarantine(job: _Job, ranges: Sequence[Range], manifest: Path) -> str:
+    """One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows."""
+    path = manifest.with_suffix(".quarantine.jsonl")
+    with storage.commit_file(path) as (temporary, _), open(temporary, "w", encoding="utf-8") as out:
+        for piece in ranges:
+            record = read_record(job.record_path(piece))
+            assert record is not None, "every range was committed"
+            for reject in record.rejects:
+                if not reject.benign:
+                    raw = raw_row(job.source, piece.shard, reject, job.content_field)
+                    row = {"file": record.shard_name, "row": reject.row, "reason": reject.reason, "detail": reject.detail, "raw": raw}
+                    out.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return path.name
+
+
+def _identity(tokenizer: Tokenizer) -> TokenizerIdentity:
+    return TokenizerIdentity(
+        name=tokenizer.name,
+        fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )

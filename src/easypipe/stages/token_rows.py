@@ -1,0 +1,124 @@
+"""Texts to token documents: the one place where a text becomes what the cache stores, whether it is stored or not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from easypipe.core.errors import SourceError, TokenizerError, place
+from easypipe.core.protocols import Reject
+from easypipe.core.random import fold, permute
+from easypipe.core.schema import token_dtype
+from easypipe.sources.cache import cache_schema
+from easypipe.stages.text_rows import Texts
+from easypipe.transforms.tokenizer import Tokenizer
+
+AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
+AUDITED_ROWS = 64  # at most, of one range
+AUDITED_BYTES = 1 << 20  # at most, unless the shortest text is longer
+LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What the texts became. `batch` has the columns of cache_schema; encoded + added = stored tokens + truncated."""
+
+    batch: pa.RecordBatch
+    rejects: tuple[Reject, ...]  # texts without a single token
+    encoded: int
+    added: int
+    truncated: int
+    tokens: int
+    content: str  # XXH3-128 of offsets, tokens, EOS marks and row numbers
+
+
+def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
+    """batch_size: texts encoded at a time; decides memory and speed, never tokens.
+
+    audit_key: a digest that says which texts are encoded again with the reference; None audits none.
+    Raises TokenizerError where the fast backend differs from the reference, SourceError for a text of more than 2^31 tokens.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    ids, lengths, truncated, added = [], [], [], 0
+    edges = [*range(0, len(texts.texts), batch_size), len(texts.texts)]
+    for first, last in itertools.pairwise(edges):
+        encoded = tokenizer.encode_column(texts.texts.slice(first, last - first))
+        ids.append(encoded.ids.astype(dtype))
+        lengths.append(np.diff(encoded.offsets))
+        truncated.append(encoded.truncated)
+        added += encoded.added
+    all_ids = np.concatenate(ids) if ids else np.zeros(0, dtype)
+    all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+    cut = np.concatenate(truncated) if truncated else np.zeros(0, np.int64)
+    offsets = np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int64)
+    if all_lengths.size and all_lengths.max() > LONGEST:
+        row = int(texts.rows[int(all_lengths.argmax())])
+        raise SourceError(at=place(at, row=row), problem=f"{all_lengths.max()} tokens in one text", fix="Set max_length, or split it.")
+    if audit_key is not None:
+        _audit(texts, all_ids, offsets, tokenizer, audit_key, at)
+    rows, rejects = texts.rows, ()
+    room = tokenizer.specials_per_text
+    kept = all_lengths > room  # nothing but special tokens: the tokenizer knows no piece of the text
+    if not kept.all():
+        detail = f"the tokenizer {tokenizer.name} makes no token of this text"
+        rejects = tuple(Reject(row=int(row), reason="no_tokens", detail=detail) for row in rows[~kept])
+        all_ids, rows, cut = all_ids[np.repeat(kept, all_lengths)], rows[kept], cut[kept]
+        offsets = np.concatenate([[0], np.cumsum(all_lengths[kept])]).astype(np.int64)
+        added = len(rows) * room
+    tokens, lost = int(offsets[-1]), int(cut.sum())
+    eos = _ends_with(all_ids, offsets, tokenizer.eos_token_id)
+    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(all_ids)), pa.array(eos), pa.array(rows)]
+    batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size))
+    return Documents(
+        batch=batch,
+        rejects=rejects,
+        encoded=tokens - added + lost,
+        added=added,
+        truncated=lost,
+        tokens=tokens,
+        content=documents_hash(batch),
+    )
+
+
+def documents_hash(batch: pa.RecordBatch) -> str:
+    """XXH3-128 of offsets, tokens and the other columns of a whole token file; no nulls, no slices."""
+    hasher = xxhash.xxh3_128()
+    for column in batch.columns:
+        listed = isinstance(column, pa.LargeListArray)
+        if listed:
+            hasher.update(column.offsets.to_numpy())
+        hasher.update((column.values if listed else column).to_numpy())
+    return hasher.hexdigest()
+
+
+def _ends_with(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
+    """UInt8[n]: 1 where a document's last token is `token`. No document is empty."""
+    if token is None or not ids.size:
+        return np.zeros(len(offsets) - 1, np.uint8)
+    return (ids[offsets[1:] - 1] == token).astype(np.uint8)
+
+
+def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], tokenizer: Tokenizer, key: str, at: str) -> None:
+    """Encodes one text in a thousand again with the reference. Which ones follows from their content alone."""
+    count = len(texts.texts)
+    if not count or tokenizer.backend.name == "tokenizers":
+        return
+    picks = permute(np.arange(min(AUDITED_ROWS, math.ceil(count / AUDITED_SHARE))), count, fold(0, "audit", key))
+    sizes = np.diff(np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8))
+    picks = picks[np.cumsum(sizes[picks]) <= AUDITED_BYTES]
+    for i in picks.tolist() or [int(sizes.argmin())]:  # few rows, and the reference takes one text at a time
+        expected = tokenizer.reference_encode(texts.texts[i].as_py())
+        if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):
+            why = f"{tokenizer.backend.name} {tokenizer.backend.version} differs from `tokenizers` on {place(at, row=int(texts.rows[i]))}"
+            tokenizer.refute(why)
+            raise TokenizerError(
+                at=place(at, row=int(texts.rows[i])),
+                problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not give the tokens of `tokenizers`",
+                fix="Run again: from now on `tokenizers` encodes, and ranges that were written are tokenized anew.",
+            )

@@ -1,0 +1,183 @@
+"""The tokenize stage: sources of text become sources of token documents, tokenized when they are read or, once, into the token cache."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.config import config, digest
+from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, Scan, Shard, ShardedSource, silent
+from easypipe.core.schema import INPUT_IDS
+from easypipe.sources.cache import TokenCache, cache_schema
+from easypipe.stages.cache_writer import OnError, prepare
+from easypipe.stages.ranges import recipe_of
+from easypipe.stages.text_rows import read_texts, require_text
+from easypipe.stages.token_rows import encode_texts
+from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+
+logger = logging.getLogger("easypipe")
+
+
+@config
+class TokenizeStageConfig:
+    """How text becomes tokens.
+
+    default_tokenizer: for datasets that name none; itself in place of the pipeline's default_tokenizer.
+    max_length: most tokens of a document, for tokenizers that name none of their own; None keeps all.
+    batch_size: texts encoded at a time; decides memory and speed, never tokens.
+    num_workers: threads that read, encode and write; None takes one per core and one more.
+    """
+
+    default_tokenizer: TokenizerConfig | str | None = None
+    max_length: int | None = None
+    batch_size: int = 1000
+    num_workers: int | None = None
+
+    def check(self) -> None:
+        for name in ("max_length", "batch_size", "num_workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1, or leave it out.")
+
+
+class TokenizedShardedSource:
+    """The documents of a source of text, as rows of `cache_schema` with the row numbers of that source; implements ScanningSource.
+
+    Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with on_error="error" `read` raises at the
+    first of them. Thread safe.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        tokenizer: Tokenizer,
+        *,
+        dataset: str,
+        cache_dir: Path,
+        content_field: str = "text",
+        on_error: OnError = "error",
+        max_bad_rows: int | None = None,
+        num_workers: int | None = None,
+        batch_size: int = 1000,
+        progress: ProgressListener = silent,
+    ) -> None:
+        """Arguments as in `prepare`. Raises SourceError where `content_field` is no column of text; reads no rows."""
+        require_text(source, content_field, dataset)
+        self.source = source
+        self.tokenizer = tokenizer
+        self.dataset = dataset
+        self.content_field = content_field
+        self.on_error: OnError = on_error
+        self._cache_dir = Path(cache_dir)
+        self._batch_size = batch_size
+        self._rest: dict[str, Any] = {"max_bad_rows": max_bad_rows, "num_workers": num_workers, "progress": progress}
+        self._lock = threading.Lock()
+        self._cache: TokenCache | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        return cache_schema(self.tokenizer.vocab_size)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self.source.shards
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("tokenized", self.source.fingerprint, recipe_of(self.tokenizer, self.content_field, refuted=False), self.on_error)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        batch, rejects = self.scan(shard, start, stop)
+        bad = next((reject for reject in rejects if not reject.benign), None)
+        if bad is not None and self.on_error == "error":
+            raise SourceError(
+                at=place(self.shards[shard].name, row=bad.row, column=self.content_field),
+                problem=f"{bad.reason}: {bad.detail}",
+                fix="Correct the row, or set on_error to 'skip' or 'quarantine'.",
+            )
+        return batch
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        texts = read_texts(self.source, shard, start, stop, self.content_field)
+        documents = encode_texts(texts, self.tokenizer, batch_size=self._batch_size, at=self.shards[shard].name)
+        rejects = sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row)
+        return Scan(documents.batch, tuple(rejects))
+
+    def materialize(self) -> TokenCache:
+        """The token cache of all rows: opened, finished or made on the first call, the same object afterwards. See `prepare` for errors."""
+        with self._lock:
+            if self._cache is None:
+                self._cache = prepare(
+                    self.source,
+                    self.tokenizer,
+                    dataset=self.dataset,
+                    content_field=self.content_field,
+                    cache_dir=self._cache_dir,
+                    on_error=self.on_error,
+                    batch_size=self._batch_size,
+                    **self._rest,
+                )
+            return self._cache
+
+
+class TokenizeStage(BaseStage):
+    """Every dataset gets its tokenizer: its own, else the stage's default_tokenizer, else the pipeline's. Tokens pass through."""
+
+    @property
+    def name(self) -> str:
+        return "tokenize"
+
+    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+        """Raises ConfigError where a dataset has no tokenizer, TokenizerError where it does not load, SourceError for a missing column."""
+        stage: TokenizeStageConfig = self.config or TokenizeStageConfig()
+        datasets = {dataset.name: (i, dataset) for i, dataset in enumerate(context.config.datasets)}
+        loaded: dict[str, Tokenizer] = {}
+        result: dict[str, ShardedSource] = {}
+        for name, source in data.items():
+            if INPUT_IDS in source.schema.names:
+                logger.info("dataset %s: holds %s already, tokenize() leaves it as it is", name, INPUT_IDS)
+                result[name] = source
+                continue
+            number, dataset = datasets.get(name, (None, None))
+            chosen = _with_length(_choose(name, number, dataset, stage, context), stage.max_length)
+            key = digest(chosen)
+            if key not in loaded:
+                loaded[key] = load_tokenizer(chosen)
+            options = {} if dataset is None else {k: getattr(dataset, k) for k in ("content_field", "on_error", "max_bad_rows")}
+            result[name] = TokenizedShardedSource(
+                source,
+                loaded[key],
+                dataset=name,
+                cache_dir=context.cache_dir,
+                num_workers=stage.num_workers,
+                batch_size=stage.batch_size,
+                progress=context.progress,
+                **options,
+            )
+        return result
+
+
+def _choose(name: str, number: int | None, dataset: Any, stage: TokenizeStageConfig, context: PipelineContext) -> TokenizerConfig:
+    own = None if dataset is None else dataset.tokenizer
+    wide = getattr(context.config, "default_tokenizer", None)
+    chosen = next((tokenizer for tokenizer in (own, stage.default_tokenizer, wide) if tokenizer is not None), None)
+    if chosen is None:
+        raise ConfigError(
+            at="default_tokenizer" if number is None else f"datasets[{number}].tokenizer",
+            problem=f"dataset {name!r} has no tokenizer",
+            fix="Set it here, or default_tokenizer on the pipeline or on TokenizeStageConfig.",
+        )
+    return TokenizerConfig(name_or_path=chosen) if isinstance(chosen, str) else chosen
+
+
+def _with_length(tokenizer: TokenizerConfig, max_length: int | None) -> TokenizerConfig:
+    if max_length is None or tokenizer.max_length is not None:
+        return tokenizer
+    values = {name: getattr(tokenizer, name) for name in tokenizer.__dataclass_fields__}  # pyright: ignore[reportAttributeAccessIssue]
+    return TokenizerConfig(**{**values, "max_length": max_length})
