@@ -254,8 +254,7 @@ def tokenizer_folder(scratch: Path, texts: Sequence[str]) -> Path:
         return found
     from easypipe.transforms.bpe import train_bpe
 
-    path = train_bpe(texts, 32_000, ["<|endoftext|>"], scratch / "tokenizer")
-    return path.parent if path.is_file() else path
+    return train_bpe(texts, 32_000, [], scratch / "tokenizer")
 
 
 def _texts(file: Path) -> Iterator[str]:

@@ -35,10 +35,12 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what `easypipe quickstart` writes before it prepares and trains; the examples use its files."""
-    from easypipe.cli.project import write_project
+    from easypipe.cli.project import TOKENIZER, VOCAB_SIZE, training_texts, write_project
+    from easypipe.transforms.bpe import train_bpe
 
     folder = tmp_path_factory.mktemp("docs") / "easypipe-quickstart"
     write_project(folder)
+    train_bpe(training_texts(folder), VOCAB_SIZE, [], folder / TOKENIZER)
     return folder
 
 
