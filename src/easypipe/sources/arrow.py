@@ -69,7 +69,9 @@ class ArrowFormat:
             elif head.startswith(b"FEA1"):
                 raise SourceError(at=file.path, problem="is feather version 1", fix="Write it again with pyarrow.feather (version 2).")
             else:
-                raise SourceError(at=file.path, problem=f"neither an Arrow file nor a stream: it begins with {head!r}", fix="Check its type.")
+                raise SourceError(
+                    at=file.path, problem=f"neither an Arrow file nor a stream: it begins with {head!r}", fix="Check its type."
+                )
         cuts = tuple(int(row) for row in np.unique(batches.first_row[:-1])) or (0,)
         return Survey(num_rows=int(batches.first_row[-1]), cuts=cuts, schema=plain_schema(batches.schema, file.path), detail=batches)
 

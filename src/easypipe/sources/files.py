@@ -70,7 +70,7 @@ def format_of(path: str) -> str | None:
 
 
 def compression_of(path: str) -> str | None:
-    """"gz", "zst" or None, by the extension; whether the content agrees is checked when it is read."""
+    """ "gz", "zst" or None, by the extension; whether the content agrees is checked when it is read."""
     return COMPRESSIONS.get(os.path.splitext(path.lower())[1])
 
 

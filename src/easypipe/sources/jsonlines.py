@@ -1,0 +1,243 @@
+"""JSON rows: one object a line, or one array of objects (jsonarray.py); a file's content says which it is. Plain, .gz or .zst.
+
+A range is parsed by pyarrow at once. Where that refuses a block, it is halved until the bad lines stand alone, and these are named.
+Whether a row is good is decided by that row alone, never by its neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pj
+
+from easypipe.core.protocols import Reject
+from easypipe.sources import records
+from easypipe.sources.base import FileSource, OnError, Rows, Survey
+from easypipe.sources.files import DataFiles, FileRef
+from easypipe.sources.jsonarray import array_layout
+from easypipe.sources.jsontypes import Observer, schema_of
+from easypipe.sources.records import Layout, RecordIndex, Records
+from easypipe.sources.streams import check_compression
+
+BOM = b"\xef\xbb\xbf"
+KIND_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object"}
+
+
+class JsonShardedSource(FileSource):
+    """Rows of JSON lines files and of files that are one JSON array. Options are those of FileSource.
+
+    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does not have is null.
+    Reasons of rejects: blank_line (benign), unparsable, not_an_object, not_a_string, wrong_type, invalid_utf8.
+    """
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        *,
+        columns: Sequence[str] | None = None,
+        on_error: OnError = "error",
+        storage_options: Mapping[str, Any] | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            data_files,
+            JsonFormat(),
+            kind="json",
+            columns=columns,
+            on_error=on_error,
+            storage_options=storage_options,
+            index_dir=index_dir,
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    layout: Layout
+    index: RecordIndex
+
+
+class JsonFormat:
+    name = "json"
+    numbered = True
+
+    def __init__(self) -> None:
+        self._stores = records.Stores()
+
+    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+        check_compression(file)
+        layout = _layout(file)
+
+        def build() -> RecordIndex:
+            observer = Observer(file.path, columns)
+
+            def observe(found: Records) -> None:
+                observer(found.data, found.starts, found.ends)
+
+            return records.index_records(file, layout, observe, observer.facts)
+
+        index = records.kept_index(file, index_dir, [layout.name, columns], build)
+        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema_of(index.facts), detail=_Found(layout, index))
+
+    def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
+        found: _Found = survey.detail
+        store = self._stores.get(file, found.index)
+        tables, numbers, rejects = [], [], []
+        for a, b in found.index.pieces(start, stop):
+            piece = records.read_records(file, store, found.layout, found.index, a, b)
+            table, kept, refused = parse(piece, fields)
+            tables.append(table)
+            numbers.append(kept)
+            rejects += refused
+        return Rows(pa.concat_tables(tables), np.concatenate(numbers), rejects)
+
+    def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
+        found: _Found = survey.detail
+        if not found.layout.closes:
+            return row + 1
+        store = self._stores.get(file, found.index)
+        piece = records.read_records(file, store, found.layout, found.index, row, row + 1)
+        text = piece.record(0)
+        return records.line_at(store, piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip()))
+
+    def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
+        found: _Found = survey.detail
+        piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
+        return piece.record(0).decode("utf-8", "replace").strip()
+
+
+def parse(piece: Records, fields: pa.Schema) -> tuple[pa.Table, np.ndarray, list[Reject]]:
+    """The good rows of a piece, their numbers (Int64), and the rejects in order."""
+    from easypipe.sources.scanners import BLANK, GOOD, flag_objects, gather
+
+    count = len(piece.starts)
+    flags = np.empty(count, np.uint8)
+    good = np.arange(count)
+    if flag_objects(piece.data, piece.starts, piece.ends, flags) < count:
+        good = np.flatnonzero(flags == GOOD)
+    out = np.empty(int((piece.ends - piece.starts).sum()) + count, np.uint8)
+    size = gather(piece.data, piece.starts, piece.ends, flags, out)
+    ends = np.cumsum((piece.ends - piece.starts + 1)[good])
+    lines = _Lines(memoryview(out)[:size], np.concatenate([[0], ends]), _parse_schema(fields))
+    tables, bad = lines.parse(0, len(good))
+    rejects = [_judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error) for i, error in bad]
+    for i in np.flatnonzero(flags != GOOD):
+        if flags[i] == BLANK:
+            rejects.append(Reject(row=piece.row + int(i), reason="blank_line", detail="a blank line", benign=True))
+        else:
+            rejects.append(_judge(piece.record(int(i)), fields, piece.row + int(i), None))
+    rejects.sort(key=lambda reject: reject.row)
+    kept = np.delete(good, [i for i, _ in bad]) if bad else good
+    return tables, kept.astype(np.int64) + piece.row, rejects
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """JSON lines back to back: line i is text[ends[i]:ends[i + 1]]."""
+
+    text: memoryview
+    ends: np.ndarray
+    schema: pa.Schema
+
+    def parse(self, first: int, last: int) -> tuple[pa.Table, list[tuple[int, str]]]:
+        """Rows of the lines that parse alone, and (line, why) of those that do not."""
+        tables: list[pa.Table] = []
+        bad: list[tuple[int, str]] = []
+        pending = [(first, last)]
+        while pending:
+            a, b = pending.pop()
+            if a == b:
+                continue
+            result = self._block(a, b)
+            if isinstance(result, pa.Table):
+                tables.append(result)
+            elif b - a == 1:
+                bad.append((a, result))
+            else:
+                middle = (a + b) // 2
+                pending += [(middle, b), (a, middle)]  # the first half is looked at first
+        return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
+
+    def _block(self, a: int, b: int) -> pa.Table | str:
+        text = self.text[int(self.ends[a]) : int(self.ends[b])]
+        read = pj.ReadOptions(use_threads=False, block_size=len(text) + 64)
+        options = pj.ParseOptions(explicit_schema=self.schema, unexpected_field_behavior="ignore", newlines_in_values=False)
+        try:
+            table = pj.read_json(pa.BufferReader(pa.py_buffer(text)), read_options=read, parse_options=options)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
+            return str(error)
+        return table if table.num_rows == b - a else f"{table.num_rows} rows instead of {b - a}"
+
+
+def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Reject:
+    """Why one record is no row, in words for people."""
+
+    def reject(reason: str, detail: str) -> Reject:
+        return Reject(row=row, reason=reason, detail=detail)
+
+    try:
+        value = json.loads(record)
+    except UnicodeDecodeError as problem:
+        return reject("invalid_utf8", f"not UTF-8 at byte {problem.start} of the line")
+    except json.JSONDecodeError as problem:
+        hint = "; if this file is one object over many lines, write one object a line" if record.strip() in (b"{", b"}") else ""
+        return reject("unparsable", f"not JSON: {problem.msg} at character {problem.colno}{hint}")
+    except RecursionError:
+        return reject("unparsable", "nested too deeply")
+    if not isinstance(value, dict):
+        return reject("not_an_object", f"expected an object, found {KIND_NAMES.get(type(value), 'null')}")
+    for field in fields:
+        item = value.get(field.name)
+        if item is not None and not _fits(item, field.type):
+            wanted = _kind_name(field.type)
+            reason = "not_a_string" if wanted == "a string" else "wrong_type"
+            return reject(reason, f"column {field.name!r}: expected {wanted}, found {KIND_NAMES[type(item)]}")
+    if error is None:
+        return reject("unparsable", "nested too deeply")
+    return reject("unparsable", f"not a row: {re.sub(r' in row [0-9]+$', '', error)}")
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    """Whether the outer kind of a value goes with a type; what lies inside is for pyarrow to say."""
+    return KIND_NAMES[type(value)] == _kind_name(kind)
+
+
+def _kind_name(kind: pa.DataType) -> str:
+    t = pa.types
+    if t.is_boolean(kind):
+        return KIND_NAMES[bool]
+    if t.is_integer(kind) or t.is_floating(kind):
+        return KIND_NAMES[int]
+    if t.is_struct(kind):
+        return KIND_NAMES[dict]
+    if t.is_large_list(kind):
+        return KIND_NAMES[list]
+    return "null" if t.is_null(kind) else KIND_NAMES[str]
+
+
+def _parse_schema(fields: pa.Schema) -> pa.Schema:
+    """What the JSON reader is asked for; it knows no large_list."""
+
+    def small(kind: pa.DataType) -> pa.DataType:
+        if pa.types.is_large_list(kind):
+            return pa.list_(small(kind.value_type))
+        if pa.types.is_struct(kind):
+            return pa.struct([(kind.field(i).name, small(kind.field(i).type)) for i in range(kind.num_fields)])
+        return kind
+
+    return pa.schema([(field.name, small(field.type)) for field in fields])
+
+
+def _layout(file: FileRef) -> Layout:
+    from easypipe.sources.scanners import split_lines
+
+    head = records.read_head(file, 1 << 16)
+    start = len(BOM) if head.startswith(BOM) else 0
+    return array_layout(head, start) or Layout(name="jsonlines", split=split_lines, start=start)

@@ -1,0 +1,58 @@
+"""A source for files by their extension."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.sources.arrow import ArrowShardedSource
+from easypipe.sources.base import FileSource, OnError
+from easypipe.sources.csv import CsvShardedSource
+from easypipe.sources.files import EXTENSIONS, DataFiles, format_of, resolve
+from easypipe.sources.jsonlines import JsonShardedSource
+from easypipe.sources.parquet import ParquetShardedSource
+from easypipe.sources.txt import TextShardedSource
+
+FORMATS: dict[str, type[FileSource]] = {
+    "parquet": ParquetShardedSource,
+    "arrow": ArrowShardedSource,
+    "json": JsonShardedSource,
+    "csv": CsvShardedSource,
+    "txt": TextShardedSource,
+}
+
+
+def open_files(
+    data_files: DataFiles,
+    type: str | None = None,  # the name that DatasetConfig has for it
+    *,
+    columns: Sequence[str] | None = None,
+    on_error: OnError = "error",
+    storage_options: Mapping[str, Any] | None = None,
+    index_dir: str | os.PathLike[str] | None = None,
+) -> FileSource:
+    """A source of the format `type` (a key of FORMATS), by default of the one that the extensions name. Options are those of FileSource.
+
+    Raises MissingFileError for files that are not there, SourceError for extensions that are unknown or name different formats,
+    ConfigError for an unknown type.
+    """
+    if type is not None and type not in FORMATS:
+        raise ConfigError(at="type", problem=f"{type!r} is no file format", have=FORMATS, fix=did_you_mean(type, FORMATS))
+    if type is None:
+        by_format: dict[str | None, str] = {}
+        for file in resolve(data_files, storage_options):
+            by_format.setdefault(format_of(file.path), file.path)
+        if None in by_format:
+            endings = [ending for endings in EXTENSIONS.values() for ending in endings]
+            raise SourceError(at=by_format[None], problem="its extension names no format", have=endings, fix="Give the format by type=.")
+        if len(by_format) > 1:
+            raise SourceError(
+                at=str(data_files),
+                problem="files of several formats: " + ", ".join(f"{path} ({kind})" for kind, path in by_format.items()),
+                fix="Give one format by type= or by a glob, and the others as datasets of their own.",
+            )
+        type = str(next(iter(by_format)))
+    source: Any = FORMATS[type]
+    return source(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir)

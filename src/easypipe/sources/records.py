@@ -1,0 +1,287 @@
+"""Text files as sequences of records (lines, array elements, CSV records): a sparse index of where they begin, and ranges of them.
+
+The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so that finding a row costs at most that
+much reading. It is kept beside other indexes as `<identity>.index.json` where an index_dir is given, and made again when the file changed.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core import storage
+from easypipe.core.config import digest
+from easypipe.core.errors import EasypipeError, SourceError, place
+from easypipe.sources.files import FileRef, changed
+from easypipe.sources.streams import Bytes, Restart, open_bytes, open_stream
+
+log = logging.getLogger("easypipe")
+
+INDEX_VERSION = 1
+ENTRY_ROWS = 1024
+ENTRY_BYTES = 1 << 20
+CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart
+CHUNK_BYTES = 4 << 20
+PIECE_BYTES = 32 << 20  # a range is read in pieces of about this size
+BATCH_RECORDS = 1 << 14
+MAX_RECORD_BYTES = 1 << 30
+KEPT_FILES = 32  # compressed files that keep places to go on from
+
+# (data, final, starts, ends) -> (records, bytes consumed, status), see scanners.py
+Splitter = Callable[[NDArray[np.uint8], bool, NDArray[np.int64], NDArray[np.int64]], tuple[int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How records lie in one file.
+
+    start: plain offset of the first record. lead: bytes of separator that `starts` includes. closes: the file says itself where records end.
+    """
+
+    name: str
+    split: Splitter
+    start: int
+    lead: int = 0
+    closes: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordIndex:
+    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. `stop` is where records end. `facts` are the format's own, as JSON."""
+
+    num_rows: int
+    rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    stop: int
+    restarts: tuple[Restart, ...]
+    facts: dict[str, Any]
+
+    def cuts(self) -> tuple[int, ...]:
+        """Rows with entries, at least CUT_BYTES apart."""
+        kept, last = [0], int(self.offsets[0])
+        for row, offset in zip(self.rows.tolist(), self.offsets.tolist(), strict=True):
+            if offset - last >= CUT_BYTES:
+                kept.append(row)
+                last = offset
+        return tuple(kept)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The range in pieces of about PIECE_BYTES, cut where the index has entries."""
+        while start < stop:
+            here = int(np.searchsorted(self.rows, start, side="right")) - 1
+            there = max(here + 1, int(np.searchsorted(self.offsets, self.offsets[here] + PIECE_BYTES, side="right")) - 1)
+            end = min(stop, int(self.rows[there])) if there < len(self.rows) else stop
+            yield start, end
+            start = end
+
+    def span(self, start: int, stop: int) -> tuple[int, int, int, int]:
+        """(row at which to begin, its offset, offset at which to end, offset at which a next range would begin)."""
+        here = int(np.searchsorted(self.rows, start, side="right")) - 1
+        there = int(np.searchsorted(self.rows, stop, side="left"))
+        end = int(self.offsets[there]) if there < len(self.offsets) else self.stop
+        following = int(self.offsets[int(np.searchsorted(self.rows, stop, side="right")) - 1]) if stop < self.num_rows else end
+        return int(self.rows[here]), int(self.offsets[here]), end, following
+
+
+class Records(NamedTuple):
+    """Records [row, row + len(starts)) of a file: record i is data[starts[i]:ends[i]], and data[0] has plain offset `offset`."""
+
+    data: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    row: int
+    offset: int
+
+    def record(self, i: int) -> bytes:
+        return self.data[self.starts[i] : self.ends[i]].tobytes()
+
+
+class Stores:
+    """The Bytes of each file of a source; compressed ones remember places, so they are kept, the most recently used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Bytes] = OrderedDict()
+
+    def get(self, file: FileRef, index: RecordIndex) -> Bytes:
+        with self._lock:
+            store = self._kept.pop(file.path, None) or open_bytes(file, index.restarts)
+            self._kept[file.path] = store
+            while len(self._kept) > KEPT_FILES:
+                self._kept.popitem(last=False)
+            return store
+
+
+def read_records(file: FileRef, store: Bytes, layout: Layout, index: RecordIndex, start: int, stop: int) -> Records:
+    """Records [start, stop), without their separators. Raises SourceError where the file is not what the index says."""
+    row, begin, end, following = index.span(start, stop)
+    data = frozen(store.fetch(begin, end, following))
+    starts, ends = np.empty(stop - row, np.int64), np.empty(stop - row, np.int64)
+    count, _, _ = layout.split(data, True, starts, ends)
+    if count != stop - row:
+        raise changed(file)
+    skip = start - row
+    return Records(data, starts[skip:] + layout.lead, ends[skip:], start, begin)
+
+
+def index_records(
+    file: FileRef, layout: Layout, observe: Callable[[Records], None] | None, facts: Callable[[], dict[str, Any]]
+) -> RecordIndex:
+    """Reads the file once: counts records, notes where they begin, and shows them to `observe` in order.
+
+    Raises SourceError for a file that is damaged, truncated or has a record above MAX_RECORD_BYTES.
+    """
+    from easypipe.sources.scanners import BROKEN, CLOSED, OPEN_QUOTE, pick_entries
+
+    stream = open_stream(file)
+    buffer = np.empty(CHUNK_BYTES, np.uint8)
+    starts, ends = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)
+    rows, offsets = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)
+    last = np.array([0, layout.start], np.int64)
+    kept_rows, kept_offsets = [np.zeros(1, np.int64)], [np.array([layout.start], np.int64)]
+    row = have = 0
+    base, skip, final, closed = 0, layout.start, False, False
+    try:
+        while not final:
+            if have == len(buffer):
+                if have >= MAX_RECORD_BYTES:
+                    problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
+                    raise SourceError(at=place(file.path, row=row), problem=problem, fix="A quote or bracket may be open.")
+                buffer = np.concatenate([buffer, np.empty_like(buffer)])
+            while have < len(buffer) and not final:  # full, so that a record longer than the buffer is scanned few times
+                count = stream.readinto(memoryview(buffer)[have:])
+                final = count == 0
+                have += count
+            at = min(skip, have)  # bytes before the first record: a byte order mark, a header
+            skip -= at
+            if skip:
+                base, have = base + at, 0
+                continue
+            while True:
+                data = frozen(buffer[at:have])
+                found, consumed, status = layout.split(data, final, starts, ends) if not closed else (0, 0, CLOSED)
+                if found:
+                    picked = pick_entries(starts[:found], row, base + at, ENTRY_ROWS, ENTRY_BYTES, last, rows, offsets)
+                    kept_rows.append(rows[:picked].copy())
+                    kept_offsets.append(offsets[:picked].copy())
+                    if observe is not None:
+                        observe(Records(data, starts[:found] + layout.lead, ends[:found], row, base + at))
+                    row += found
+                at += consumed
+                if status == BROKEN:
+                    raise SourceError(
+                        at=place(file.path, row=row), problem=f"broken JSON array near byte {base + at}", fix="Correct the file."
+                    )
+                if status == OPEN_QUOTE:
+                    raise SourceError(
+                        at=place(file.path, row=row), problem="a quoted field begins here and never ends", fix="Close the quote."
+                    )
+                if status == CLOSED:
+                    closed = True
+                    rest = buffer[at:have].tobytes().strip(b" \t\r\n")
+                    if rest:
+                        raise SourceError(
+                            at=file.path, problem=f"goes on after the end of the array: {rest[:20]!r}", fix="Correct the file."
+                        )
+                    at = have
+                if found < len(starts):
+                    break
+            buffer[: have - at] = buffer[at:have]
+            base, have = base + at, have - at
+        if layout.closes and not closed:
+            raise SourceError(at=place(file.path, row=row), problem="truncated: the JSON array does not end", fix="Copy or write it again.")
+        return RecordIndex(
+            num_rows=row,
+            rows=np.concatenate(kept_rows),
+            offsets=np.concatenate(kept_offsets),
+            stop=base + have,
+            restarts=tuple(stream.restarts),
+            facts=facts(),
+        )
+    finally:
+        stream.close()
+
+
+def kept_index(file: FileRef, index_dir: Path | None, options: Any, build: Callable[[], RecordIndex]) -> RecordIndex:
+    """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again, with a warning."""
+    if index_dir is None:
+        return build()
+    sidecar = index_dir / f"{digest('index', INDEX_VERSION, file.digest, options)}.index.json"
+    if sidecar.exists():
+        try:
+            return _from_json(storage.read_json(sidecar))
+        except (EasypipeError, KeyError, TypeError, ValueError) as error:
+            log.warning("index %s of %s is damaged (%s) and is made again", sidecar, file.path, error)
+    index = build()
+    storage.commit_json(sidecar, _to_json(index))
+    return index
+
+
+def line_at(store: Bytes, offset: int) -> int:
+    """Line, from 1, in which plain byte `offset` stands."""
+    lines, at = 1, 0
+    while at < offset:
+        step = min(CHUNK_BYTES, offset - at)
+        lines += store.fetch(at, at + step, at + step).count(b"\n")
+        at += step
+    return lines
+
+
+def read_head(file: FileRef, num_bytes: int) -> bytes:
+    """The first plain bytes, fewer where the file is shorter. Raises SourceError for a file that holds none."""
+    stream = open_stream(file)
+    try:
+        buffer = bytearray(num_bytes)
+        view, have = memoryview(buffer), 0
+        while have < num_bytes:
+            count = stream.readinto(view[have:])
+            if not count:
+                break
+            have += count
+    finally:
+        stream.close()
+    if not have:
+        raise SourceError(at=file.path, problem="is empty (nothing is left when it is decompressed)", fix="Remove it from data_files.")
+    return bytes(buffer[:have])
+
+
+def frozen(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A read-only UInt8 view: the one array type that the kernels of scanners.py are compiled for."""
+    view = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    view.flags.writeable = False
+    return view
+
+
+def _to_json(index: RecordIndex) -> dict[str, Any]:
+    return {
+        "num_rows": index.num_rows,
+        "rows": base64.b64encode(index.rows.astype("<i8").tobytes()).decode(),
+        "offsets": base64.b64encode(index.offsets.astype("<i8").tobytes()).decode(),
+        "stop": index.stop,
+        "restarts": [[restart.plain, restart.packed] for restart in index.restarts],
+        "facts": index.facts,
+    }
+
+
+def _from_json(value: Any) -> RecordIndex:
+    rows, offsets = (np.frombuffer(base64.b64decode(value[key], validate=True), "<i8").astype(np.int64) for key in ("rows", "offsets"))
+    if len(rows) != len(offsets) or not len(rows) or rows[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ValueError("its entries do not ascend")
+    return RecordIndex(
+        num_rows=int(value["num_rows"]),
+        rows=rows,
+        offsets=offsets,
+        stop=int(value["stop"]),
+        restarts=tuple(Restart(int(plain), int(packed)) for plain, packed in value["restarts"]),
+        facts=dict(value["facts"]),
+    )
