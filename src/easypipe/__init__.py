@@ -10,7 +10,43 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME: dict[str, str] = {}
+_HOMES: dict[str, tuple[str, ...]] = {
+    "easypipe.core.errors": (
+        "BudgetError",
+        "CacheError",
+        "ConfigError",
+        "EasypipeError",
+        "LedgerError",
+        "MissingFileError",
+        "PlacementError",
+        "PlanError",
+        "SourceError",
+        "StageOrderError",
+        "StallError",
+        "StateError",
+        "StorageError",
+        "TokenizerError",
+        "TrainError",
+    ),
+    "easypipe.core.ledger": ("Ledger",),
+    "easypipe.core.protocols": ("BaseStage", "PipelineContext", "ProgressEvent", "ShardedDataSource", "ShardedSource"),
+    "easypipe.loader.loader": ("AsyncDataLoader", "Loader", "LoadStageConfig"),
+    "easypipe.loader.state": ("LoaderState",),
+    "easypipe.pipeline": ("OrderConfig", "Pipeline", "PipelineConfig", "create_pipeline", "tokenize_and_save"),
+    "easypipe.run": ("RunConfig",),
+    "easypipe.sources.cache": ("TokenCache",),
+    "easypipe.stages.mix": ("MixStageConfig",),
+    "easypipe.stages.pack": ("PackStageConfig",),
+    "easypipe.stages.save": ("SaveReport", "SaveStageConfig"),
+    "easypipe.stages.source": ("DatasetConfig",),
+    "easypipe.stages.tokenize": ("TokenizeStageConfig",),
+    "easypipe.train.config": ("OptimizerConfig", "TrainConfig"),
+    "easypipe.train.model": ("Decoder", "ModelConfig"),
+    "easypipe.train.trainer": ("Trainer", "TrainResult"),
+    "easypipe.transforms.bpe": ("train_bpe",),
+    "easypipe.transforms.tokenizer": ("Tokenizer", "TokenizerConfig", "load_tokenizer"),
+}
+_HOME: dict[str, str] = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_HOME)]
 

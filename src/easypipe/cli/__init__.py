@@ -1,1 +1,14 @@
-"""The easypipe command."""
+"""Floor 6: the command line. `easypipe = easypipe.cli:main`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0 done, 1 a failure of easypipe or the machine, 2 something for the user to correct,
+    128 + n stopped by signal n.
+    """
+    from easypipe.cli.app import run
+
+    return run(arguments)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -81,9 +81,8 @@ class ScanningSource(ShardedSource, Protocol):
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
     """`source.scan` where there is one, else `read` with nothing refused."""
-    if isinstance(source, ScanningSource):
-        return source.scan(shard, start, stop)
-    return Scan(source.read(shard, start, stop), ())
+    own: Callable[[int, int, int], Scan] | None = getattr(source, "scan", None)  # isinstance would ask for shards and fingerprint too
+    return Scan(source.read(shard, start, stop), ()) if own is None else own(shard, start, stop)
 
 
 class Transform(Protocol):

@@ -90,9 +90,9 @@ def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) 
         raise StorageError(at=str(path), problem=f"cannot be read: {error}") from error
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -> Any:
     """Raises StorageError where the file is not JSON."""
-    data = read_bytes(path)
+    data = read_bytes(path, storage_options)
     try:
         return json.loads(data)
     except ValueError as error:

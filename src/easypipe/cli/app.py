@@ -1,0 +1,83 @@
+"""The commands, and what becomes of errors: one line for people, the traceback only with --debug."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from easypipe import __version__
+from easypipe.cli.prepare import prepare
+from easypipe.cli.quickstart import quickstart
+from easypipe.cli.train import train
+from easypipe.core.errors import EasypipeError, LedgerError, StallError
+
+app = typer.Typer(
+    help="Raw text in, trained model out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(quickstart)
+app.command()(prepare)
+app.command()(train)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and log more.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+    _log(logging.DEBUG if debug else logging.INFO)
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    if debug:  # accepted anywhere, so that it can be put behind a command that failed
+        given = ["--debug", *(argument for argument in given if argument != "--debug")]
+    try:
+        code = app(given, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _say("stopped; run the same command again to go on")
+        return 130
+    except EasypipeError as error:
+        if debug:
+            raise
+        _say(str(error))
+        for note in getattr(error, "__notes__", ()):
+            _say(f"  {note}")
+        own = getattr(error, "exit_code", None)
+        return own if own is not None else 1 if isinstance(error, LedgerError | StallError) else 2
+    except Exception as error:
+        show = getattr(error, "show", None)  # a usage error of the command line itself
+        if show is not None and not debug:
+            show()
+            return int(getattr(error, "exit_code", 2))
+        if debug:
+            raise
+        _say(f"{type(error).__name__}: {error}. This is not what should happen; run again with --debug and report what it prints.")
+        return 1
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"easypipe: {text}", markup=False)
+
+
+def _log(level: int) -> None:
+    logger = logging.getLogger("easypipe")
+    logger.setLevel(level)
+    handler = RichHandler(level, Console(stderr=True), show_time=False, show_path=False, markup=False)
+    logger.handlers = [handler]

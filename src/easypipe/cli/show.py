@@ -1,0 +1,130 @@
+"""What commands put on the terminal: progress bars, the training line, the ledger, where things are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from easypipe.core.ledger import Ledger
+from easypipe.core.protocols import ProgressEvent, ProgressListener
+from easypipe.stages.save import SaveReport
+from easypipe.train.events import TrainEvent, TrainListener
+
+console = Console()
+
+
+@contextmanager
+def progress() -> Iterator[ProgressListener]:
+    """A bar for every stage and dataset that reports progress, in the order in which they first do."""
+    bars = Progress(
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    tasks: dict[tuple[str, str], TaskID] = {}
+
+    def listen(event: ProgressEvent) -> None:
+        key = (event.stage, event.dataset)
+        if key not in tasks:
+            tasks[key] = bars.add_task(f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit)
+        bars.update(tasks[key], completed=event.done, total=event.total)
+
+    with bars:
+        yield listen
+
+
+@contextmanager
+def training() -> Iterator[TrainListener]:
+    """One line that is kept up to date, and a lasting one for every evaluation."""
+    bars = Progress(
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("train"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[line]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    task: TaskID | None = None
+
+    def listen(event: TrainEvent) -> None:
+        nonlocal task
+        if task is None:
+            task = bars.add_task("train", total=event.steps, line="compiling")
+        if event.kind == "start" and event.step:
+            bars.console.print(f"training goes on from step {event.step}")
+        bars.update(task, completed=event.step)
+        if event.kind == "step":
+            line = training_line(event)
+            bars.update(task, line=line)
+            if "eval" in event.record or not bars.console.is_terminal:
+                held_out = "  ".join(
+                    f"{name} {seen['loss']:.3f} (ppl {seen['ppl']:.1f})" for name, seen in event.record.get("eval", {}).items()
+                )
+                if held_out or event.step % 10 == 0:
+                    bars.console.print(f"step {event.step:>5}  {line}" + (f"  held out: {held_out}" if held_out else ""), highlight=False)
+
+    with bars:
+        yield listen
+
+
+def training_line(event: TrainEvent) -> str:
+    """Loss, perplexity, gradient norm, learning rate, real tokens a second, MFU where the peak is known, time spent waiting for data."""
+    r = event.record
+    parts = [f"loss {r['loss']:.4f}"]
+    for key, text in (
+        ("ppl", "ppl {:.1f}"),
+        ("grad_norm", "grad {:.2f}"),
+        ("learning_rate", "lr {:.2e}"),
+        ("tokens_per_second", "{:,.0f} tok/s"),
+        ("mfu", "MFU {:.1%}"),
+        ("data_wait", "wait {:.1%}"),
+    ):
+        if r.get(key) is not None:
+            parts.append(text.format(r[key]))
+    return "  ".join(parts)
+
+
+def ledger_table(ledger: Ledger) -> Table:
+    table = Table(title="Ledger: where every row and token went", title_justify="left")
+    for column in ("stage", "dataset", "unit"):
+        table.add_column(column)
+    table.add_column("in", justify="right")
+    table.add_column("out")
+    for entry in ledger.entries:
+        came = f"{sum(entry.into.values()):,}"
+        if len(entry.into) > 1:
+            came = " + ".join(f"{name} {count:,}" for name, count in entry.into.items())
+        went = ", ".join(f"{name} {count:,}" for name, count in entry.out.items())
+        table.add_row(entry.stage, entry.dataset, entry.unit, came, went)
+    return table
+
+
+def show_report(report: SaveReport) -> None:
+    """The ledger, what was measured, and where the files are."""
+    console.print(ledger_table(report.ledger))
+    facts = report.ledger.facts
+    for name in [key.removesuffix(".seconds") for key in facts if key.startswith("tokenize.") and key.endswith(".seconds")]:
+        seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")
+        rate_text = "" if rate is None else f", {rate:,.1f} MB/s"
+        console.print(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}", highlight=False)
+    if "pack.fill" in facts:
+        console.print(f"packed {facts['pack.rows']:,} rows, {facts['pack.fill']:.2%} of their slots filled", highlight=False)
+    for folder in report.folders:
+        state = "up to date" if folder.up_to_date else f"{folder.seconds:.2f} s"
+        if folder.resumed_shards and not folder.up_to_date:
+            state += f", {folder.resumed_shards} shards found finished"
+        mb = folder.num_bytes / 1e6
+        console.print(
+            f"saved {folder.dataset}: {folder.num_rows:,} rows in {folder.num_shards} {folder.format} shards, "
+            f"{mb:,.1f} MB ({state}): {folder.path}",
+            highlight=False,
+        )

@@ -1,0 +1,73 @@
+"""`easypipe train`: prepare what is not prepared, then train, from the last checkpoint where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from easypipe.cli.prepare import ConfigFile, Overrides
+from easypipe.cli.show import console, progress, show_report, training
+from easypipe.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from easypipe.run import RunConfig
+    from easypipe.train.trainer import TrainResult
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=0, help="Lines of text to sample from the model at the end.")] = 3,
+) -> None:
+    """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint with the same batches."""
+    run = load(config, overrides or [])
+    result = run_training(run)
+    show_result(run, result, samples)
+
+
+def load(config: Path, overrides: list[str]) -> RunConfig:
+    from easypipe.run import RunConfig  # jax, only where something is trained
+
+    return RunConfig.load(config, overrides)
+
+
+def run_training(run: RunConfig) -> TrainResult:
+    from easypipe import run as runs
+
+    with progress() as listener:
+        report = runs.prepare(run, progress=listener)
+    show_report(report)
+    with training() as heard:
+        return runs.train(run, listener=heard)
+
+
+def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
+    first, last = result.first, result.last
+    resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
+    console.print(f"trained {result.steps} steps{resumed}: loss {first['loss']:.4f} at first, {last['loss']:.4f} at last", highlight=False)
+    for name, seen in last.get("eval", {}).items():
+        console.print(f"held out {name}: loss {seen['loss']:.4f}, ppl {seen['ppl']:.1f}", highlight=False)
+    for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
+        console.print(f"{what}: {where}", highlight=False, soft_wrap=True)
+    if samples:
+        for text in sample(run, result, samples):
+            console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
+
+
+def sample(run: RunConfig, result: TrainResult, count: int) -> list[str]:
+    """Short texts by the model, each begun with the tokenizer's end-of-text token, as documents in training are."""
+    from easypipe.train.generate import generate
+    from easypipe.transforms.tokenizer import load_tokenizer
+
+    name = run.data.default_tokenizer or run.data.datasets[0].tokenizer
+    if name is None:
+        raise ConfigError(at="data.default_tokenizer", problem="names no tokenizer to write samples with", fix="Set it, or --samples 0.")
+    tokenizer = load_tokenizer(name)
+    start = tokenizer.reference_encode("def ") or [0]
+    prompts = [start] * count
+    lines = generate(
+        result.model, prompts, max_new_tokens=40, temperature=0.8, top_k=50, eos_token_id=tokenizer.eos_token_id, seed=run.train.seed
+    )
+    return [tokenizer.decode([*start, *line]) for line in lines]

@@ -1,0 +1,368 @@
+"""The Pipeline: stages in a chain, each lazy and frozen; `build()` does the work.
+
+pipeline = Pipeline.from_config(config)
+loader = pipeline.source().tokenize().mix().pack().load().build()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeVar
+
+import platformdirs
+
+from easypipe.core.config import config, from_dict, load_yaml
+from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.core.ledger import Ledger
+from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, silent
+from easypipe.core.random import draw_seed
+from easypipe.loader.loader import LoadStageConfig
+from easypipe.stages.books import ledger_of
+from easypipe.stages.load import LoadStage
+from easypipe.stages.mix import MixStage, MixStageConfig, check_weights
+from easypipe.stages.pack import PackStage, PackStageConfig
+from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
+from easypipe.stages.source import DatasetConfig, SourceStage
+from easypipe.stages.tokenize import TokenizeStage, TokenizeStageConfig
+from easypipe.transforms.tokenizer import TokenizerConfig
+
+log = logging.getLogger("easypipe")
+T = TypeVar("T")
+
+
+@config
+class OrderConfig:
+    """In which order the documents of each dataset are drawn.
+
+    shuffle: a new keyed permutation every epoch; False keeps the order of the files.
+    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote storage stay large. Needs shuffle.
+    """
+
+    shuffle: bool = True
+    block_rows: int = 1
+
+    def check(self) -> None:
+        if self.block_rows < 1:
+            raise ConfigError(at="block_rows", problem=f"{self.block_rows} is no block of rows", fix="Give at least 1.")
+        if self.block_rows > 1 and not self.shuffle:
+            raise ConfigError(at="block_rows", problem="has no effect without shuffle", fix="Leave it out, or set shuffle.")
+
+
+@config
+class PipelineConfig:
+    """Everything a pipeline knows. Stages that are called without a config of their own take theirs from here.
+
+    default_tokenizer: for datasets without one, where the tokenize stage names none either.
+    seed: of every order in the pipeline; None draws one, logs it and keeps it in `pipeline.get_context().seed`.
+    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE, else the user's cache folder.
+    """
+
+    datasets: tuple[DatasetConfig, ...]
+    default_tokenizer: TokenizerConfig | str | None = None
+    seed: int | None = None
+    cache_dir: str | Path | None = None
+    order: OrderConfig = field(default_factory=OrderConfig)
+    tokenize: TokenizeStageConfig | None = None
+    mix: MixStageConfig | None = None
+    pack: PackStageConfig | None = None
+    save: SaveStageConfig | None = None
+    load: LoadStageConfig | None = None
+
+    def validate(self) -> list[str]:
+        """What is wrong between the parts; each part has checked itself when it was made. `Pipeline.from_config` raises the first."""
+        return [str(problem) for problem in self._problems()]
+
+    def named(self) -> PipelineConfig:
+        """The same with a name for every dataset."""
+        named = [
+            dataset if dataset.name is not None else dataclasses.replace(dataset, name=f"dataset{i}")
+            for i, dataset in enumerate(self.datasets, start=1)
+        ]
+        return dataclasses.replace(self, datasets=tuple(named))
+
+    def _problems(self) -> list[ConfigError]:
+        problems: list[ConfigError] = []
+        if not self.datasets:
+            problems.append(ConfigError(at="datasets", problem="there is none", fix="Give at least one dataset."))
+        names = [dataset.name or f"dataset{i}" for i, dataset in enumerate(self.datasets, start=1)]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                problems.append(
+                    ConfigError(at=f"datasets[{i}].name", problem=f"{name!r} names an earlier dataset too", fix="Give each its own name.")
+                )
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
+        if self.mix is not None:
+            try:
+                check_weights(self.mix.weights, names)
+            except ConfigError as error:
+                problems.append(error)
+            if self.mix.stop_strategy == "restart" and self.save is not None and self.save.enabled:
+                problems.append(
+                    ConfigError(
+                        at="save",
+                        problem="the mixture never ends: its stop_strategy is 'restart'",
+                        fix="Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+                    )
+                )
+        saved = self.save is not None and self.save.enabled and self.save.output_dir is None
+        if saved and any(dataset.save_path is None for dataset in self.datasets):
+            name = next(name for name, dataset in zip(names, self.datasets, strict=True) if dataset.save_path is None)
+            problems.append(
+                ConfigError(at="save.output_dir", problem=f"no folder for dataset {name!r}", fix="Set it, or the dataset's save_path.")
+            )
+        return problems
+
+
+class _Step(NamedTuple):
+    stage: BaseStage
+    data: dict[str, ShardedSource]  # what the stage made
+
+
+class Pipeline:
+    """A chain of stages. Calling one opens files and checks configs, it moves no rows; `build()` does.
+
+    The chain is one tuple that stage calls replace; everything in it is frozen, so `copy()` is free and copies go their own ways.
+    """
+
+    __slots__ = ("__weakref__", "_context", "_plan", "_reminder")
+
+    def __init__(self, config: PipelineConfig, *, progress: ProgressListener = silent) -> None:
+        """Raises ConfigError naming the first of `config.validate()`; the others are its notes."""
+        problems = config._problems()
+        if problems:
+            for other in problems[1:]:
+                problems[0].add_note(str(other))
+            raise problems[0]
+        config = config.named()
+        if config.seed is None:
+            seed = draw_seed()
+            log.warning("seed: none was given, drew %d; set seed=%d to repeat this run", seed, seed)
+            config = dataclasses.replace(config, seed=seed)
+        assert config.seed is not None
+        self._context = PipelineContext(config=config, seed=config.seed, cache_dir=cache_folder(config.cache_dir), progress=progress)
+        self._plan: tuple[_Step, ...] = ()
+        self._reminder: weakref.finalize | None = None
+
+    @classmethod
+    def from_config(cls, config: PipelineConfig | Mapping[str, Any] | str | Path, *, progress: ProgressListener = silent) -> Self:
+        """config: a PipelineConfig, the same as a dict, or the path of a YAML file. progress: called as the work goes on."""
+        if isinstance(config, str | Path):
+            config = load_yaml(config)
+        if not isinstance(config, PipelineConfig):
+            config = from_dict(PipelineConfig, config)
+        return cls(config, progress=progress)
+
+    def copy(self) -> Self:
+        """A pipeline with the same chain; what either adds from here on is its own."""
+        twin = object.__new__(type(self))
+        twin._context, twin._plan, twin._reminder = self._context, self._plan, None
+        return twin
+
+    def source(self) -> Self:
+        """Opens the datasets of the config."""
+        if self._plan:
+            raise StageOrderError(at="", problem="source() was called already", fix="Each pipeline starts with it once.")
+        return self._add(SourceStage())
+
+    def tokenize(self, config: TokenizeStageConfig | Mapping[str, Any] | None = None) -> Self:
+        """Text to token ids, by the dataset's tokenizer, the stage's, or the pipeline's."""
+        return self._add(TokenizeStage(self._choose(config, TokenizeStageConfig, "tokenize")))
+
+    def mix(self, config: MixStageConfig | Mapping[str, Any] | None = None) -> Self:
+        """All datasets become one, named "mixed"."""
+        chosen = self._choose(config, MixStageConfig, "mix")
+        if self._plan:
+            check_weights(chosen.weights, list(self._plan[-1].data))
+        return self._add(MixStage(chosen))
+
+    def pack(self, config: PackStageConfig | Mapping[str, Any] | None = None) -> Self:
+        """Documents to rows of `seq_length` tokens."""
+        return self._add(PackStage(self._choose(config, PackStageConfig, "pack")))
+
+    def save(self, config: SaveStageConfig | Mapping[str, Any] | None = None) -> Self:
+        """Marks this place of the chain to be written when the pipeline is built."""
+        stage = SaveStage(self._choose(config, SaveStageConfig, "save"))
+        self._add(stage)
+        if stage.config.enabled and self._reminder is None:
+            self._reminder = weakref.finalize(self, _never_built, list(self._plan[-1].data))
+        return self
+
+    def load(self, config: LoadStageConfig | Mapping[str, Any] | None = None) -> Self:
+        """Ends the chain in a loader of batches."""
+        return self._add(LoadStage(self._choose(config, LoadStageConfig, "load")))
+
+    def add_stage(self, stage: BaseStage) -> Self:
+        """Adds a stage of one's own."""
+        if not isinstance(stage, BaseStage):
+            raise ConfigError(at="add_stage", problem=f"{stage!r} is no BaseStage", fix="Subclass easypipe.core.protocols.BaseStage.")
+        return self._add(stage)
+
+    def get_data(self) -> dict[str, ShardedSource]:
+        """The sources by name, as the chain stands; {} before `source()`."""
+        return dict(self._plan[-1].data) if self._plan else {}
+
+    def get_context(self) -> PipelineContext:
+        return self._context
+
+    def get_stages(self) -> list[str]:
+        return [step.stage.name for step in self._plan]
+
+    def build(self) -> Any:
+        """Does what the chain says: writes every `save()`, then returns the Loader where there is a `load()`, else the SaveReport.
+
+        Raises StageOrderError where there is neither, or where several datasets stand unmixed before `load()`.
+        """
+        saves = [(step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)]
+        self._require_source()
+        last = self._plan[-1]
+        loads = isinstance(last.stage, LoadStage)
+        if not saves and not loads:
+            raise StageOrderError(
+                at="", problem="there is nothing to build", fix="Call load() for batches or save() for files before build()."
+            )
+        if loads and len(last.data) != 1:
+            names = ", ".join(repr(name) for name in last.data)
+            raise StageOrderError(at="", problem=f"build() cannot load {len(last.data)} unmixed datasets: {names}", fix="Call mix() first.")
+        reports = [stage.write(data, self._context) for stage, data in saves]
+        if self._reminder is not None:
+            self._reminder.detach()
+            self._reminder = None
+        if isinstance(last.stage, LoadStage):
+            [(name, source)] = last.data.items()
+            return last.stage.open(name, source, self._context)
+        return _joined(reports)
+
+    def ledger(self) -> Ledger:
+        """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
+        self._require_source()
+        books = Ledger()
+        for source in self._plan[-1].data.values():
+            books.extend(ledger_of(source))
+        return books
+
+    def _add(self, stage: BaseStage) -> Self:
+        if not isinstance(stage, SourceStage):
+            self._require_source()
+        if self._plan and isinstance(self._plan[-1].stage, LoadStage):
+            raise StageOrderError(at="", problem=f"{stage.name}() cannot follow load()", fix="load() ends the chain; call it last.")
+        before = dict(self._plan[-1].data) if self._plan else {}
+        self._plan = (*self._plan, _Step(stage, stage.process(before, self._context)))
+        return self
+
+    def _require_source(self) -> None:
+        if not self._plan:
+            raise StageOrderError(at="", problem="Call source() before other pipeline stages")
+
+    def _choose(self, given: Any, kind: type[T], at: str) -> T:
+        own = getattr(self._context.config, at)
+        if given is None:
+            return own if own is not None else from_dict(kind, {}, at)
+        if isinstance(given, Mapping):
+            return from_dict(kind, given, at)
+        if not isinstance(given, kind):
+            raise ConfigError(at=at, problem=f"expected {kind.__name__}, got {type(given).__name__}")
+        return given
+
+
+def create_pipeline(
+    datasets: Sequence[DatasetConfig | Mapping[str, Any]],
+    default_tokenizer: TokenizerConfig | str | None = None,
+    *,
+    progress: ProgressListener = silent,
+    **options: Any,
+) -> Pipeline:
+    """A Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
+    values = {"datasets": list(datasets), "default_tokenizer": default_tokenizer, **options}
+    return Pipeline(from_dict(PipelineConfig, values), progress=progress)
+
+
+def tokenize_and_save(
+    data_files: Any,
+    tokenizer: TokenizerConfig | str,
+    output_path: str | Path,
+    output_format: Literal["parquet", "arrow", "jsonl"] = "parquet",
+    max_length: int | None = None,
+    *,
+    content_field: str = "text",
+    num_shards: int | None = None,
+    compression: Literal["none", "gzip", "lz4", "zstd"] | None = None,
+    overwrite: bool = False,
+    num_workers: int | None = None,
+    cache_dir: str | Path | None = None,
+    progress: ProgressListener = silent,
+) -> SaveReport:
+    """Tokenizes one dataset and writes its documents in their order: the Pipeline of source, tokenize and save."""
+    config = PipelineConfig(
+        datasets=(DatasetConfig(data_files=data_files, tokenizer=tokenizer, content_field=content_field),),
+        seed=0,  # nothing here is drawn
+        cache_dir=cache_dir,
+        tokenize=TokenizeStageConfig(max_length=max_length, num_workers=num_workers),
+        save=SaveStageConfig(
+            output_dir=output_path, format=output_format, num_shards=num_shards, compression=compression, overwrite=overwrite
+        ),
+    )
+    return Pipeline(config, progress=progress).source().tokenize().save().build()
+
+
+def chain(config: PipelineConfig, *, progress: ProgressListener = silent) -> Pipeline:
+    """The stages that `config` describes, up to and without load(): several datasets are mixed; packed and saved where it says so."""
+    pipeline = Pipeline(config, progress=progress).source().tokenize()
+    if config.mix is not None or len(config.datasets) > 1:
+        pipeline.mix()
+    if config.pack is not None:
+        pipeline.pack()
+    if config.save is not None:
+        pipeline.save()
+    return pipeline
+
+
+def prepare_data(
+    data: PipelineConfig, held_out: Mapping[str, PipelineConfig] | None = None, *, progress: ProgressListener = silent
+) -> SaveReport:
+    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs no jax."""
+    folders, books = [], Ledger()
+    for each in (data, *(complete(name, data, other) for name, other in (held_out or {}).items())):
+        pipeline = chain(each, progress=progress)
+        if any(isinstance(step.stage, SaveStage) and step.stage.config.enabled for step in pipeline._plan):
+            report = pipeline.build()
+            folders += report.folders
+            books.extend(report.ledger)
+        else:
+            books.extend(pipeline.ledger())
+    return SaveReport(folders=tuple(folders), ledger=books)
+
+
+def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
+    """The held-out config `name`, with what it leaves out of seed, cache_dir, default_tokenizer, tokenize and pack taken from `data`."""
+    fields = ("seed", "cache_dir", "default_tokenizer", "tokenize", "pack")
+    missing = {field: getattr(data, field) for field in fields if getattr(held_out, field) is None}
+    several = len(held_out.datasets) > 1
+    datasets = tuple(
+        dataset if dataset.name is not None else dataclasses.replace(dataset, name=f"eval.{name}" + (f".{i}" if several else ""))
+        for i, dataset in enumerate(held_out.datasets, start=1)
+    )
+    return dataclasses.replace(held_out, datasets=datasets, **missing)
+
+
+def cache_folder(given: str | Path | None) -> Path:
+    """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's."""
+    chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
+    return Path(chosen).expanduser().absolute()
+
+
+def _joined(reports: Sequence[SaveReport]) -> SaveReport:
+    books = Ledger()
+    for report in reports:
+        books.extend(report.ledger)
+    return SaveReport(folders=tuple(folder for report in reports for folder in report.folders), ledger=books)
+
+
+def _never_built(names: list[str]) -> None:
+    log.warning("save() was called on %s, but build() never was: nothing was written", ", ".join(names))

@@ -1,0 +1,131 @@
+"""A whole run in one config: data, model, training. What the command line does is these functions, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from easypipe.core import storage
+from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
+from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.protocols import ProgressListener, silent
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.pipeline import Pipeline, PipelineConfig, chain, complete, prepare_data
+from easypipe.stages.save import SaveReport
+from easypipe.stages.tokens import TokenInfo, token_info
+from easypipe.train.config import TrainConfig
+from easypipe.train.events import TrainListener, unheard
+from easypipe.train.mesh import make_mesh
+from easypipe.train.model import ModelConfig
+from easypipe.train.trainer import Trainer, TrainResult
+
+log = logging.getLogger("easypipe")
+
+RECORD = "run.json"  # in train.output_dir: the configuration as it was resolved
+
+
+@config
+class RunConfig:
+    """data: what to train on. model: its vocab_size may be left to the tokenizer. eval: held-out data by name; what an entry leaves out of
+    seed, cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is read once, to its last row.
+    """
+
+    data: PipelineConfig
+    train: TrainConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
+    eval: dict[str, PipelineConfig] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+        """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of what is wrong."""
+        return from_dict(cls, apply_overrides(load_yaml(path), overrides))
+
+
+def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> SaveReport:
+    """Tokenizes and plans all data of the run, held-out data too, and saves where the config says so."""
+    return prepare_data(run.data, run.eval, progress=progress)
+
+
+def train(run: RunConfig, *, progress: ProgressListener = silent, listener: TrainListener = unheard) -> TrainResult:
+    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one. Prepares what is not prepared.
+
+    Raises what preparing raises, and what `Trainer.run` raises.
+    """
+    run = _seeded(run)
+    _check_mesh(run)
+    mesh = make_mesh(run.train.mesh)
+    pipeline = chain(run.data, progress=progress)
+    loader = _loader(pipeline, run.data.load or LoadStageConfig(), mesh)
+    info = tokens_of(pipeline)
+    evals = {}
+    for name, held_out in run.eval.items():
+        other = chain(complete(name, run.data, held_out), progress=progress)
+        own = held_out.load or run.data.load or LoadStageConfig()
+        once = dataclasses.replace(own, num_epochs=1, drop_last=False, shuffle_buffer_size=None)
+        evals[name] = _loader(other, once, mesh)
+        _same_tokens(f"eval.{name}", info, tokens_of(other))
+    resolved = dataclasses.replace(run, model=_with_vocabulary(run.model, info))
+    storage.commit_json(Path(run.train.output_dir).expanduser() / RECORD, to_dict(resolved))
+    return Trainer(resolved.model, run.train, loader, evals, run_config=to_dict(resolved), listener=listener, mesh=mesh).run()
+
+
+def tokens_of(pipeline: Pipeline) -> TokenInfo:
+    """Whose tokens come out of a pipeline. Raises ConfigError where nobody knows."""
+    for source in pipeline.get_data().values():
+        info = token_info(source)
+        if info is not None:
+            return info
+    raise ConfigError(at="data", problem="nobody knows whose tokens these are", fix="Name a tokenizer, or call tokenize().")
+
+
+def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader:
+    return pipeline.load(dataclasses.replace(options, mesh=mesh)).build()
+
+
+def _check_mesh(run: RunConfig) -> None:
+    for at, data in (("data", run.data), *((f"eval.{name}", data) for name, data in run.eval.items())):
+        own = data.load.mesh if data.load is not None else None
+        if own is not None and own != run.train.mesh:
+            raise ConfigError(at=f"{at}.load.mesh", problem=f"{own}, but training runs on {run.train.mesh}", fix="Leave it out.")
+
+
+def _with_vocabulary(model: ModelConfig, info: TokenInfo) -> ModelConfig:
+    if model.vocab_size is None:
+        return dataclasses.replace(model, vocab_size=info.vocab_size)
+    if model.vocab_size < info.vocab_size:
+        raise ConfigError(
+            at="model.vocab_size",
+            problem=f"{model.vocab_size}, but the tokenizer {info.tokenizer!r} has {info.vocab_size} tokens",
+            fix="Leave it out, or give at least that many.",
+        )
+    return model
+
+
+def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
+    if train.tokenizer_fingerprint != held_out.tokenizer_fingerprint:
+        raise ConfigError(
+            at=at,
+            problem=f"its tokenizer {held_out.tokenizer!r} is not the one of the training data, {train.tokenizer!r}",
+            fix="Leave its tokenizer out, and it takes that of the data.",
+        )
+
+
+def _seeded(run: RunConfig) -> RunConfig:
+    """A run without a data seed takes the one that its folder records, so that it goes on with the batches it began with."""
+    record = Path(run.train.output_dir).expanduser() / RECORD
+    if run.data.seed is not None:
+        return run
+    if record.exists():
+        saved = storage.read_json(record)
+        try:
+            seed = int(saved["data"]["seed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed.") from error
+        log.info("data.seed: none was given, going on with %d of %s", seed, record)
+    else:
+        seed = Pipeline(run.data).get_context().seed
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed))

@@ -1,0 +1,107 @@
+"""The ledger of a pipeline, put together from what the token caches recorded and what the plan says; and what saving asks of a source."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from easypipe.core.ledger import Ledger
+from easypipe.core.protocols import Shard, ShardedSource
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK
+from easypipe.plan.tally import DatasetTally
+from easypipe.sources.cache import TokenCache
+from easypipe.stages.mix import MixedShardedSource
+from easypipe.stages.mixture import Mixture
+from easypipe.stages.pack import PackedShardedSource
+from easypipe.stages.tokens import is_documents
+
+
+def is_endless(source: ShardedSource) -> bool:
+    return isinstance(source, MixedShardedSource | PackedShardedSource) and source.mixture.endless
+
+
+def rows_of(source: ShardedSource) -> ShardedSource:
+    """What is written of a source: token documents from their cache, everything else as it is."""
+    return CachedTokens(source.materialize()) if is_documents(source) else source
+
+
+def ledger_of(source: ShardedSource) -> Ledger:
+    """Every balance of what led to one epoch of `source`. Raises LedgerError where one does not close."""
+    ledger = Ledger()
+    if is_documents(source):
+        ledger.extend(source.materialize().ledger)
+    elif isinstance(source, MixedShardedSource | PackedShardedSource):
+        for cache in source.mixture.caches:
+            ledger.extend(cache.ledger)
+        if not source.mixture.endless:
+            _plan_entries(ledger, source)
+    ledger.check()
+    return ledger
+
+
+def _plan_entries(ledger: Ledger, source: MixedShardedSource | PackedShardedSource) -> None:
+    """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots → tokens and padding."""
+    mixture, packed = source.mixture, isinstance(source, PackedShardedSource)
+    plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
+    tally = plan.tally()
+    stage = "pack" if packed else "mix"
+    for i, (name, part) in enumerate(tally.datasets.items()):
+        drawn = {"drawn": part.draws, "unreached": part.unreached}
+        ledger.add("mix", name, "documents", into={"passes x documents": part.passes * part.num_docs}, out=drawn)
+        ledger.add(
+            stage,
+            name,
+            "documents",
+            into={"drawn": part.draws},
+            out={"placed": part.docs_placed, "pending": part.docs_pending, "dropped": part.docs_dropped, "empty": part.docs_empty},
+        )
+        added = _eos_added(mixture, i, part) if packed else 0
+        into = {"drawn, with EOS": part.tokens_drawn} if added is None else {"drawn": part.tokens_drawn - added, "EOS": added}
+        ledger.add(
+            stage,
+            name,
+            "tokens",
+            into=into,
+            out={
+                "placed": part.tokens_placed,
+                "pending": part.tokens_pending,
+                "truncated": part.tokens_truncated,
+                "dropped": part.tokens_dropped,
+            },
+        )
+        target = "targets or masked" if mixture.has_loss_mask else "targets"
+        ledger.add(
+            "labels",
+            name,
+            "tokens",
+            into={"placed": part.tokens_placed},
+            out={target: part.tokens_placed - part.segments, "segment starts": part.segments},
+        )
+    if packed:
+        ledger.add(
+            "pack", "all", "slots", into={"slots": tally.slots}, out={"tokens": tally.slots - tally.padding, "padding": tally.padding}
+        )
+        ledger.facts |= {"pack.rows": tally.rows, "pack.fill": tally.fill}
+
+
+def _eos_added(mixture: Mixture, i: int, part: DatasetTally) -> int | None:
+    """EOS tokens that the plan added to what was drawn; None where only a part of a dataset was drawn that has some of its own."""
+    lacking = mixture.without_eos[i]
+    if lacking in (0, part.num_docs):
+        return part.draws if lacking else 0
+    return part.passes * lacking if part.unreached == 0 else None
+
+
+class CachedTokens:
+    """The documents of a token cache as they are saved, a shard for each of its files: `input_ids`, and `loss_mask` where there is one."""
+
+    def __init__(self, cache: TokenCache) -> None:
+        self._cache = cache
+        self._parts = [part for part in cache.manifest.parts if part.docs]
+        self._names = [name for name in (INPUT_IDS, LOSS_MASK) if name in cache.schema.names]
+        self.schema = pa.schema([cache.schema.field(name) for name in self._names])
+        self.fingerprint = cache.fingerprint
+        self.shards = tuple(Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes) for part in self._parts)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        part = self._parts[shard]
+        return self._cache.read(part.shard, part.start, part.stop).slice(start, stop - start).select(self._names)

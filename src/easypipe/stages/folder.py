@@ -1,0 +1,136 @@
+"""The state machine of an output folder: empty, under way, complete; and whose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from easypipe.core import storage
+from easypipe.core.errors import CacheError, ConfigError
+from easypipe.stages.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
+
+RUN = "_easypipe-run.json"
+RECORDS = "_shards"
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One fingerprint's claim on a folder. complete: its manifest already stands."""
+
+    folder: str
+    fingerprint: str
+    complete: bool
+    known: Mapping[str, SavedShard]  # shards of a complete run, by name
+    replaces: Sequence[str]  # shard files of an older run, removed after the commit
+    rejects: dict[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> str:
+        return prefix_of(self.fingerprint)
+
+    def finished(self, names: Sequence[str]) -> dict[str, SavedShard]:
+        """Those of `names` that stand as they were committed: checked by size where the run is complete, else by content too."""
+        done = {}
+        for name in names:
+            shard = self.known.get(name) or self._recorded(name)
+            if shard is not None and self._stands(shard):
+                done[name] = shard
+        return done
+
+    def record(self, shard: SavedShard, rejected: Mapping[str, int]) -> None:
+        self.rejects[shard.name] = dict(rejected)
+        storage.commit_json(self._record_path(shard.name), {"shard": asdict(shard), "rejected": dict(rejected)})
+
+    def commit(self, manifest: SavedManifest) -> None:
+        """The manifest last; then what was only needed on the way, and what it replaces, goes."""
+        storage.commit_json(join(self.folder, MANIFEST), manifest.to_json())
+        fs, root = storage.filesystem(self.folder)
+        for name in [*self.replaces, RUN]:
+            if fs.exists(join(root, name)):
+                fs.rm_file(join(root, name))
+        if fs.exists(join(root, RECORDS)):
+            fs.rm(join(root, RECORDS), recursive=True)
+
+    def _recorded(self, name: str) -> SavedShard | None:
+        path = self._record_path(name)
+        if not storage.exists(path):
+            return None
+        text = storage.read_json(path)
+        self.rejects[name] = text["rejected"]
+        return SavedShard(**text["shard"])
+
+    def _stands(self, shard: SavedShard) -> bool:
+        path = join(self.folder, shard.name)
+        if not storage.exists(path):
+            return False
+        if self.complete or storage.is_remote(path):
+            fs, name = storage.filesystem(path)
+            return int(fs.size(name) or 0) == shard.num_bytes
+        stamp = storage.checksum(path.removeprefix("file://"))
+        return (stamp.num_bytes, stamp.checksum) == (shard.num_bytes, shard.checksum)
+
+    def _record_path(self, name: str) -> str:
+        return join(join(self.folder, RECORDS), f"{name}.json")
+
+
+def prefix_of(fingerprint: str) -> str:
+    return f"part-{fingerprint[:8]}-"
+
+
+def open_run(folder: str, fingerprint: str, *, overwrite: bool) -> Run:
+    """Claims the folder for `fingerprint`, or finds its earlier claim.
+
+    Raises ConfigError where something else is there and `overwrite` is False. Files that no run wrote are never removed.
+    """
+    names = _names(folder)
+    manifest = _manifest(folder, names, overwrite)
+    if manifest is not None and manifest.fingerprint == fingerprint:
+        return Run(folder=folder, fingerprint=fingerprint, complete=True, known={s.name: s for s in manifest.shards}, replaces=())
+    claim = _claim(folder, names)
+    if claim is None or claim["fingerprint"] != fingerprint:
+        if names and not overwrite:
+            raise _occupied(folder, names, manifest, claim)
+        replaces = [shard.name for shard in manifest.shards] if manifest is not None else []
+        if claim is not None:
+            replaces += [name for name in names if name.startswith(prefix_of(claim["fingerprint"]))]
+        own = prefix_of(fingerprint)
+        claim = {"fingerprint": fingerprint, "replaces": sorted({name for name in replaces if not name.startswith(own)})}
+        storage.commit_json(join(folder, RUN), claim)
+    if not storage.is_remote(folder):
+        storage.sweep(folder.removeprefix("file://"))
+    return Run(folder=folder, fingerprint=fingerprint, complete=False, known={}, replaces=claim["replaces"])
+
+
+def _names(folder: str) -> list[str]:
+    fs, root = storage.filesystem(folder)
+    if not fs.exists(root):
+        return []
+    found = [str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
+    return sorted(name for name in found if name and not name.startswith(storage.TEMPORARY))
+
+
+def _manifest(folder: str, names: Sequence[str], overwrite: bool) -> SavedManifest | None:
+    if MANIFEST not in names:
+        return None
+    try:
+        return read_manifest(folder)
+    except CacheError:
+        if overwrite:
+            return None  # what cannot be read is replaced, as asked
+        raise
+
+
+def _claim(folder: str, names: Sequence[str]) -> dict[str, Any] | None:
+    return storage.read_json(join(folder, RUN)) if RUN in names else None
+
+
+def _occupied(folder: str, names: Sequence[str], manifest: SavedManifest | None, claim: Mapping[str, Any] | None) -> ConfigError:
+    if manifest is not None:
+        what = f"holds another saved run: {manifest.num_rows:,} rows in {len(manifest.shards)} {manifest.format} shards"
+    elif claim is not None:
+        what = f"holds an unfinished run of something else (fingerprint {claim['fingerprint'][:8]})"
+    else:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        what = f"is not empty: {shown}"
+    return ConfigError(at=f"save.output_dir={folder}", problem=what, fix="Choose another folder, or set overwrite=True to replace it.")

@@ -1,0 +1,76 @@
+"""The load stage: packed rows, or documents, become a Loader."""
+
+from __future__ import annotations
+
+from easypipe.core.errors import StageOrderError
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.loader.collate import CollateConfig
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.rows import PlannedRows, Rows
+from easypipe.loader.stored import StoredRows
+from easypipe.stages.mix import MixedShardedSource
+from easypipe.stages.mixture import Mixture
+from easypipe.stages.pack import PackedShardedSource, single
+from easypipe.stages.tokens import token_info, tokenizer_of
+
+__all__ = ["LoadStage", "LoadStageConfig"]
+
+
+class LoadStage(BaseStage):
+    """Passes its data on unchanged; `open` is what `Pipeline.build()` calls."""
+
+    config: LoadStageConfig
+
+    @property
+    def name(self) -> str:
+        return "load"
+
+    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+        for name, source in data.items():
+            if INPUT_IDS not in source.schema.names:
+                raise StageOrderError(at="", problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}")
+        return data
+
+    def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
+        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs."""
+        rows = self._rows(name, source, context)
+        if isinstance(rows, PlannedRows) and rows.num_rows is not None:  # the whole plan is scanned once; later processes find checkpoints
+            _mixture(name, source, context).remember(rows.plan)
+        return Loader(rows, self.config, seed=context.seed, collate=self._collate(source), name=f"loader of {name!r}")
+
+    def _rows(self, name: str, source: ShardedSource, context: PipelineContext) -> Rows:
+        if isinstance(source, PackedShardedSource):
+            return source.rows(self.config.num_epochs)
+        info = token_info(source)
+        if SEGMENT_IDS in source.schema.names:  # packed and saved: in the order in which the rows stand, which packing has shuffled
+            return StoredRows(
+                source,
+                seq_length=None if info is None else info.seq_length,
+                pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
+                num_epochs=self.config.num_epochs,
+                tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
+            )
+        mixture = _mixture(name, source, context)
+        return mixture.documents(self.config.num_epochs)
+
+    def _collate(self, source: ShardedSource) -> CollateConfig:
+        inner = source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
+        first = source if inner is None else next(iter(inner.parts.values()))
+        tokenizer = tokenizer_of(first)
+        if tokenizer is None:
+            return CollateConfig()
+        options = tokenizer.config
+        if isinstance(source, PackedShardedSource):  # rows are full already
+            return CollateConfig(attention_mask=options.return_attention_mask)
+        return CollateConfig(
+            padding=options.padding,
+            max_length=options.max_length if options.padding == "max_length" else None,
+            attention_mask=options.return_attention_mask,
+        )
+
+
+def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
+    if isinstance(source, MixedShardedSource | PackedShardedSource):
+        return source.mixture
+    return single(name, source, context, stage="load")

@@ -1,0 +1,165 @@
+"""What mix, pack and load share: datasets of documents, their weights, and the plans over them.
+
+Nothing is tokenized before a plan is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core import storage
+from easypipe.core.protocols import PipelineContext
+from easypipe.core.schema import LOSS_MASK
+from easypipe.loader.gather import Tables, tables, write_rows
+from easypipe.loader.rows import PlannedRows
+from easypipe.plan.mix import Stop
+from easypipe.plan.order import OrderSpec
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
+from easypipe.sources.cache import TokenCache
+from easypipe.stages.tokens import Documents, token_info
+
+COUNTED_DOCS = 1 << 20  # documents whose EOS flags are looked at together
+
+
+class Flat(NamedTuple):
+    """n documents in a row: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask UInt8[total] or None."""
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8] | None
+
+
+class _Choice(NamedTuple):
+    pack: PackSpec | None
+    num_epochs: int | None
+    eos: int | None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets and how often each is drawn; a dataset on its own is a mixture of one."""
+
+    parts: Mapping[str, Documents]
+    weights: tuple[int, ...]
+    stop: Stop
+    seed: int
+    context: PipelineContext
+
+    @property
+    def endless(self) -> bool:
+        return self.stop == "restart" and len(self.parts) > 1
+
+    @property
+    def vocab_size(self) -> int:
+        infos = [token_info(source) for source in self.parts.values()]
+        return max(1 << 32 if info is None else info.vocab_size for info in infos)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        return any(LOSS_MASK in source.schema.names for source in self.parts.values())
+
+    @cached_property
+    def caches(self) -> tuple[TokenCache, ...]:
+        """One token cache a dataset; tokenizes what is not tokenized yet."""
+        return tuple(source.materialize() for source in self.parts.values())
+
+    @cached_property
+    def without_eos(self) -> tuple[int, ...]:
+        """Documents of each dataset that do not end with their tokenizer's EOS."""
+        return tuple(_count_without_eos(cache) for cache in self.caches)
+
+    def plan(self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None) -> Plan:
+        """The plan, one object for each choice. eos: ends documents which lack it; None adds none. Endless mixtures have no epochs."""
+        choice = _Choice(pack, None if self.endless else num_epochs, eos)
+        if choice not in self._plans:
+            self._plans[choice] = self._make(choice)
+        return self._plans[choice]
+
+    def documents(self, num_epochs: int | None = 1) -> PlannedRows:
+        """Every document a row of its own, as it is stored."""
+        info = token_info(next(iter(self.parts.values())))
+        pad = 0 if info is None else next((i for i in (info.pad_token_id, info.eos_token_id) if i is not None), 0)
+        return PlannedRows(self.plan(None, num_epochs=num_epochs), self.caches, eos_token_id=None, pad_token_id=pad, seq_length=None)
+
+    def gather(self, dataset: NDArray[np.int32], doc: NDArray[np.int64]) -> Flat:
+        """The tokens of documents `doc` (Int64[n]) of the datasets numbered `dataset` (Int32[n])."""
+        lengths = np.empty(doc.size, np.int32)
+        for i, cache in enumerate(self.caches):
+            here = dataset == i
+            lengths[here] = cache.lengths(doc[here])
+        offsets = np.zeros(doc.size + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        total = int(offsets[-1])
+        columns = [np.empty((1, total), np.int32) for _ in range(3)]
+        mask = np.empty((1, total) if self.has_loss_mask else (0, 0), np.uint8)
+        full = lengths > 0
+        pieces = (
+            np.zeros(int(full.sum()), np.int64),  # all in one long row
+            offsets[:-1][full].astype(np.int32),
+            np.ones(int(full.sum()), np.int32),
+            dataset[full],
+            doc[full],
+            np.zeros(int(full.sum()), np.int32),
+            lengths[full],
+        )
+        bad = write_rows(pieces, self._tables, -1, 0, False, columns[0], np.empty((0, 0), np.int32), columns[1], columns[2], mask)
+        assert bad < 0, f"document {doc[full][bad]} is not in the cache that its length came from"
+        return Flat(offsets, columns[0][0], mask[0] if self.has_loss_mask else None)
+
+    def remember(self, plan: Plan) -> None:
+        """Commits the checkpoints of a plan beside the caches, so that the next process starts from them."""
+        path, states = self._checkpoint_path(plan), [state.to_json() for state in plan.checkpoints()]
+        if not path.exists() or len(storage.read_json(path)["states"]) < len(states):
+            storage.commit_json(path, {"plan": plan.fingerprint, "states": states})
+
+    @cached_property
+    def _plans(self) -> dict[_Choice, Plan]:
+        return {}
+
+    @cached_property
+    def _tables(self) -> Tables:
+        return tables([cache.buffers() for cache in self.caches])
+
+    def _make(self, choice: _Choice) -> Plan:
+        datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
+        order = self.context.config.order
+        spec = PlanSpec(
+            seed=self.seed,
+            weights=self.weights,
+            stop=self.stop,
+            num_epochs=choice.num_epochs,
+            order=OrderSpec(shuffle=order.shuffle, block_rows=order.block_rows),
+            pack=choice.pack,
+            window_docs=window_docs(datasets, self.weights, None if choice.pack is None else choice.pack.seq_length),
+        )
+        plan = Plan(datasets, spec)
+        path = self._checkpoint_path(plan)
+        if not path.exists():
+            return plan
+        return Plan(datasets, spec, checkpoints=[WindowState.from_json(state) for state in storage.read_json(path)["states"]])
+
+    def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
+        cache = self.caches[i]
+        if eos is None:
+            return PlanDataset(name, cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths)
+        return PlanDataset(name, cache.num_docs, cache.total_tokens + self.without_eos[i], f"{cache.fingerprint}+eos", _with_eos(cache))
+
+    def _checkpoint_path(self, plan: Plan) -> Path:
+        return self.context.cache_dir / "plans" / f"{plan.fingerprint}.json"
+
+
+def _with_eos(cache: TokenCache) -> Callable[[NDArray[np.int64]], NDArray[np.int32]]:
+    return lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)
+
+
+def _count_without_eos(cache: TokenCache) -> int:
+    spans = range(0, cache.num_docs, COUNTED_DOCS)
+    return sum(int((~cache.has_eos(np.arange(a, min(a + COUNTED_DOCS, cache.num_docs), dtype=np.int64))).sum()) for a in spans)

@@ -1,0 +1,203 @@
+"""The pack stage: documents become rows of a fixed number of tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.config import config, digest
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedSource
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, token_dtype
+from easypipe.loader.rows import PlannedRows
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.windows import Plan
+from easypipe.stages.mix import MixedShardedSource
+from easypipe.stages.mixture import Mixture
+from easypipe.stages.saved import TokenInfo
+from easypipe.stages.tokens import require_documents, token_info
+
+DEFAULT_PACKERS = 16
+
+
+@config
+class PackStageConfig:
+    """How documents are laid into rows of `seq_length` tokens. docs/packing.md describes the strategies.
+
+    enabled: False skips the stage.
+    num_packers: open rows that `pool` keeps (16 where it is None); other strategies refuse it.
+    oversize: what becomes of a document longer than a row.
+    eos_token_id: ends every document that does not end with it already. None: the tokenizer's own; a different one is an error.
+    pad_token_id: fills the rest of a row; such slots have segment 0. None: the tokenizer's own, or its EOS where it has no padding.
+    shuffle_packed: permute the rows within a window of documents; without it, `first_fit` gives rows of long documents first.
+    """
+
+    enabled: bool = True
+    seq_length: int = 2048
+    strategy: Literal["greedy", "pool", "first_fit"] = "greedy"
+    num_packers: int | None = None
+    oversize: Literal["split", "truncate", "drop", "error"] = "split"
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    shuffle_packed: bool = True
+
+    def check(self) -> None:
+        if not 1 <= self.seq_length <= 1 << 24:
+            raise ConfigError(at="seq_length", problem=f"{self.seq_length} is no row length", fix=f"Give 1 to {1 << 24} tokens.")
+        if self.num_packers is not None and self.strategy != "pool":
+            raise ConfigError(
+                at="num_packers", problem=f"has no effect on strategy {self.strategy!r}", fix="Leave it out, or set strategy to 'pool'."
+            )
+        if self.num_packers is not None and self.num_packers < 1:
+            raise ConfigError(at="num_packers", problem=f"{self.num_packers} open rows hold nothing", fix="Give at least 1.")
+
+    def spec(self) -> PackSpec:
+        return PackSpec(
+            seq_length=self.seq_length,
+            strategy=self.strategy,
+            num_packers=DEFAULT_PACKERS if self.num_packers is None else self.num_packers,
+            oversize=self.oversize,
+            shuffle_rows=self.shuffle_packed,
+        )
+
+
+class PackStage(BaseStage):
+    config: PackStageConfig
+
+    @property
+    def name(self) -> str:
+        return "pack"
+
+    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+        if not self.config.enabled:
+            return data
+        return {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
+
+
+def single(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Mixture:
+    """A dataset on its own, as a mixture of one: every document once an epoch."""
+    documents = require_documents(name, source, context, stage=stage)
+    return Mixture(parts={name: documents}, weights=(1,), stop="all_exhausted", seed=context.seed, context=context)
+
+
+def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixture:
+    return source.mixture if isinstance(source, MixedShardedSource) else single(name, source, context, stage="pack")
+
+
+class PackedShardedSource:
+    """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where a dataset has one).
+
+    Opening it reads nothing; its shards are known once the datasets are tokenized. Rows of an endless mixture have no count.
+    """
+
+    def __init__(self, mixture: Mixture, config: PackStageConfig) -> None:
+        self.mixture = mixture
+        self.config = config
+        self.eos_token_id = _eos(mixture, config)
+        self.pad_token_id = _pad(mixture, config, self.eos_token_id)
+
+    @property
+    def tokens(self) -> TokenInfo | None:
+        info = token_info(next(iter(self.mixture.parts.values())))
+        if info is None:
+            return None
+        return TokenInfo(
+            tokenizer=info.tokenizer,
+            tokenizer_fingerprint=info.tokenizer_fingerprint,
+            vocab_size=self.mixture.vocab_size,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            seq_length=self.config.seq_length,
+        )
+
+    @property
+    def schema(self) -> pa.Schema:
+        ids, places = (
+            pa.from_numpy_dtype(token_dtype(self.mixture.vocab_size)),
+            pa.from_numpy_dtype(token_dtype(self.config.seq_length + 1)),
+        )
+        fields = [pa.field(INPUT_IDS, pa.large_list(ids), nullable=False)]
+        if self.mixture.has_loss_mask:
+            fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
+        return pa.schema(fields + [pa.field(name, pa.large_list(places), nullable=False) for name in (SEGMENT_IDS, POSITION_IDS)])
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a row's values, the same for all."""
+        return sum(field.type.value_type.bit_width // 8 * self.config.seq_length + 8 for field in self.schema)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        plan = self.plan()
+        rows = plan.num_rows
+        self.mixture.remember(plan)
+        return (Shard(name="packed", num_rows=rows, num_bytes=0 if rows is None else rows * self.bytes_per_row),)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id)
+
+    def plan(self, num_epochs: int | None = 1) -> Plan:
+        return self.mixture.plan(self.config.spec(), num_epochs=num_epochs, eos=self.eos_token_id)
+
+    def rows(self, num_epochs: int | None = 1) -> PlannedRows:
+        """The rows of `num_epochs` epochs (None: of all there ever are) as a loader gathers them."""
+        return PlannedRows(
+            self.plan(num_epochs),
+            self.mixture.caches,
+            eos_token_id=self.eos_token_id,
+            pad_token_id=self.pad_token_id,
+            seq_length=self.config.seq_length,
+        )
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        assert shard == 0, f"packed rows are one shard, not {shard + 1}"
+        rows = self.rows().gather(np.arange(start, stop, dtype=np.int64))
+        offsets = pa.array(np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length)
+        arrays = []
+        for field in self.schema:
+            values = np.ascontiguousarray(rows[field.name].reshape(-1)).astype(field.type.value_type.to_pandas_dtype())
+            arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(values)))
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+def _eos(mixture: Mixture, config: PackStageConfig) -> int:
+    """The id that ends documents. Raises ConfigError where tokenizer and config disagree, or neither has one."""
+    given = config.eos_token_id
+    for name, source in mixture.parts.items():
+        info = token_info(source)
+        own = None if info is None else info.eos_token_id
+        if info is not None and given is not None and own is not None and given != own:
+            raise ConfigError(
+                at="pack.eos_token_id",
+                problem=f"{given}, but the tokenizer {info.tokenizer!r} of dataset {name!r} ends documents with {own}",
+                fix=f"Leave it out, or give {own}.",
+            )
+        if given is None and own is None:
+            whose = f"the tokenizer {info.tokenizer!r}" if info is not None else "what is known of the tokens"
+            raise ConfigError(
+                at="pack.eos_token_id", problem=f"{whose} of dataset {name!r} has no end-of-sequence token", fix="Give the id of one."
+            )
+    ids = {given if given is not None else info.eos_token_id for info in map(token_info, mixture.parts.values()) if info is not None}
+    ids = ids or {given}
+    if len(ids) > 1:
+        raise ConfigError(at="pack.eos_token_id", problem="the tokenizers end documents with different ids", have=sorted(map(str, ids)))
+    eos = ids.pop()
+    assert eos is not None
+    _in_vocabulary("pack.eos_token_id", eos, mixture)
+    return eos
+
+
+def _pad(mixture: Mixture, config: PackStageConfig, eos: int) -> int:
+    if config.pad_token_id is not None:
+        _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
+        return config.pad_token_id
+    info = token_info(next(iter(mixture.parts.values())))
+    return info.pad_token_id if info is not None and info.pad_token_id is not None else eos
+
+
+def _in_vocabulary(at: str, token: int, mixture: Mixture) -> None:
+    if not 0 <= token < mixture.vocab_size:
+        raise ConfigError(at=at, problem=f"{token} lies outside the vocabulary of {mixture.vocab_size}", fix="Give an id of the tokenizer.")

@@ -1,0 +1,169 @@
+"""Folders that `save()` wrote: their manifest, and the source that reads them again.
+
+part-<run>-00000-of-00004.parquet …     the shards, each committed on its own
+_easypipe-run.json, _shards/…           while a run is under way: what it is, and which shards stand
+_easypipe.json                          the manifest, committed last; without it the folder is unfinished
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core import storage
+from easypipe.core.errors import CacheError, MissingFileError
+from easypipe.core.protocols import Scan, Shard, ShardedSource
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.sources.open import open_files
+
+MANIFEST = "_easypipe.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenInfo:
+    """What is known of the tokens in a folder. seq_length: slots of a packed row, None where rows are documents."""
+
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocab_size: int
+    eos_token_id: int | None
+    pad_token_id: int | None
+    seq_length: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedShard:
+    name: str
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedManifest:
+    fingerprint: str
+    format: str
+    compression: str
+    schema: pa.Schema
+    tokens: TokenInfo | None
+    shards: tuple[SavedShard, ...]
+    ledger: Mapping[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            "format": self.format,
+            "compression": self.compression,
+            "schema": schema_to_text(self.schema),
+            "columns": {field.name: str(field.type) for field in self.schema},
+            "num_rows": self.num_rows,
+            "num_tokens": sum(shard.num_tokens for shard in self.shards),
+            "tokens": None if self.tokens is None else asdict(self.tokens),
+            "shards": [asdict(shard) for shard in self.shards],
+            "ledger": self.ledger,
+        }
+
+
+def schema_to_text(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def join(folder: str | Path, name: str) -> str:
+    return f"{str(folder).rstrip('/')}/{name}"
+
+
+def is_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
+    return not any(c in str(path) for c in "*?[") and storage.exists(join(path, MANIFEST), storage_options)
+
+
+def read_manifest(folder: str | Path, storage_options: dict[str, Any] | None = None) -> SavedManifest:
+    """Raises CacheError where the manifest is of another version, or is none."""
+    path = join(folder, MANIFEST)
+    text = storage.read_json(path, storage_options)
+    version = text.get("format_version") if isinstance(text, dict) else None
+    if version != FORMAT_VERSION:
+        raise CacheError(at=path, problem=f"format version {version!r}, this easypipe reads {FORMAT_VERSION}", fix="Save the data again.")
+    try:
+        return SavedManifest(
+            fingerprint=text["fingerprint"],
+            format=text["format"],
+            compression=text["compression"],
+            schema=pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text["schema"]))),
+            tokens=None if text["tokens"] is None else TokenInfo(**text["tokens"]),
+            shards=tuple(SavedShard(**shard) for shard in text["shards"]),
+            ledger=text["ledger"],
+        )
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        raise CacheError(at=path, problem=f"damaged: {error!r}", fix="Save the data again.") from error
+
+
+class SavedSource:
+    """The rows of a saved folder, in the columns and types they were saved with.
+
+    Raises CacheError on opening where a shard is missing or has another size than the manifest says.
+    """
+
+    def __init__(self, folder: str | Path, storage_options: dict[str, Any] | None = None) -> None:
+        self.folder = str(folder)
+        self.manifest = read_manifest(folder, storage_options)
+        self.tokens = self.manifest.tokens
+        self.schema = self.manifest.schema
+        self.fingerprint = self.manifest.fingerprint
+        for shard in self.manifest.shards:
+            _check_size(join(folder, shard.name), shard.num_bytes, storage_options)
+        paths = [join(folder, shard.name) for shard in self.manifest.shards]
+        kind = "json" if self.manifest.format == "jsonl" else self.manifest.format
+        self._files: ShardedSource = open_files(paths, type=kind, storage_options=storage_options)
+
+    @property
+    def packed(self) -> bool:
+        return SEGMENT_IDS in self.schema.names
+
+    @property
+    def has_tokens(self) -> bool:
+        return INPUT_IDS in self.schema.names
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        files = self._files.shards
+        return tuple(
+            Shard(name=shard.name, num_rows=saved.num_rows, cuts=shard.cuts, num_bytes=saved.num_bytes)
+            for shard, saved in zip(files, self.manifest.shards, strict=True)
+        )
+
+    def shard_identity(self, shard: int) -> str:
+        return self.manifest.shards[shard].checksum
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        batch = self._files.read(shard, start, stop)
+        columns = [batch.column(field.name).cast(field.type) for field in self.schema]  # JSON knows only int64 and string
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        return Scan(self.read(shard, start, stop), ())
+
+
+def open_saved(folder: str | Path, storage_options: dict[str, Any] | None = None) -> SavedSource:
+    return SavedSource(folder, storage_options)
+
+
+def _check_size(path: str, num_bytes: int, storage_options: dict[str, Any] | None) -> None:
+    fs, name = storage.filesystem(path, storage_options)
+    try:
+        size = fs.size(name)
+    except FileNotFoundError:
+        raise MissingFileError(at=path, problem="named by the manifest, but not there", fix="Save the data again.") from None
+    if size != num_bytes:
+        raise CacheError(at=path, problem=f"{size} bytes, the manifest says {num_bytes}", fix="Save the data again, with overwrite=True.")

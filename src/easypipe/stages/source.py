@@ -1,0 +1,111 @@
+"""The source stage: a dataset's files, or the rows themselves, become a ShardedSource."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.sources.limit import LimitedSource
+from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.open import open_files
+from easypipe.stages.saved import is_saved, open_saved
+from easypipe.transforms.tokenizer import TokenizerConfig
+
+
+@config
+class DatasetConfig:
+    """One dataset: where its rows are, and how they are read.
+
+    data_files: a path, glob, folder, URL or a list of those; a folder that `save()` wrote; or rows in memory (an Arrow table, a list of
+        dicts, a dict of columns).
+    name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by position.
+    type: the format, where the file names do not tell it.
+    num_rows: only the first so many rows, counted over the files in order.
+    tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
+    content_field: the column that is tokenized.
+    on_error: what a bad row does: `error` stops, `skip` counts it by reason, `quarantine` also writes it to a file with its place.
+    max_bad_rows: with skip and quarantine, stop at the first bad row after so many; None knows no limit.
+    save_path, save_format: where and how `save()` writes this dataset, in place of the save stage's own.
+    storage_options: passed to fsspec, for remote files.
+    """
+
+    data_files: Any
+    name: str | None = None
+    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt"] | None = None
+    num_rows: int | None = None
+    tokenizer: TokenizerConfig | str | None = None
+    content_field: str = "text"
+    on_error: Literal["error", "skip", "quarantine"] = "error"
+    max_bad_rows: int | None = None
+    save_path: str | Path | None = None
+    save_format: Literal["parquet", "arrow", "jsonl"] | None = None
+    storage_options: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        files = self.data_files
+        if not self.in_memory:
+            paths = files if isinstance(files, list | tuple) else [files]
+            for i, path in enumerate(paths):
+                at = "data_files" if paths is not files else f"data_files[{i}]"
+                if not isinstance(path, str | Path) or not str(path):
+                    raise ConfigError(at=at, problem=f"{path!r} is neither a path nor rows", fix="Give a path, a glob, a list, or a table.")
+            if not paths:
+                raise ConfigError(at="data_files", problem="an empty list", fix="Give at least one path or row.")
+        elif self.type is not None:
+            raise ConfigError(at="type", problem=f"{self.type!r} says nothing about rows in memory", fix="Leave it out.")
+        if self.name is not None and (not self.name or "/" in self.name):
+            raise ConfigError(at="name", problem=f"{self.name!r} cannot name a dataset", fix="Use a word without a slash.")
+        if self.num_rows is not None and self.num_rows < 1:
+            raise ConfigError(at="num_rows", problem=f"{self.num_rows} rows are none", fix="Give at least 1, or leave it out for all.")
+        if self.max_bad_rows is not None and self.on_error == "error":
+            raise ConfigError(
+                at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip' or 'quarantine'."
+            )
+        if self.max_bad_rows is not None and self.max_bad_rows < 0:
+            raise ConfigError(at="max_bad_rows", problem=f"{self.max_bad_rows} is no number of rows", fix="Give 0 or more.")
+
+    @property
+    def in_memory(self) -> bool:
+        files = self.data_files
+        if isinstance(files, pa.Table | Mapping):
+            return True
+        return isinstance(files, list | tuple) and bool(files) and all(isinstance(row, Mapping) for row in files)
+
+
+class SourceStage(BaseStage):
+    """Opens every dataset of the pipeline's config. Files are listed and their indexes read; no rows are."""
+
+    @property
+    def name(self) -> str:
+        return "source"
+
+    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+        opened = dict(data)
+        for dataset in context.config.datasets:
+            opened[dataset.name] = open_dataset(dataset, context)
+        return opened
+
+
+def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSource:
+    """Raises MissingFileError where no file is, SourceError where a file is not what its name says."""
+    files = dataset.data_files
+    if dataset.in_memory:
+        rows = list(files) if isinstance(files, tuple) else files
+        source: ShardedSource = InMemoryShardedSource(rows, name=str(dataset.name))
+    elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
+        source = open_saved(files, dataset.storage_options)
+    else:
+        source = open_files(
+            files,
+            type="json" if dataset.type == "jsonl" else dataset.type,
+            on_error=dataset.on_error,
+            storage_options=dataset.storage_options,
+            index_dir=context.cache_dir / "indexes",
+        )
+    return source if dataset.num_rows is None else LimitedSource(source, dataset.num_rows)

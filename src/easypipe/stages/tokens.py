@@ -1,0 +1,93 @@
+"""What the later stages ask of a source of tokens: whose they are, and that they are documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeGuard
+
+from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.sources.cache import TokenCache
+from easypipe.stages.adopt import AdoptedTokens
+from easypipe.stages.saved import TokenInfo
+from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
+
+
+class Documents(ShardedSource, Protocol):
+    """Token documents that can be had as a token cache: tokenized on the first call, opened on every later one."""
+
+    def materialize(self) -> TokenCache: ...
+
+
+def is_documents(source: ShardedSource) -> TypeGuard[Documents]:
+    return callable(getattr(type(source), "materialize", None))
+
+
+def require_documents(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Documents:
+    """Raises StageOrderError for text, ConfigError for rows that are packed already."""
+    if SEGMENT_IDS in source.schema.names:
+        raise ConfigError(
+            at=stage,
+            problem=f"the rows of dataset {name!r} are packed already",
+            fix=f"Leave out {stage}() and load them as they are, or start from documents.",
+        )
+    if is_documents(source):
+        return source
+    if INPUT_IDS not in source.schema.names:
+        raise StageOrderError(at="", problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}")
+    return AdoptedTokens(name, source, token_info(source) or _named_tokenizer(name, context), context)
+
+
+def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
+    """The tokenizer that the config names for tokens which do not say whose they are. Raises ConfigError where it names none."""
+    own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
+    chosen = own or context.config.default_tokenizer
+    if chosen is None:
+        raise ConfigError(
+            at=f"datasets.{name}.tokenizer", problem="nobody knows whose tokens these are", fix="Name the tokenizer that made them."
+        )
+    return info_of(load_tokenizer(chosen))
+
+
+def token_info(source: ShardedSource) -> TokenInfo | None:
+    """Whose tokens these are; None where nobody knows."""
+    known = getattr(source, "tokens", None)
+    if isinstance(known, TokenInfo):
+        return known
+    tokenizer = tokenizer_of(source)
+    return None if tokenizer is None else info_of(tokenizer)
+
+
+def tokenizer_of(source: ShardedSource) -> Tokenizer | None:
+    """The tokenizer that a source runs; None for tokens that were made before."""
+    tokenizer = getattr(source, "tokenizer", None)
+    return tokenizer if isinstance(tokenizer, Tokenizer) else None
+
+
+def info_of(tokenizer: Tokenizer) -> TokenInfo:
+    return TokenInfo(
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seq_length=None,
+    )
+
+
+def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
+    """Raises ConfigError naming the first two datasets whose tokens mean different things."""
+    first: tuple[str, TokenInfo] | None = None
+    for name, source in parts.items():
+        info = token_info(source)
+        if info is None:
+            continue
+        if first is None:
+            first = (name, info)
+        elif first[1].tokenizer_fingerprint != info.tokenizer_fingerprint and not allow:
+            raise ConfigError(
+                at="mix",
+                problem=f"datasets {first[0]!r} and {name!r} have different tokenizers, {first[1].tokenizer!r} and {info.tokenizer!r}",
+                fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
+            )
