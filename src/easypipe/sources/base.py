@@ -80,7 +80,7 @@ class FileSource:
 
     columns: names to read, in this order; None reads all. A column that no file has is a SourceError that lists those there are.
     on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return the good rows and list the bad ones in
-      `scan(...).rejects` (the caller counts or writes them). The schema then has `__row_number__`, as it always has for formats with blank lines.
+      `scan(...).rejects` (the caller counts or writes them). The schema then has `__row_number__`, as it always has for text formats.
     index_dir: where indexes of line files are kept between runs; None keeps them in memory only.
 
     Files are opened when `schema`, `shards` or rows are first asked for. Law: for one set of files every batch has exactly `schema`.
@@ -131,7 +131,7 @@ class FileSource:
         return self.scan(shard, start, stop).batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Rows `start` to `stop` of a shard, and those refused. With on_error="error" a bad row raises SourceError naming file, row and line."""
+        """Rows `start` to `stop` of a shard, and those refused; with on_error="error" a bad row raises SourceError instead."""
         opened = self._open()
         file, survey = self.files[shard], opened.surveys[shard]
         if not 0 <= start <= stop <= survey.num_rows:

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
@@ -125,7 +124,7 @@ def open_binary(file: FileRef) -> Any:
     """A seekable binary file object of one's own. Raises SourceError where the file is gone or changed."""
     if not file.remote:
         with LocalFile(file):
-            return open(file.path, "rb")  # noqa: SIM115 - the caller closes it
+            return open(file.path, "rb")
     fs, name = filesystem(file.path, dict(file.storage_options or {}))
     return reading(file, lambda: fs.open(name, "rb"))
 

@@ -92,7 +92,7 @@ class JsonFormat:
         tables, numbers, rejects = [], [], []
         for a, b in found.index.pieces(start, stop):
             piece = records.read_records(file, store, found.layout, found.index, a, b)
-            table, kept, refused = parse(piece, fields)
+            table, kept, refused = parse(piece, fields, lines_already=not found.layout.closes)
             tables.append(table)
             numbers.append(kept)
             rejects += refused
@@ -113,20 +113,25 @@ class JsonFormat:
         return piece.record(0).decode("utf-8", "replace").strip()
 
 
-def parse(piece: Records, fields: pa.Schema) -> tuple[pa.Table, np.ndarray, list[Reject]]:
-    """The good rows of a piece, their numbers (Int64), and the rejects in order."""
+def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa.Table, np.ndarray, list[Reject]]:
+    """The good rows of a piece, their numbers (Int64), and the rejects in order.
+
+    lines_already: between the records stands nothing but line breaks.
+    """
     from easypipe.sources.scanners import BLANK, GOOD, flag_objects, gather
 
     count = len(piece.starts)
     flags = np.empty(count, np.uint8)
-    good = np.arange(count)
-    if flag_objects(piece.data, piece.starts, piece.ends, flags) < count:
-        good = np.flatnonzero(flags == GOOD)
-    out = np.empty(int((piece.ends - piece.starts).sum()) + count, np.uint8)
-    size = gather(piece.data, piece.starts, piece.ends, flags, out)
-    ends = np.cumsum((piece.ends - piece.starts + 1)[good])
-    lines = _Lines(memoryview(out)[:size], np.concatenate([[0], ends]), _parse_schema(fields))
-    tables, bad = lines.parse(0, len(good))
+    all_good = flag_objects(piece.data, piece.starts, piece.ends, flags) == count
+    good = np.flatnonzero(flags == GOOD)
+    if all_good and lines_already:
+        text, borders = piece.data, np.append(piece.starts, piece.ends[-1])
+    else:
+        text = np.empty(int((piece.ends - piece.starts).sum()) + count, np.uint8)
+        gather(piece.data, piece.starts, piece.ends, flags, text)
+        borders = np.concatenate([[0], np.cumsum((piece.ends - piece.starts + 1)[good])])
+    lines = _Lines(memoryview(text.data), borders, _parse_schema(fields))
+    table, bad = lines.parse(0, len(good))
     rejects = [_judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error) for i, error in bad]
     for i in np.flatnonzero(flags != GOOD):
         if flags[i] == BLANK:
@@ -135,15 +140,15 @@ def parse(piece: Records, fields: pa.Schema) -> tuple[pa.Table, np.ndarray, list
             rejects.append(_judge(piece.record(int(i)), fields, piece.row + int(i), None))
     rejects.sort(key=lambda reject: reject.row)
     kept = np.delete(good, [i for i, _ in bad]) if bad else good
-    return tables, kept.astype(np.int64) + piece.row, rejects
+    return table, kept.astype(np.int64) + piece.row, rejects
 
 
 @dataclass(frozen=True)
 class _Lines:
-    """JSON lines back to back: line i is text[ends[i]:ends[i + 1]]."""
+    """JSON lines back to back: line i is text[borders[i]:borders[i + 1]]."""
 
     text: memoryview
-    ends: np.ndarray
+    borders: np.ndarray
     schema: pa.Schema
 
     def parse(self, first: int, last: int) -> tuple[pa.Table, list[tuple[int, str]]]:
@@ -166,7 +171,7 @@ class _Lines:
         return pa.concat_tables(tables) if tables else self.schema.empty_table(), bad
 
     def _block(self, a: int, b: int) -> pa.Table | str:
-        text = self.text[int(self.ends[a]) : int(self.ends[b])]
+        text = self.text[int(self.borders[a]) : int(self.borders[b])]
         read = pj.ReadOptions(use_threads=False, block_size=len(text) + 64)
         options = pj.ParseOptions(explicit_schema=self.schema, unexpected_field_behavior="ignore", newlines_in_values=False)
         try:

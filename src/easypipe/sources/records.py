@@ -44,7 +44,7 @@ Splitter = Callable[[NDArray[np.uint8], bool, NDArray[np.int64], NDArray[np.int6
 class Layout:
     """How records lie in one file.
 
-    start: plain offset of the first record. lead: bytes of separator that `starts` includes. closes: the file says itself where records end.
+    start: plain offset of the first record. lead: bytes of separator that `starts` includes. closes: the file says where records end.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordIndex:
-    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. `stop` is where records end. `facts` are the format's own, as JSON."""
+    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. Records end at `stop`. `facts` are the format's own, as JSON."""
 
     num_rows: int
     rows: NDArray[np.int64]
@@ -257,7 +257,7 @@ def read_head(file: FileRef, num_bytes: int) -> bytes:
 
 def frozen(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
     """A read-only UInt8 view: the one array type that the kernels of scanners.py are compiled for."""
-    view = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    view = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     view.flags.writeable = False
     return view
 
