@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import easypipe
+
+PROGRAM = """
+import logging, sys
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(message)s")
+logging.getLogger("numba").setLevel(logging.WARNING)
+import numpy as np
+from easypipe.plan.pack import PackSpec, pack_window
+print(pack_window(np.array([3, 5], dtype=np.int32), PackSpec(8), 0).num_rows)
+"""
+
+
+def run(package: Path, cache: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+    environment |= {"PYTHONPATH": str(package.parent), "XDG_CACHE_HOME": cache, "HOME": cache, "PYTHONDONTWRITEBYTECODE": "1"}
+    found = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """`__pycache__` is a file and the home is no folder: what a read-only image looks like, also to root."""
+    package = tmp_path / "easypipe"
+    shutil.copytree(Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "plan" / "__pycache__").write_text("")
+    output = run(package, "/dev/null/nothing")
+    assert output.splitlines()[-1] == "1"
+    assert "no disk cache for" in output
+
+
+def test_kernels_are_kept_in_the_users_cache_where_the_package_is_read_only(tmp_path: Path) -> None:
+    package, home = tmp_path / "easypipe", tmp_path / "home"
+    shutil.copytree(Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "plan" / "__pycache__").write_text("")
+    assert "no disk cache" not in run(package, str(home))
+    assert list(home.rglob("*.nbi"))
