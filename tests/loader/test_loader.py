@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import assert_exact_resume, assert_no_new_threads, assert_same_batches
-from loader_support import MemoryCache, plan_rows, some_docs
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, PlacementError, SourceError, StallError, StateError
@@ -19,6 +17,8 @@ from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, SEGM
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.loader import AsyncDataLoader, Loader, LoadStageConfig
 from easypipe.loader.state import LoaderState
+from laws import assert_exact_resume, assert_no_new_threads, assert_same_batches
+from loader_support import MemoryCache, plan_rows, some_docs
 
 LENGTHS = np.random.Generator(np.random.PCG64(3)).integers(1, 60, 90)
 CACHE = MemoryCache(some_docs(LENGTHS))
@@ -84,7 +84,13 @@ def test_exact_resume_at_every_batch(prefetch):
 )
 def test_save_resume_save_resume(hops, shuffle, seq_length, epochs):
     def make():
-        rows = plan_rows([CACHE, OTHER], weights=[0.9, 0.1], stop="restart" if epochs is None else "all_exhausted", num_epochs=epochs, seq_length=seq_length)
+        rows = plan_rows(
+            [CACHE, OTHER],
+            weights=[0.9, 0.1],
+            stop="restart" if epochs is None else "all_exhausted",
+            num_epochs=epochs,
+            seq_length=seq_length,
+        )
         return Loader(rows, LoadStageConfig(batch_size=5, num_epochs=epochs, shuffle_buffer_size=shuffle))
 
     assert_exact_resume(make, 20, hops=hops, stops=[0, 1, 7, 13])
@@ -161,7 +167,9 @@ def test_a_run_can_be_prolonged_unless_its_last_batch_was_short():
     list(short)
     assert short.state().row == rows
     prolonged = Loader(plan_rows([CACHE], num_epochs=2), LoadStageConfig(batch_size=size, drop_last=False, num_epochs=2))
-    with pytest.raises(StateError, match=rf"ended with a batch short of {size - rows % size} rows, and now there are more\. Restore an earlier state"):
+    with pytest.raises(
+        StateError, match=rf"ended with a batch short of {size - rows % size} rows, and now there are more\. Restore an earlier state"
+    ):
         prolonged.restore(short.state())
 
 
@@ -317,13 +325,17 @@ def test_padding_of_documents():
     lengths = rows.lengths(np.arange(90))
     for t, batch in enumerate(Loader(rows, LoadStageConfig(batch_size=6))):
         assert batch[INPUT_IDS].shape == (6, lengths[6 * t : 6 * t + 6].max())
-    fixed = Loader(plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding="max_length", max_length=80))
+    fixed = Loader(
+        plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding="max_length", max_length=80)
+    )
     assert {batch[INPUT_IDS].shape for batch in fixed} == {(6, 80)}
     ragged = Loader(plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding=False))
     with pytest.raises(SourceError, match="padding is False") as caught:
         list(ragged)
     assert caught.value.__notes__ == ["loader: batch 0, rows 0:6, stage 'lengths'"]
-    short = Loader(plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding="max_length", max_length=9))
+    short = Loader(
+        plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding="max_length", max_length=9)
+    )
     with pytest.raises(SourceError, match="do not fit max_length 9"):
         list(short)
 

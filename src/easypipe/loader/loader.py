@@ -168,7 +168,8 @@ class Loader:
             if not self.config.prefetch_to_device:
                 return None
             mesh = local_mesh()
-        return Placement(mesh, self.config.partition_spec, self.batch_size)
+        fixed = self.rows.seq_length is not None or self.collate.padding == "max_length"
+        return Placement(mesh, self.config.partition_spec, self.batch_size, fixed_width=fixed)
 
     def _fixed_width(self) -> int | None:
         """Slots of every batch, where they can be known before the rows are."""

@@ -1,0 +1,132 @@
+"""On eight fake devices and in real processes: both need their own interpreter, because JAX counts its devices once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from easypipe.core.errors import PlacementError
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.placement import Placement
+from loader_support import MemoryCache, plan_rows, some_docs
+
+HERE = Path(__file__).parent
+
+
+def python(script: str, *arguments: object, devices: int = 1) -> subprocess.Popen[str]:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return out
+
+
+def test_meshes_of_eight_devices():
+    assert finish(python("eight_devices.py", devices=8)).split()[-1] == "done"
+
+
+def test_any_number_of_processes_sees_the_same_batches_and_reads_only_its_rows():
+    """1, 2 and 4 processes of jax.distributed, with 4 devices in all; the slots are split too in one of the layouts."""
+    seen = {}
+    for count in (1, 2, 4):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = [python("one_process.py", port, count, i, devices=4 // count) for i in range(count)]
+        seen[count] = [json.loads(finish(process).splitlines()[-1]) for process in processes]
+    whole = seen[1][0]
+    for layout, batches in whole["batches"].items():
+        for count, reports in seen.items():
+            split = "data" in layout
+            for t, batch in enumerate(batches):
+                together: dict[str, str] = {}
+                for report in reports:
+                    for place, content in report["batches"][layout][t].items():
+                        assert together.setdefault(place, content) == content, f"{layout}, {count} processes, batch {t}: {place} differs"
+                assert together == batch, f"{layout}, {count} processes, batch {t}"
+            rows = [set(report["rows"][layout]) for report in reports]
+            assert set.union(*rows) == set(whole["rows"][layout])
+            if split:
+                assert sum(map(len, rows)) == len(whole["rows"][layout]), f"{layout}, {count} processes: a row was read twice"
+        states = {report["state"][layout] for reports in seen.values() for report in reports}
+        assert len(states) == 1, f"{layout}: the state depends on the process"
+        assert all(report["resumed"][layout] for reports in seen.values() for report in reports)
+
+
+CACHE = MemoryCache(some_docs([30] * 200))
+
+
+def loader(**load) -> Loader:
+    return Loader(plan_rows([CACHE]), LoadStageConfig(batch_size=8, **load))
+
+
+def test_ten_batches_held_on_a_cpu_device_do_not_change():
+    """JAX uses aligned host memory as it stands, so a buffer that is used again would show through in a batch that is still held."""
+    for collated in ({"mesh": {"data": 1}}, {"prefetch_to_device": True}):
+        wanted = [{name: values.copy() for name, values in batch.items()} for batch in loader()]
+        held = list(loader(**collated, prefetch_workers=3, prefetch_buffer_size=6))
+        assert len(held) >= 10
+        for batch, expected in zip(held, wanted, strict=True):
+            for name, values in expected.items():
+                np.testing.assert_array_equal(np.asarray(batch[name]), values)
+
+
+def test_ten_batches_put_on_a_device_by_hand_do_not_change():
+    import jax
+
+    wanted = [{name: values.copy() for name, values in batch.items()} for batch in loader()]
+    held = [jax.device_put(batch, jax.devices()[0]) for batch in loader(prefetch_workers=3, prefetch_buffer_size=6)]
+    for batch, expected in zip(held, wanted, strict=True):
+        for name, values in expected.items():
+            np.testing.assert_array_equal(np.asarray(batch[name]), values)
+
+
+def test_without_a_mesh_batches_are_numpy_and_with_one_they_are_jax():
+    import jax
+
+    assert type(next(iter(loader()))) is dict
+    assert all(type(values) is np.ndarray for values in next(iter(loader())).values())
+    for on_device in (next(iter(loader(prefetch_to_device=True))), next(iter(loader(mesh={"data": -1})))):
+        assert all(isinstance(values, jax.Array) for values in on_device.values())
+        assert {values.sharding.mesh.axis_names for values in on_device.values()} == {("data",)}
+
+
+def test_numpy_loading_does_not_import_jax():
+    code = (
+        "import sys; from loader_support import *; from easypipe.loader.loader import *\n"
+        "next(iter(Loader(plan_rows([MemoryCache(some_docs([9] * 90))]), LoadStageConfig())))\n"
+        "assert 'jax' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec", "message"),
+    [
+        ({"data": 3}, None, r"mesh: data=3 is 3 devices, there are 1\. Set one axis to -1"),
+        ({"data": 2, "tensor": -1}, None, r"mesh: data=2 x tensor=-1: the fixed axes take 2 devices, which does not divide the 1"),
+        ({}, None, r"mesh: no axes\. Write \{'data': -1\}"),
+        ({"data": "all"}, None, r"mesh\.data: 'all' is no axis size"),
+        ("data", None, r"mesh: expected a jax Mesh or \{axis: size\}, got 'data'"),
+        ({"data": 1}, ["dat"], r"partition_spec: the mesh has no axis 'dat' \(have: data\)\. Did you mean 'data'\?"),
+        ({"data": 1}, ["data", "data"], r"partition_spec: axis 'data' stands twice"),
+        ({"data": 1}, ["data", None, None], r"has 3 entries, batches have 2 dimensions"),
+        ({"data": 1}, 5, r"partition_spec: expected a PartitionSpec or a list, got 5"),
+    ],
+)
+def test_bad_placements(mesh, spec, message):
+    with pytest.raises(PlacementError, match=message):
+        Placement(mesh, spec, 8)
