@@ -30,6 +30,7 @@ MAX_DATASETS = 1 << 16
 MAX_DRAWS = 1 << 20  # of one call: draws times weights stays in an Int64
 
 _NEVER = np.int64(1 << 62)
+_NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)  # deadlines are below 2^43, so both fit a word
 
 
 def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
@@ -117,9 +118,13 @@ def start(num_docs: Sequence[int] | NDArray[np.int64], stop: Stop) -> tuple[NDAr
 def _draw_into(weights, left, deficits, active, leave, dataset, counts):
     """Returns (draws made, whether the epoch ended). Changes left, deficits, active, dataset and counts in place."""
     num_datasets, limit = weights.shape[0], dataset.shape[0]
-    release = np.empty(num_datasets, np.int64)
+    base = np.empty(num_datasets, np.int64)  # the deficit after n draws is base + n * weight
     deadline = np.empty(num_datasets, np.int64)
-    base = np.empty(num_datasets, np.int64)  # the deficit at draw n is base + n * weight
+    # A calendar: the datasets that are released at a draw hang in a list that starts at `released[draw]`.
+    released = np.empty(limit + 2, np.int32)
+    behind = np.empty(num_datasets, np.int32)
+    # A heap of the datasets that may be chosen, by deadline, then by number.
+    ready = np.empty(num_datasets, np.int64)
     made = 0
     while True:  # one turn for every set of active datasets
         total, alive, only = np.int64(0), 0, -1
@@ -142,27 +147,26 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
             deficits[only] = 0
             return made, True
         slack = np.int64(2 * alive - 2)
+        released[:] = -1
         for i in range(num_datasets):
             if active[i]:
                 base[i] = deficits[i] - made * weights[i]
-                owed = deficits[i]
-                release[i] = made - (slack * owed - total) // (slack * weights[i])
-                deadline[i] = made + ((slack - 1) * total - slack * owed) // (slack * weights[i]) + 1
-            else:
-                release[i] = _NEVER
-                deadline[i] = _NEVER
+                _book(i, deficits[i], made, weights, total, slack, deadline, released, behind)
+        size = 0
         while True:
             n = made + 1  # this draw, counted from 1
-            chosen, first = -1, _NEVER
-            for i in range(num_datasets):
-                if release[i] <= n and deadline[i] < first:
-                    chosen, first = i, deadline[i]
+            i = released[n]
+            while i >= 0:
+                size = _push(ready, size, deadline[i] << _NUMBER_BITS | i)
+                i = behind[i]
+            chosen = ready[0] & _NUMBER
             if left[chosen] == 0:  # only where exhausted datasets stay in the mixture
                 _settle(weights, base, active, made, deficits)
                 return made, True
             if made == limit:
                 _settle(weights, base, active, made, deficits)
                 return made, False
+            size = _pop(ready, size)
             dataset[made] = chosen
             counts[chosen] += 1
             left[chosen] -= 1
@@ -172,9 +176,44 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
                 active[chosen] = False
                 deficits[:] = 0
                 break
-            owed = base[chosen] + n * weights[chosen]
-            release[chosen] = n - (slack * owed - total) // (slack * weights[chosen])
-            deadline[chosen] = n + ((slack - 1) * total - slack * owed) // (slack * weights[chosen]) + 1
+            _book(chosen, base[chosen] + n * weights[chosen], n, weights, total, slack, deadline, released, behind)
+
+
+@jit
+def _book(i, owed, made, weights, total, slack, deadline, released, behind):
+    """The next draw of dataset `i`, that is owed `owed` after `made` draws: when it may come, and when it must have."""
+    unit = slack * weights[i]
+    deadline[i] = made + ((slack - 1) * total - slack * owed) // unit + 1
+    release = max(made + 1, made - (slack * owed - total) // unit)
+    if release < released.shape[0]:
+        behind[i] = released[release]
+        released[release] = i
+
+
+@jit
+def _push(heap, size, value):
+    at = size
+    while at > 0 and heap[(at - 1) >> 1] > value:
+        heap[at] = heap[(at - 1) >> 1]
+        at = (at - 1) >> 1
+    heap[at] = value
+    return size + 1
+
+
+@jit
+def _pop(heap, size):
+    size -= 1
+    value, at = heap[size], 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= value:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = value
+    return size
 
 
 @jit
