@@ -22,7 +22,7 @@ from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, silent
 from easypipe.core.random import draw_seed
-from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.stages.books import ledger_of
 from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixStage, MixStageConfig, check_weights
@@ -219,7 +219,7 @@ class Pipeline:
 
         Raises StageOrderError where there is neither, or where several datasets stand unmixed before `load()`.
         """
-        saves = [(step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)]
+        saves = [step for step in self._plan if isinstance(step.stage, SaveStage)]
         self._require_source()
         last = self._plan[-1]
         loads = isinstance(last.stage, LoadStage)
@@ -227,25 +227,48 @@ class Pipeline:
             raise StageOrderError(
                 at="", problem="there is nothing to build", fix="Call load() for batches or save() for files before build()."
             )
-        if loads and len(last.data) != 1:
-            names = ", ".join(repr(name) for name in last.data)
-            raise StageOrderError(at="", problem=f"build() cannot load {len(last.data)} unmixed datasets: {names}", fix="Call mix() first.")
-        reports = [stage.write(data, self._context) for stage, data in saves]
+        if loads:
+            self._only(last)
+        report = self.write() if saves else None
+        return self.loader() if loads else report
+
+    def loader(self) -> Loader:
+        """What `build()` returns after `load()`, with nothing saved."""
+        self._require_source()
+        last = self._plan[-1]
+        if not isinstance(last.stage, LoadStage):
+            raise StageOrderError(at="", problem="Call load() before loader()")
+        [(name, source)] = self._only(last).items()
+        return last.stage.open(name, source, self._context)
+
+    def write(self) -> SaveReport:
+        """Prepares all data and writes every `save()`, without a loader. The report's ledger reaches to the end of the chain."""
+        self._require_source()
         if self._reminder is not None:
             self._reminder.detach()
             self._reminder = None
-        if isinstance(last.stage, LoadStage):
-            [(name, source)] = last.data.items()
-            return last.stage.open(name, source, self._context)
-        return _joined(reports)
+        saves = [(step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)]
+        folders = [folder for stage, data in saves for folder in stage.write(data, self._context)]
+        books = self.ledger()
+        for folder in folders:
+            folder.enter(books)
+        books.check()
+        return SaveReport(folders=tuple(folders), ledger=books)
 
     def ledger(self) -> Ledger:
         """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
         self._require_source()
         books = Ledger()
-        for source in self._plan[-1].data.values():
-            books.extend(ledger_of(source))
+        for name, source in self._plan[-1].data.items():
+            books.extend(ledger_of(name, source))
         return books
+
+    @staticmethod
+    def _only(step: _Step) -> dict[str, ShardedSource]:
+        if len(step.data) != 1:
+            names = ", ".join(repr(name) for name in step.data)
+            raise StageOrderError(at="", problem=f"build() cannot load {len(step.data)} unmixed datasets: {names}", fix="Call mix() first.")
+        return step.data
 
     def _add(self, stage: BaseStage) -> Self:
         if not isinstance(stage, SourceStage):
@@ -323,20 +346,24 @@ def chain(config: PipelineConfig, *, progress: ProgressListener = silent) -> Pip
     return pipeline
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Data that is tokenized, planned and saved: pipelines that end before load(), and what became of their rows."""
+
+    data: Pipeline
+    held_out: Mapping[str, Pipeline]
+    report: SaveReport
+
+
 def prepare_data(
     data: PipelineConfig, held_out: Mapping[str, PipelineConfig] | None = None, *, progress: ProgressListener = silent
-) -> SaveReport:
+) -> Prepared:
     """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs no jax."""
-    folders, books = [], Ledger()
-    for each in (data, *(complete(name, data, other) for name, other in (held_out or {}).items())):
-        pipeline = chain(each, progress=progress)
-        if any(isinstance(step.stage, SaveStage) and step.stage.config.enabled for step in pipeline._plan):
-            report = pipeline.build()
-            folders += report.folders
-            books.extend(report.ledger)
-        else:
-            books.extend(pipeline.ledger())
-    return SaveReport(folders=tuple(folders), ledger=books)
+    pipeline = chain(data, progress=progress)
+    config: PipelineConfig = pipeline.get_context().config
+    others = {name: chain(complete(name, config, other), progress=progress) for name, other in (held_out or {}).items()}
+    reports = [each.write() for each in (pipeline, *others.values())]
+    return Prepared(pipeline, others, _joined(reports))
 
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:

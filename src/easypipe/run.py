@@ -14,8 +14,7 @@ from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.loader.loader import Loader, LoadStageConfig
-from easypipe.pipeline import Pipeline, PipelineConfig, chain, complete, prepare_data
-from easypipe.stages.save import SaveReport
+from easypipe.pipeline import Pipeline, PipelineConfig, Prepared, prepare_data
 from easypipe.stages.tokens import TokenInfo, token_info
 from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard
@@ -45,32 +44,35 @@ class RunConfig:
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
 
 
-def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> SaveReport:
+def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
     """Tokenizes and plans all data of the run, held-out data too, and saves where the config says so."""
+    run = _seeded(run)
     return prepare_data(run.data, run.eval, progress=progress)
 
 
-def train(run: RunConfig, *, progress: ProgressListener = silent, listener: TrainListener = unheard) -> TrainResult:
-    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one. Prepares what is not prepared.
+def train(
+    run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent, listener: TrainListener = unheard
+) -> TrainResult:
+    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one.
 
-    Raises what preparing raises, and what `Trainer.run` raises.
+    prepared: what `prepare(run)` gave; None prepares what is not prepared. Raises what preparing raises, and what `Trainer.run` raises.
     """
-    run = _seeded(run)
     _check_mesh(run)
     mesh = make_mesh(run.train.mesh)
-    pipeline = chain(run.data, progress=progress)
-    loader = _loader(pipeline, run.data.load or LoadStageConfig(), mesh)
-    info = tokens_of(pipeline)
+    prepared = prepare(run, progress=progress) if prepared is None else prepared
+    options = run.data.load or LoadStageConfig()
+    loader = _loader(prepared.data, options, mesh)
+    info = tokens_of(prepared.data)
     evals = {}
-    for name, held_out in run.eval.items():
-        other = chain(complete(name, run.data, held_out), progress=progress)
-        own = held_out.load or run.data.load or LoadStageConfig()
-        once = dataclasses.replace(own, num_epochs=1, drop_last=False, shuffle_buffer_size=None)
-        evals[name] = _loader(other, once, mesh)
-        _same_tokens(f"eval.{name}", info, tokens_of(other))
-    resolved = dataclasses.replace(run, model=_with_vocabulary(run.model, info))
+    for name, pipeline in prepared.held_out.items():
+        own = run.eval[name].load or options
+        evals[name] = _loader(pipeline, dataclasses.replace(own, num_epochs=1, drop_last=False, shuffle_buffer_size=None), mesh)
+        _same_tokens(f"eval.{name}", info, tokens_of(pipeline))
+    seed = prepared.data.get_context().seed
+    resolved = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed), model=_with_vocabulary(run.model, info))
     storage.commit_json(Path(run.train.output_dir).expanduser() / RECORD, to_dict(resolved))
-    return Trainer(resolved.model, run.train, loader, evals, run_config=to_dict(resolved), listener=listener, mesh=mesh).run()
+    trainer = Trainer(resolved.model, run.train, loader, evals, run_config=to_dict(resolved), listener=listener, mesh=mesh)
+    return trainer.run()
 
 
 def tokens_of(pipeline: Pipeline) -> TokenInfo:
@@ -83,7 +85,7 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
 
 
 def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader:
-    return pipeline.load(dataclasses.replace(options, mesh=mesh)).build()
+    return pipeline.copy().load(dataclasses.replace(options, mesh=mesh)).loader()
 
 
 def _check_mesh(run: RunConfig) -> None:
@@ -119,13 +121,12 @@ def _seeded(run: RunConfig) -> RunConfig:
     record = Path(run.train.output_dir).expanduser() / RECORD
     if run.data.seed is not None:
         return run
-    if record.exists():
-        saved = storage.read_json(record)
-        try:
-            seed = int(saved["data"]["seed"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed.") from error
-        log.info("data.seed: none was given, going on with %d of %s", seed, record)
-    else:
-        seed = Pipeline(run.data).get_context().seed
+    if not record.exists():
+        return run
+    saved = storage.read_json(record)
+    try:
+        seed = int(saved["data"]["seed"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed.") from error
+    log.info("data.seed: none was given, going on with %d of %s", seed, record)
     return dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed))

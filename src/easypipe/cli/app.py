@@ -81,3 +81,4 @@ def _log(level: int) -> None:
     logger.setLevel(level)
     handler = RichHandler(level, Console(stderr=True), show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]
+    logger.propagate = False  # some libraries give the root logger a handler of their own

@@ -21,8 +21,8 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     values = apply_overrides(load_yaml(config), overrides or [])
     data, held_out = data_of(values)
     with progress() as listener:
-        report = prepare_data(data, held_out, progress=listener)
-    show_report(report)
+        prepared = prepare_data(data, held_out, progress=listener)
+    show_report(prepared.report)
     console.print("prepared; train with: easypipe train " + str(config), highlight=False)
 
 

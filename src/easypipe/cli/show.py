@@ -116,8 +116,9 @@ def show_report(report: SaveReport) -> None:
         seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")
         rate_text = "" if rate is None else f", {rate:,.1f} MB/s"
         console.print(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}", highlight=False)
-    if "pack.fill" in facts:
-        console.print(f"packed {facts['pack.rows']:,} rows, {facts['pack.fill']:.2%} of their slots filled", highlight=False)
+    for name in [key.removesuffix(".fill") for key in facts if key.startswith("pack.") and key.endswith(".fill")]:
+        rows, fill = facts[f"{name}.rows"], facts[f"{name}.fill"]
+        console.print(f"{name.replace('.', ' ', 1)}: {rows:,} rows, {fill:.2%} of their slots filled", highlight=False)
     for folder in report.folders:
         state = "up to date" if folder.up_to_date else f"{folder.seconds:.2f} s"
         if folder.resumed_shards and not folder.up_to_date:

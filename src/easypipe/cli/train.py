@@ -37,10 +37,10 @@ def run_training(run: RunConfig) -> TrainResult:
     from easypipe import run as runs
 
     with progress() as listener:
-        report = runs.prepare(run, progress=listener)
-    show_report(report)
+        prepared = runs.prepare(run, progress=listener)
+    show_report(prepared.report)
     with training() as heard:
-        return runs.train(run, listener=heard)
+        return runs.train(run, prepared, listener=heard)
 
 
 def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
@@ -50,7 +50,7 @@ def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
     for name, seen in last.get("eval", {}).items():
         console.print(f"held out {name}: loss {seen['loss']:.4f}, ppl {seen['ppl']:.1f}", highlight=False)
     for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
-        console.print(f"{what}: {where}", highlight=False, soft_wrap=True)
+        console.print(f"{what}: {where.absolute()}", highlight=False, soft_wrap=True)
     if samples:
         for text in sample(run, result, samples):
             console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)

@@ -24,8 +24,8 @@ def rows_of(source: ShardedSource) -> ShardedSource:
     return CachedTokens(source.materialize()) if is_documents(source) else source
 
 
-def ledger_of(source: ShardedSource) -> Ledger:
-    """Every balance of what led to one epoch of `source`. Raises LedgerError where one does not close."""
+def ledger_of(name: str, source: ShardedSource) -> Ledger:
+    """Every balance of what led to one epoch of `source`, called `name`. Raises LedgerError where one does not close."""
     ledger = Ledger()
     if is_documents(source):
         ledger.extend(source.materialize().ledger)
@@ -33,12 +33,12 @@ def ledger_of(source: ShardedSource) -> Ledger:
         for cache in source.mixture.caches:
             ledger.extend(cache.ledger)
         if not source.mixture.endless:
-            _plan_entries(ledger, source)
+            _plan_entries(ledger, name, source)
     ledger.check()
     return ledger
 
 
-def _plan_entries(ledger: Ledger, source: MixedShardedSource | PackedShardedSource) -> None:
+def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | PackedShardedSource) -> None:
     """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots → tokens and padding."""
     mixture, packed = source.mixture, isinstance(source, PackedShardedSource)
     plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
@@ -77,10 +77,9 @@ def _plan_entries(ledger: Ledger, source: MixedShardedSource | PackedShardedSour
             out={target: part.tokens_placed - part.segments, "segment starts": part.segments},
         )
     if packed:
-        ledger.add(
-            "pack", "all", "slots", into={"slots": tally.slots}, out={"tokens": tally.slots - tally.padding, "padding": tally.padding}
-        )
-        ledger.facts |= {"pack.rows": tally.rows, "pack.fill": tally.fill}
+        slots = {"tokens": tally.slots - tally.padding, "padding": tally.padding}
+        ledger.add("pack", whole, "slots", into={"slots": tally.slots}, out=slots)
+        ledger.facts |= {f"pack.{whole}.rows": tally.rows, f"pack.{whole}.fill": tally.fill}
 
 
 def _eos_added(mixture: Mixture, i: int, part: DatasetTally) -> int | None:

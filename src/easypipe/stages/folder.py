@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from easypipe.core import storage
@@ -16,31 +16,31 @@ RECORDS = "_shards"
 
 @dataclass(kw_only=True)
 class Run:
-    """One fingerprint's claim on a folder. complete: its manifest already stands."""
+    """One fingerprint's claim on a folder."""
 
     folder: str
     fingerprint: str
-    complete: bool
-    known: Mapping[str, SavedShard]  # shards of a complete run, by name
+    manifest: SavedManifest | None  # of a complete run
     replaces: Sequence[str]  # shard files of an older run, removed after the commit
-    rejects: dict[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
         return prefix_of(self.fingerprint)
 
-    def finished(self, names: Sequence[str]) -> dict[str, SavedShard]:
-        """Those of `names` that stand as they were committed: checked by size where the run is complete, else by content too."""
-        done = {}
-        for name in names:
-            shard = self.known.get(name) or self._recorded(name)
-            if shard is not None and self._stands(shard):
-                done[name] = shard
-        return done
+    def standing(self) -> tuple[SavedShard, ...] | None:
+        """The shards of a complete run, None where it is not, or where a file of it is gone or of another size."""
+        if self.manifest is None or not all(self._has_size(shard) for shard in self.manifest.shards):
+            return None
+        return self.manifest.shards
 
-    def record(self, shard: SavedShard, rejected: Mapping[str, int]) -> None:
-        self.rejects[shard.name] = dict(rejected)
-        storage.commit_json(self._record_path(shard.name), {"shard": asdict(shard), "rejected": dict(rejected)})
+    def finished(self, names: Sequence[str]) -> dict[str, SavedShard]:
+        """Those of `names` that stand as they were committed."""
+        known = {shard.name: shard for shard in self.manifest.shards} if self.manifest is not None else {}
+        found = {name: known.get(name) or self._recorded(name) for name in names}
+        return {name: shard for name, shard in found.items() if shard is not None and self._stands(shard)}
+
+    def record(self, shard: SavedShard) -> None:
+        storage.commit_json(self._record_path(shard.name), asdict(shard))
 
     def commit(self, manifest: SavedManifest) -> None:
         """The manifest last; then what was only needed on the way, and what it replaces, goes."""
@@ -54,21 +54,20 @@ class Run:
 
     def _recorded(self, name: str) -> SavedShard | None:
         path = self._record_path(name)
-        if not storage.exists(path):
-            return None
-        text = storage.read_json(path)
-        self.rejects[name] = text["rejected"]
-        return SavedShard(**text["shard"])
+        return SavedShard(**storage.read_json(path)) if storage.exists(path) else None
 
     def _stands(self, shard: SavedShard) -> bool:
         path = join(self.folder, shard.name)
+        if storage.is_remote(path) or not self._has_size(shard):
+            return self._has_size(shard)
+        return storage.checksum(path.removeprefix("file://")).checksum == shard.checksum
+
+    def _has_size(self, shard: SavedShard) -> bool:
+        path = join(self.folder, shard.name)
         if not storage.exists(path):
             return False
-        if self.complete or storage.is_remote(path):
-            fs, name = storage.filesystem(path)
-            return int(fs.size(name) or 0) == shard.num_bytes
-        stamp = storage.checksum(path.removeprefix("file://"))
-        return (stamp.num_bytes, stamp.checksum) == (shard.num_bytes, shard.checksum)
+        fs, name = storage.filesystem(path)
+        return int(fs.size(name) or 0) == shard.num_bytes
 
     def _record_path(self, name: str) -> str:
         return join(join(self.folder, RECORDS), f"{name}.json")
@@ -86,7 +85,7 @@ def open_run(folder: str, fingerprint: str, *, overwrite: bool) -> Run:
     names = _names(folder)
     manifest = _manifest(folder, names, overwrite)
     if manifest is not None and manifest.fingerprint == fingerprint:
-        return Run(folder=folder, fingerprint=fingerprint, complete=True, known={s.name: s for s in manifest.shards}, replaces=())
+        return Run(folder=folder, fingerprint=fingerprint, manifest=manifest, replaces=())
     claim = _claim(folder, names)
     if claim is None or claim["fingerprint"] != fingerprint:
         if names and not overwrite:
@@ -99,7 +98,7 @@ def open_run(folder: str, fingerprint: str, *, overwrite: bool) -> Run:
         storage.commit_json(join(folder, RUN), claim)
     if not storage.is_remote(folder):
         storage.sweep(folder.removeprefix("file://"))
-    return Run(folder=folder, fingerprint=fingerprint, complete=False, known={}, replaces=claim["replaces"])
+    return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=claim["replaces"])
 
 
 def _names(folder: str) -> list[str]:

@@ -24,7 +24,7 @@ from easypipe.core.protocols import BaseStage, PipelineContext, ProgressEvent, S
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.stages.books import is_endless, ledger_of, rows_of
 from easypipe.stages.folder import Run, open_run
-from easypipe.stages.layout import locate, shard_edges
+from easypipe.stages.layout import count_rows, locate, shard_edges
 from easypipe.stages.saved import FORMAT_VERSION, SavedManifest, SavedShard, join, schema_to_text
 from easypipe.stages.shard_writer import CODECS, Format, check_codec, check_json, open_writer
 from easypipe.stages.tokens import token_info
@@ -79,12 +79,19 @@ class SavedFolder:
     path: str
     format: str
     num_shards: int
+    num_read: int
     num_rows: int
     num_tokens: int
     num_bytes: int
+    rejected: Mapping[str, int]  # rows that the source refused while they were written, by reason
     resumed_shards: int
     up_to_date: bool
     seconds: float
+
+    def enter(self, ledger: Ledger) -> None:
+        """The balance of what was read and what was written, and what it took."""
+        ledger.add("save", self.dataset, "rows", into={"read": self.num_read}, out={"saved": self.num_rows, **self.rejected})
+        ledger.facts |= {f"save.{self.dataset}.seconds": round(self.seconds, 3), f"save.{self.dataset}.bytes": self.num_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +134,9 @@ class SaveStage(BaseStage):
                 check_json(target.source.schema)
         return data
 
-    def write(self, data: dict[str, ShardedSource], context: PipelineContext) -> SaveReport:
+    def write(self, data: dict[str, ShardedSource], context: PipelineContext) -> list[SavedFolder]:
         """Writes every dataset of `data`. Raises ConfigError where a folder holds something else, StorageError where writing fails."""
-        targets = self._targets(data, context)
-        if not self.config.enabled:
-            return SaveReport(folders=(), ledger=Ledger())
-        folders, books = [], Ledger()
-        for target in targets:
-            folder, ledger = _write(target, self.config, context)
-            folders.append(folder)
-            books.extend(ledger)
-        return SaveReport(folders=tuple(folders), ledger=books)
+        return [_write(target, self.config, context) for target in self._targets(data, context)]
 
     def _targets(self, data: Mapping[str, ShardedSource], context: PipelineContext) -> list[_Target]:
         if not self.config.enabled:
@@ -170,7 +169,7 @@ class SaveStage(BaseStage):
         return targets
 
 
-def _write(target: _Target, options: SaveStageConfig, context: PipelineContext) -> tuple[SavedFolder, Ledger]:
+def _write(target: _Target, options: SaveStageConfig, context: PipelineContext) -> SavedFolder:
     began = time.perf_counter()
     source = rows_of(target.source)
     if target.format == "jsonl":
@@ -178,23 +177,41 @@ def _write(target: _Target, options: SaveStageConfig, context: PipelineContext) 
     limit = None if options.max_shard_size is None else parse_bytes(options.max_shard_size)
     if limit is None and options.num_shards is None:
         limit = DEFAULT_SHARD_BYTES
-    edges = shard_edges(source, num_shards=options.num_shards, max_bytes=limit)
     identity = digest(
-        "saved", FORMAT_VERSION, source.fingerprint, schema_to_text(source.schema), target.format, target.compression, edges.tolist()
-    )
+        "saved", FORMAT_VERSION, source.fingerprint, schema_to_text(source.schema), target.format, target.compression,
+        options.num_shards, limit,
+    )  # fmt: skip
     run = open_run(target.folder, identity, overwrite=options.overwrite)
-    total = int(edges[-1])
-    names = [f"{run.prefix}{i:05d}-of-{len(edges) - 1:05d}{CODECS[target.format][target.compression]}" for i in range(len(edges) - 1)]
-    finished = run.finished(names)
-    context.progress(_progress(target.dataset, sum(s.num_rows for s in finished.values()), total))
-    written = _write_missing(source, target, run, names, edges, finished, context)
-    shards = tuple((finished | written)[name] for name in names)
-    ledger = ledger_of(target.source)
+    shards, resumed = run.standing(), 0
+    up_to_date = shards is not None
+    if shards is None:
+        edges = shard_edges(source, num_shards=options.num_shards, max_bytes=limit)
+        names = [f"{run.prefix}{i:05d}-of-{len(edges) - 1:05d}{CODECS[target.format][target.compression]}" for i in range(len(edges) - 1)]
+        finished = run.finished(names)
+        resumed = len(finished)
+        done = finished | _write_missing(source, target, run, names, edges, finished, context)
+        shards = tuple(done[name] for name in names)
+    rows = sum(shard.num_rows for shard in shards)
+    context.progress(_progress(target.dataset, rows, rows))
     rejected: Counter[str] = Counter()
-    for name in names:
-        rejected.update(run.rejects.get(name, {}))
-    saved = sum(shard.num_rows for shard in shards)
-    ledger.add("save", target.dataset, "rows", into={"read": total}, out={"saved": saved, **rejected})
+    for shard in shards:
+        rejected.update(shard.rejected)
+    folder = SavedFolder(
+        dataset=target.dataset,
+        path=target.folder,
+        format=target.format,
+        num_shards=len(shards),
+        num_read=count_rows(source.shards),
+        num_rows=rows,
+        num_tokens=sum(shard.num_tokens for shard in shards),
+        num_bytes=sum(shard.num_bytes for shard in shards),
+        rejected=dict(rejected),
+        resumed_shards=resumed,
+        up_to_date=up_to_date,
+        seconds=time.perf_counter() - began,
+    )
+    ledger = ledger_of(target.dataset, target.source)
+    folder.enter(ledger)
     ledger.check()
     manifest = SavedManifest(
         fingerprint=identity,
@@ -205,28 +222,9 @@ def _write(target: _Target, options: SaveStageConfig, context: PipelineContext) 
         shards=shards,
         ledger={"entries": ledger.to_json()["entries"]},  # seconds are left out: the same rows make the same folder
     )
-    if not run.complete or written:
+    if not folder.up_to_date:
         run.commit(manifest)
-    seconds = time.perf_counter() - began
-    folder = SavedFolder(
-        dataset=target.dataset,
-        path=target.folder,
-        format=target.format,
-        num_shards=len(shards),
-        num_rows=saved,
-        num_tokens=sum(shard.num_tokens for shard in shards),
-        num_bytes=sum(shard.num_bytes for shard in shards),
-        resumed_shards=len(finished),
-        up_to_date=not written and run.complete,
-        seconds=seconds,
-    )
-    ledger.facts[f"save.{target.dataset}"] = {
-        "seconds": round(seconds, 3),
-        "bytes": folder.num_bytes,
-        "shards": folder.num_shards,
-        "resumed_shards": folder.resumed_shards,
-    }
-    return folder, ledger
+    return folder
 
 
 def _write_missing(
@@ -294,8 +292,10 @@ def _write_shard(
                 rejected.update(reject.reason for reject in rejects)
                 count(batch.num_rows)
     done = stamp()
-    saved = SavedShard(name=name, num_rows=rows, num_tokens=tokens, num_bytes=done.num_bytes, checksum=done.checksum)
-    run.record(saved, rejected)
+    saved = SavedShard(
+        name=name, num_rows=rows, num_tokens=tokens, num_bytes=done.num_bytes, checksum=done.checksum, rejected=dict(rejected)
+    )
+    run.record(saved)
     return saved
 
 

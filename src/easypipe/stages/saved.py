@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class SavedShard:
     num_tokens: int
     num_bytes: int
     checksum: str
+    rejected: Mapping[str, int] = field(default_factory=dict)  # rows of the source that were not written, by reason
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import zstandard
 
@@ -50,7 +49,7 @@ def open_writer(path: Path, format: str, compression: str, schema: pa.Schema) ->
     """Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8, one object a line)."""
     if format == "parquet":
         # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of datasets are the opposite.
-        dictionary = [SOURCE] if SOURCE in schema.names else False
+        dictionary: Any = [SOURCE] if SOURCE in schema.names else False
         parquet = pq.ParquetWriter(path, schema, compression=compression, use_dictionary=dictionary, write_statistics=False)
         with parquet:
             yield lambda batch: parquet.write_batch(batch, row_group_size=max(1, batch.num_rows))
@@ -101,7 +100,7 @@ def row_bytes(batch: pa.RecordBatch) -> np.ndarray:
     """Int64[rows]: bytes of each row's values before compression; nested columns count by their mean."""
     total = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
-        total += _value_bytes(column)
+        total += _value_bytes(column) if len(column) else 0
     return total
 
 
@@ -113,8 +112,9 @@ def _value_bytes(column: pa.Array) -> np.ndarray:
             lengths = np.diff(column.offsets.to_numpy())
             return lengths.astype(np.int64) * width + 8
     elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        lengths = pc.fill_null(pc.binary_length(column), 0)
-        return lengths.to_numpy().astype(np.int64) + 8
+        wide = np.int64 if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) else np.int32
+        offsets = np.frombuffer(column.buffers()[1], wide, len(column) + 1, column.offset * np.dtype(wide).itemsize)
+        return np.diff(offsets).astype(np.int64) + 8
     elif _width(kind) is not None:
         return np.full(len(column), _width(kind), dtype=np.int64)
     return np.full(len(column), -(-column.nbytes // max(1, len(column))), dtype=np.int64)
