@@ -289,7 +289,7 @@ def _spread(seconds: Sequence[float]) -> float:
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
     return str(value)
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--documents", type=int, default=70_000)
     parser.add_argument("--peer-documents", type=int, default=8_000, help="how many of them Grain packs: rates are compared")
-    parser.add_argument("--median-chars", type=int, default=1050, help="sets the median length; about 400 tokens here")
+    parser.add_argument("--median-chars", type=int, default=850, help="sets the median length; about 400 tokens of the default text")
     parser.add_argument("--seq-length", type=int, default=2048)
     options = parser.parse_args()
     texts = documents(options.text)

@@ -46,7 +46,7 @@ def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path) 
     encode = functools.partial(_encode, path=str(tokenizer / "tokenizer.json"))
     scratch.mkdir(parents=True)
     mapped = rows.map(encode, batched=True, num_proc=WORKERS, remove_columns=["text"], cache_file_name=str(scratch / "mapped.arrow"))
-    mapped.to_parquet(str(scratch / "out.parquet"), compression="zstd")
+    mapped.to_parquet(str(scratch / "out.parquet"))  # it refuses a compression of ours: its own is lighter than zstd
 
 
 def _encode(batch: dict[str, Any], path: str) -> dict[str, Any]:
