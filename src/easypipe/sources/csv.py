@@ -140,8 +140,7 @@ def _block(piece: Records, rows: np.ndarray, found: _Found, names: list[str]) ->
         text = piece.data[piece.starts[first] : piece.ends[last]].tobytes()
     else:
         text = b"\n".join([piece.record(int(i)) for i in rows])
-    # a block ends in a line break, or a last field that is empty and quoted would be no record
-    text += b"\n"
+    text = BOM + text + b"\n"  # the reader drops a byte order mark, so it is given one: a field may begin with that character
     read = pc.ReadOptions(use_threads=False, block_size=len(text) + 64, column_names=found.header)
     parse = pc.ParseOptions(delimiter=found.delimiter, newlines_in_values=True, ignore_empty_lines=False, invalid_row_handler=refuse)
     kinds = {name: pa.large_string() for name in found.header}

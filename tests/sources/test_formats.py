@@ -1,0 +1,233 @@
+"""Every source under the law of stateless reads, with indexes, chunks and pieces so small that all their borders are met."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import assert_stateless_reads
+from strategies import row_cuts, text_tables
+
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources import parquet, records, streams
+from easypipe.sources.limit import LimitedSource
+from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.open import open_files
+
+
+def _jsonl(table: pa.Table) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=n % 2 == 0) + "\n" for n, row in enumerate(table.to_pylist())).encode()
+
+
+def _json_array(table: pa.Table) -> bytes:
+    return json.dumps(table.to_pylist(), indent=1, ensure_ascii=False).encode()
+
+
+def _csv(table: pa.Table) -> bytes:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\r\n")
+    writer.writerow(table.column_names)
+    writer.writerows(row.values() for row in table.to_pylist())
+    return out.getvalue().encode()
+
+
+def _txt(table: pa.Table) -> bytes:
+    return "\n".join(text.replace("\n", " ").replace("\r", " ") for text in table.column("text").to_pylist()).encode() + b"\n"
+
+
+def _parquet(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=7)
+    return out.getvalue()
+
+
+def _feather(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    feather.write_feather(table, out, compression="lz4", chunksize=5)
+    return out.getvalue()
+
+
+def _stream(table: pa.Table) -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return out.getvalue()
+
+
+def _dictionary_stream(table: pa.Table) -> bytes:
+    chunks = [table.slice(i, 4) for i in range(0, table.num_rows, 4)]
+    encoded = [chunk.set_column(0, "text", chunk.column("text").dictionary_encode()) for chunk in chunks]
+    schema = pa.schema([("text", pa.dictionary(pa.int32(), pa.string())), ("n", pa.int64())])
+    out = io.BytesIO()
+    with pa.ipc.new_stream(out, schema) as writer:
+        for chunk in encoded:
+            writer.write_table(chunk)
+    return out.getvalue()
+
+
+def _many_members(data: bytes) -> bytes:
+    """gzip of several members, as BGZF and concatenated files have them, padded with zeros as tapes do."""
+    return b"".join(gzip.compress(data[i : i + 50]) for i in range(0, len(data), 50)) + b"\0" * 9
+
+
+def _many_frames(data: bytes) -> bytes:
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00skip"
+    return skippable + b"".join(zstandard.compress(data[i : i + 50]) for i in range(0, len(data), 50))
+
+
+PACKINGS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".members.gz": _many_members,
+    ".frames.zst": _many_frames,
+}
+KINDS: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
+    "jsonl": (".jsonl", _jsonl),
+    "array": (".json", _json_array),
+    "csv": (".csv", _csv),
+    "txt": (".txt", _txt),
+}
+BINARY: dict[str, tuple[str, Callable[[pa.Table], bytes]]] = {
+    "parquet": (".parquet", _parquet),
+    "feather": (".feather", _feather),
+    "stream": (".arrows", _stream),
+    "dictionary_stream": (".arrow", _dictionary_stream),
+}
+EVERY = [
+    *((kind, ending, packing) for kind, (ending, _) in KINDS.items() for packing in PACKINGS),
+    *((kind, ending, "") for kind, (ending, _) in BINARY.items()),
+]
+
+
+@pytest.fixture(params=EVERY, ids=lambda p: f"{p[0]}{p[2]}")
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a table in one format, and says where."""
+    kind, ending, packing = request.param
+    encode = {**KINDS, **BINARY}[kind][1]
+    # .members and .frames only name a way of packing; the extension that counts stands last
+    stem, last = (packing.rpartition(".")[0], "." + packing.rpartition(".")[2]) if packing else ("", "")
+
+    def write(table: pa.Table, name: str = "rows") -> Path:
+        path = tmp_path / f"{name}{stem}{ending}{last}"
+        path.write_bytes(PACKINGS[packing](encode(table)))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, sizes in {
+        records: {"ENTRY_ROWS": 3, "ENTRY_BYTES": 90, "CUT_BYTES": 40, "CHUNK_BYTES": 16, "PIECE_BYTES": 64, "BATCH_RECORDS": 2},
+        streams: {"INPUT_BYTES": 11, "OUTPUT_BYTES": 13, "KEPT_PLACES": 2, "RESTART_BYTES": 30},
+        parquet: {"SMALL_GROUP_BYTES": 0, "STREAMED_BYTES": 64, "KEPT_STREAMS": 2, "CUT_BYTES": 64},
+    }.items():
+        for name, value in sizes.items():
+            monkeypatch.setattr(module, name, value)
+
+
+def expected(path: Path, table: pa.Table) -> list[dict]:
+    rows = table.to_pylist()
+    if ".txt" in path.name:
+        lines = [line.removesuffix("\r") for line in _txt(table).decode("utf-8-sig").split("\n")[:-1]]
+        return [{"text": line} for line in lines if line.strip(" \t\r")]
+    if ".csv" in path.name:
+        return [{"text": row["text"], "n": str(row["n"])} for row in rows]
+    return rows
+
+
+@settings(max_examples=12)
+@given(table=text_tables(min_rows=1, max_rows=30), cuts=row_cuts())
+def test_stateless_reads(written: Callable[..., Path], small_steps: None, table: pa.Table, cuts: list[int]) -> None:
+    path = written(table)
+    for on_error in ("error", "skip"):
+        source = open_files(path, on_error=on_error)
+        assert_stateless_reads(source, cuts)
+        rows = source.read(0, 0, source.shards[0].num_rows)
+        data = rows.drop_columns(ROW_NUMBER) if ROW_NUMBER in rows.schema.names else rows
+        assert data.to_pylist() == expected(path, table)
+
+
+def test_normal_steps(written: Callable[..., Path]) -> None:
+    """The same with the sizes that are in use, and several shards."""
+    table = pa.table({"text": [f"row {i} " * (i % 40 + 1) for i in range(5000)], "n": range(5000)})
+    files = [written(table, "a"), written(table.slice(100, 1300), "b")]
+    source = open_files(files)
+    assert_stateless_reads(source, [1, 1023, 1024, 1025, 2049, 4999])
+    assert [shard.num_rows for shard in source.shards] == [5000, 1300]
+    assert source.read(1, 7, 9).column("text").to_pylist() == table.column("text").to_pylist()[107:109]
+
+
+def test_projection(written: Callable[..., Path]) -> None:
+    table = pa.table({"text": ["a", "b"], "n": [1, 2]})
+    source = open_files(written(table), columns=["text"])
+    assert [name for name in source.schema.names if name != ROW_NUMBER] == ["text"]
+    assert source.read(0, 1, 2).column("text").to_pylist() == ["b"]
+
+
+@settings(max_examples=20)
+@given(tables=st.lists(text_tables(min_rows=1, max_rows=12), min_size=1, max_size=3), limit=st.integers(1, 40), cuts=row_cuts())
+def test_limited(tmp_path: Path, tables: list[pa.Table], limit: int, cuts: list[int]) -> None:
+    files = []
+    for i, table in enumerate(tables):
+        files.append(tmp_path / f"{i}.jsonl")
+        files[-1].write_bytes(_jsonl(table))
+    whole = open_files(files)
+    source = LimitedSource(whole, limit)
+    assert_stateless_reads(source, cuts)
+    rows = [row for s, shard in enumerate(source.shards) for row in source.read(s, 0, shard.num_rows).column("text").to_pylist()]
+    assert rows == [text for table in tables for text in table.column("text").to_pylist()][:limit]
+    assert source.fingerprint != LimitedSource(whole, limit + 1).fingerprint != whole.fingerprint
+    assert source.shard_identity(0) == whole.shard_identity(0)
+
+
+@given(table=text_tables(max_rows=30), cuts=row_cuts())
+def test_memory(table: pa.Table, cuts: list[int]) -> None:
+    for data in (table, table.to_pylist() or table, table.to_pydict()):
+        source = InMemoryShardedSource(data)
+        assert_stateless_reads(source, cuts)
+        assert source.read(0, 0, table.num_rows).column("text").to_pylist() == table.column("text").to_pylist()
+
+
+def test_many_threads_at_once(written: Callable[..., Path], small_steps: None) -> None:
+    """Threads that read one shard here and there, forward and back, see what one thread sees."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    table = pa.table({"text": [f"row {i}" for i in range(120)], "n": range(120)})
+    path = written(table)
+    alone, shared = open_files(path), open_files(path)
+    spans = [(i * 37 % 110, i * 37 % 110 + 1 + i % 9) for i in range(60)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda span: shared.read(0, *span), spans))
+    for span, batch in zip(spans, together, strict=True):
+        assert batch.equals(alone.read(0, *span)), span
+
+
+def test_fingerprints_follow_the_files(written: Callable[..., Path]) -> None:
+    table = pa.table({"text": ["a", "b"], "n": [1, 2]})
+    path = written(table)
+    source = open_files(path)
+    again = open_files(path)
+    assert (source.fingerprint, source.shard_identity(0)) == (again.fingerprint, again.shard_identity(0))
+    assert open_files(path, columns=["text"]).fingerprint != source.fingerprint
+    assert open_files(path, on_error="skip").fingerprint != source.fingerprint
+    assert open_files(path, on_error="skip").fingerprint == open_files(path, on_error="quarantine").fingerprint
+    written(pa.table({"text": ["a", "b", "c"], "n": [1, 2, 3]}))
+    changed = open_files(path)
+    assert changed.fingerprint != source.fingerprint
+    assert changed.shard_identity(0) != source.shard_identity(0)
+    with pytest.raises(ValueError, match=r"changed after the source was made. Make the source again"):
+        source.read(0, 0, 2)
+    assert changed.read(0, 0, 3).num_rows == 3
