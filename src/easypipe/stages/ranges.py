@@ -24,7 +24,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file is cut follows from that file alone.
 LEAST_BYTES = 4 << 20
-MOST_BYTES = 32 << 20
+MOST_BYTES = 16 << 20
 PIECES = 16
 ROWS_OF_UNKNOWN_SIZE = 1 << 16
 
@@ -101,8 +101,9 @@ def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
     at = 0
     while at < rows:
         yield at
-        near = cuts[bisect.bisect_right(cuts, at + step + step // 2) - 1] if cuts else 0
-        at = near if near >= at + (step + 1) // 2 and near > at else at + step
+        after = bisect.bisect_right(cuts, at + step)
+        near = min(cuts[max(0, after - 1) : after + 1], key=lambda cut: abs(cut - at - step), default=0)
+        at = near if at + (step + 1) // 2 <= near <= at + step + step // 2 else at + step
     yield rows
 
 

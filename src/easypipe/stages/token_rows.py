@@ -54,6 +54,7 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         truncated.append(encoded.truncated)
         added += encoded.added
     all_ids = np.concatenate(ids) if ids else np.zeros(0, dtype)
+    ids.clear()  # a range may be tens of megabytes of tokens
     all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
     cut = np.concatenate(truncated) if truncated else np.zeros(0, np.int64)
     offsets = np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int64)
