@@ -14,9 +14,11 @@ from easypipe.core.random import child, fold
 from easypipe.plan import mix
 from easypipe.plan.jit import jit
 from easypipe.plan.order import documents
-from easypipe.plan.pack import Layout, one_row_each, oversize_error, pack_window
+from easypipe.plan.pack import Layout, PackSpec, one_row_each, oversize_error, pack_window
 from easypipe.plan.spec import PlanDataset, PlanSpec
 from easypipe.plan.state import WindowState
+
+_LOOK = 1 << 16  # lengths that are asked for together
 
 
 class Pieces(NamedTuple):
@@ -88,6 +90,16 @@ class Planner:
         layout = one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
         after = self.after(state, draws, layout.num_rows)
         return Window(state=state, after=after, dataset=draws.dataset, doc=doc, length=length, layout=layout)
+
+    def some_document_fits(self, pack: PackSpec) -> bool:
+        """Whether any document of any dataset gets a piece. Looks at lengths until one does."""
+        longest = pack.seq_length if pack.oversize == "drop" else np.iinfo(np.int32).max
+        for dataset in self.datasets:
+            for start in range(0, dataset.num_docs, _LOOK):
+                lengths = self._lengths(dataset, np.arange(start, min(start + _LOOK, dataset.num_docs), dtype=np.int64))
+                if ((lengths > 0) & (lengths <= longest)).any():
+                    return True
+        return False
 
     def _lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
         lengths = dataset.lengths(docs)

@@ -65,14 +65,13 @@ class Plan:
         self.fingerprint = fingerprint(datasets, spec)
         self._planner = Planner(datasets, spec)
         self._cache_bytes = cache_bytes
-        # Draws after which each dataset was seen whole twice: if none of them gave a row, none ever will.
-        self._barren = 2 * max(dataset.num_docs * (sum(spec.weights) // w + 1) for dataset, w in zip(datasets, spec.weights, strict=True))
         self._scan_lock = threading.RLock()  # planning; taken before _lock where both are
         self._lock = threading.Lock()  # the fields below, never held while planning
         self._windows: OrderedDict[int, Window] = OrderedDict()
         self._latest: Window | None = None
         self._marks: list[WindowState] = [self._planner.epoch_start(0, 0, 0)]
         self._num_rows: int | None = None
+        self._some_document_fits = False  # known; False: not looked at yet
         self._counted: tuple[WindowState, NDArray[np.int64]] = (self._marks[0], np.zeros((len(datasets), tally.COUNTERS), dtype=np.int64))
         for state in checkpoints:
             self.resume(state)
@@ -205,19 +204,24 @@ class Plan:
         return state, None
 
     def _walk(self, state: WindowState) -> Iterator[Window]:
-        barren = 0
         while not self._planner.ended(state):
             window = self._planner.window(state)
             yield window
-            barren = 0 if window.num_rows else barren + window.dataset.shape[0]
-            if barren > self._barren and self.spec.num_epochs is None:
-                assert self.spec.pack is not None
-                raise PlanError(
-                    at="pack.oversize",
-                    problem=f"none of {barren} documents in turn fits a row of {self.spec.pack.seq_length} tokens",
-                    fix="Raise pack.seq_length, or set pack.oversize to 'split' or 'truncate'.",
-                )
+            if window.num_rows == 0 and self.spec.num_epochs is None:
+                self._check_that_some_document_fits()
             state = window.after
+
+    def _check_that_some_document_fits(self) -> None:
+        """Else a plan without end would be scanned without end."""
+        pack = self.spec.pack
+        assert pack is not None, "without packing every document has a row"
+        self._some_document_fits = self._some_document_fits or self._planner.some_document_fits(pack)
+        if not self._some_document_fits:
+            raise PlanError(
+                at="pack.oversize",
+                problem=f"of {int(self._planner.num_docs.sum())} documents none fits a row of {pack.seq_length} tokens",
+                fix="Raise pack.seq_length, or set pack.oversize to 'split' or 'truncate'.",
+            )
 
     # What is remembered: marks and windows. These take _lock themselves.
 
