@@ -6,18 +6,24 @@ into `N.orbax-checkpoint-tmp` and renames it; what a killed process left behind 
 
 from __future__ import annotations
 
-import warnings
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from easypipe.core.errors import StateError, StorageError
 
 FORMAT = 1
 _ARRAYS, _RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
+_UNREADABLE = (OSError, ValueError, KeyError)  # what Orbax and TensorStore raise for files that are not there or not whole
+
+
+class DamagedCheckpoint(StateError):
+    """A checkpoint whose files are not what was committed: deleted, cut short or changed by something else."""
 
 
 class Checkpoints:
@@ -33,7 +39,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._orbax = ocp.training.Checkpointer(
-                self.folder,
+                str(self.folder),
                 context=context,
                 preservation_policy=newest,
                 cleanup_tmp_directories=True,
@@ -68,34 +74,50 @@ class Checkpoints:
             raise self._unwritten(step, error) from error
 
     def run(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `run`. Raises StateError for a checkpoint that is none of this version's."""
+        """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint of another version."""
         try:
-            saved = self._orbax.load_checkpointables(step, {_RUN: None})[_RUN]
-        except (OSError, ValueError, KeyError) as error:
-            raise StateError(at=self._at(step), problem=f"not a checkpoint of easypipe: {error}", fix="Give another output_dir.") from error
-        if saved.get("format") != FORMAT:
+            saved: Any = self._orbax.load_checkpointables(step, {_RUN: None})[_RUN]
+        except _UNREADABLE as error:
+            raise self._damaged(step, _reason(error)) from error
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+            found = saved.get("format") if isinstance(saved, dict) else None
             raise StateError(
-                at=self._at(step),
-                problem=f"checkpoint format {saved.get('format')}, this version reads {FORMAT}",
-                fix="Give another output_dir.",
+                at=self._at(step), problem=f"checkpoint format {found}, this version reads {FORMAT}", fix="Give another output_dir."
             )
         return saved
 
-    def check(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Raises StateError listing how the arrays saved at `step` differ from `abstract` in name, shape and dtype."""
-        metadata: Any = self._orbax.checkpointables_metadata(step).metadata
-        saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in metadata[_ARRAYS].items()}
-        here = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()}
-        unlike = differences(saved, here)
+    def load(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The arrays of `step`, each laid out as `abstract` says, on whatever mesh they were saved.
+
+        Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract` in name, shape and dtype.
+        """
+        try:
+            metadata: Any = self._orbax.checkpointables_metadata(step).metadata
+        except _UNREADABLE as error:
+            raise self._damaged(step, _reason(error)) from error
+        described = metadata.get(_ARRAYS)
+        if described is None:
+            raise self._damaged(step, "the description of its arrays is missing or cut short")
+        saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in described.items()}
+        unlike = differences(saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()})
         if unlike:
             raise StateError(at=self._at(step), problem=f"holds other arrays: {listed(unlike)}", fix="Give another output_dir.")
-
-    def load(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """The arrays of `step`, each laid out as `abstract` says, on whatever mesh they were saved. Raises StateError (see `check`)."""
-        self.check(step, abstract)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sharding info not provided")
+        try:
             return self._orbax.load_checkpointables(step, {_ARRAYS: dict(abstract)})[_ARRAYS]
+        except _UNREADABLE as error:
+            raise self._damaged(step, _reason(error)) from error
+
+    def set_aside(self, step: int) -> Path:
+        """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place. Returns where to."""
+        target = self.folder.with_name(f"{self.folder.name}-damaged") / str(step)
+        if jax.process_index() == 0:
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)  # an older one that was as damaged
+            (self.folder / str(step)).rename(target)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"easypipe set aside {step}")
+        self._orbax.reload()
+        return target
 
     def wait(self, step: int) -> None:
         """Returns once the save of `step` is committed. Raises StorageError where it failed."""
@@ -110,8 +132,18 @@ class Checkpoints:
     def _at(self, step: int) -> str:
         return str(self.folder / str(step))
 
+    def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(at=self._at(step), problem=f"cannot be read: {reason}")
+
     def _unwritten(self, step: int, error: Exception) -> StorageError:
         return StorageError(at=self._at(step), problem=f"cannot be written: {error}", fix="Check space and permissions.")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what began it; Orbax wraps that in pages about its handlers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def differences(saved: Any, here: Any, at: str = "") -> dict[str, str]:

@@ -49,7 +49,7 @@ class LossConfig:
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
     implementation: Literal["auto", "reference", "chunked"] = "auto"
-    chunk_size: int = 1024  # tokens whose logits exist at one time
+    chunk_size: int | None = None  # tokens whose logits exist at one time; None: kernels/api.py's default
 
     def check(self) -> None:
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):

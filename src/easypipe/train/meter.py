@@ -26,7 +26,7 @@ class Meter:
     def __init__(self, mfu: Callable[[int, float, float], float | None]) -> None:
         self._mfu = mfu
         self._pending: Any = None
-        # Marks: (time, tokens, attended, seconds waited), each summed since the run began; none until a step is through: the first compiles.
+        # (time, tokens, attended, seconds waited) since the run began, one a step; none before the first is through: it compiles
         self._marks: deque[tuple[float, int, float, float]] = deque(maxlen=WINDOW_STEPS + 1)
         self._tokens, self._attended, self._waited = 0, 0.0, 0.0
 

@@ -71,7 +71,7 @@ def layout_of(model: nnx.Module, mesh: Mesh) -> ModelLayout:
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     variables = {_name(path): (path, variable) for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))}
     values = {name: variable.get_value() for name, (_, variable) in variables.items()}
-    key_impls = {name: jax.random.key_impl(value) for name, value in values.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)}
+    key_impls = {name: _key_impl(value) for name, value in values.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)}
     abstract = {}
     for name, (_, variable) in variables.items():
         value = jax.eval_shape(jax.random.key_data, values[name]) if name in key_impls else values[name]
@@ -155,6 +155,12 @@ def _name(path: Path) -> str:
 def _arrays(state: nnx.State) -> Arrays:
     values = {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
     return {name: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v for name, v in values.items()}
+
+
+def _key_impl(key: Any) -> Any:
+    found: list[Any] = []
+    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)  # takes no abstract keys, but tracers
+    return found[0]
 
 
 def _labels(variable: nnx.Variable) -> tuple[Any, ...]:

@@ -60,7 +60,7 @@ def make_train_step(
         metrics = {
             "loss": out.loss_sum * scale,
             "nll": out.nll_sum * scale,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "num_targets": out.num_targets,
             **_count(batch),

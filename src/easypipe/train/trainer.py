@@ -22,7 +22,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, StateError, TrainError, did_you_mean
 from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
-from easypipe.train.checkpoint import Checkpoints, differences, listed
+from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
 from easypipe.train.config import TrainConfig
 from easypipe.train.evaluate import held_out
 from easypipe.train.events import TrainEvent, TrainListener, unheard
@@ -95,10 +95,14 @@ class Trainer:
         self._build = _builder(model, config.seed)
         self._run_config = to_dict(run_config or {})
         _check_changes(config.resume_changes, self._identity())
-        with states.on(self.mesh):
-            self.layout = states.layout_of(self._module or nnx.eval_shape(self._build), self.mesh)
+        # Shapes of any other module are asked for on one device: the mesh itself would refuse a size without naming the parameter.
+        apart = self.mesh if self._model_config else make_mesh(devices=[self.mesh.devices.flat[0]])
+        with states.on(apart):
+            abstract = nnx.eval_shape(self._build) if self._module is None else self._module
+        self.layout = states.layout_of(abstract, self.mesh)
         self.optimizer = make_optimizer(config.optimizer, self.steps, self.layout.decays)
-        chosen = loss or functools.partial(loss_sums, **to_dict(config.loss))
+        options = {key: value for key, value in to_dict(config.loss).items() if value is not None}
+        chosen = loss or functools.partial(loss_sums, **options)
         schedule = make_schedule(config.optimizer, self.steps)
         self._train_step = make_train_step(self.layout, self.optimizer, schedule, chosen, accumulate_steps=config.accumulate_steps)
         self._eval_step = make_eval_step(self.layout, chosen)
@@ -140,17 +144,30 @@ class Trainer:
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[states.TrainState, int | None]:
         """The state to go on from, and the step it was saved at (None: a new run)."""
-        step = checkpoints.latest()
-        if step is None:
+        steps = checkpoints.steps()
+        if not steps:
             if self._module is not None:
                 return states.state_from(self._module, self.layout, self.optimizer), None
             return states.init_state(self._build, self.layout, self.optimizer), None
         if not self.config.resume:
             raise ConfigError(
                 at="train.resume",
-                problem=f"{self.output_dir} holds a run at step {step}, and resume is false",
+                problem=f"{self.output_dir} holds a run at step {steps[-1]}, and resume is false",
                 fix="Set resume: true, or give another train.output_dir.",
             )
+        damaged: list[DamagedCheckpoint] = []
+        for step in reversed(steps):
+            try:
+                state = self._restore(checkpoints, step)
+            except DamagedCheckpoint as error:
+                damaged.append(error)
+                continue
+            for lost, error in zip(reversed(steps), damaged, strict=False):
+                logger.warning("%s; moved to %s, going on from step %d", error, checkpoints.set_aside(lost), step)
+            return state, step
+        raise damaged[0]  # beginning anew over a run that is there is for its owner to decide
+
+    def _restore(self, checkpoints: Checkpoints, step: int) -> states.TrainState:
         saved = checkpoints.run(step)
         unlike = differences(saved["identity"], self._identity())
         refused = {path: text for path, text in unlike.items() if not any(_under(path, key) for key in self.config.resume_changes)}
@@ -160,12 +177,12 @@ class Trainer:
                 problem=f"belongs to another run: {listed(refused)}",
                 fix="Change that back, give another train.output_dir, or list it in train.resume_changes.",
             )
-        if unlike:
-            logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
         abstract = states.abstract_state(self.layout, self.optimizer)
         arrays = checkpoints.load(step, states.flatten(abstract))
         self.train.restore(_loader_state(self.train, saved["loader"]))
-        return states.unflatten(arrays, abstract), step
+        if unlike:
+            logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
+        return states.unflatten(arrays, abstract)
 
     def _loop(
         self, state: states.TrainState, step: int, checkpoints: Checkpoints, metrics: MetricsFile, stop: StopSignals

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe.core.errors import StorageError, TrainError
+from easypipe.train.metrics import MetricsFile, perplexity, read_metrics
+from easypipe.train.plot import plot_loss
+
+
+def written(path, steps):
+    file = MetricsFile(path, after_step=0)
+    for step in steps:
+        file.append({"step": step, "loss": 1.0 / step})
+    file.sync()
+    file.close()
+    return path
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_a_float32_reads_back_bit_for_bit(value):
+    loss = np.float32(value)
+    assert np.float32(json.loads(json.dumps({"loss": loss.item()}))["loss"]).tobytes() == loss.tobytes()
+
+
+def test_opening_cuts_to_the_step_gone_on_from(tmp_path):
+    path = written(tmp_path / "metrics.jsonl", range(1, 8))
+    file = MetricsFile(path, after_step=4)
+    assert (file.first, file.last) == ({"step": 1, "loss": 1.0}, {"step": 4, "loss": 0.25})
+    file.append({"step": 5, "loss": 9.0})
+    file.close()
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4, 5]
+    assert read_metrics(path)[-1]["loss"] == 9.0
+
+
+@pytest.mark.parametrize("torn", range(1, 24))
+def test_a_last_line_that_was_being_written_is_no_line(tmp_path, torn):
+    path = written(tmp_path / "metrics.jsonl", [1, 2])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 3, "loss": 0.25}'[:torn])
+    assert [r["step"] for r in read_metrics(path)] == [1, 2]
+    MetricsFile(path, after_step=9).close()
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("line", [b"hello", b"[1]", b'{"loss": 1.0}'])
+def test_a_foreign_line_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b"\n")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl, line 2: not a metrics record"):
+        MetricsFile(path, after_step=9)
+
+
+def test_perplexity_of_what_no_float_holds():
+    assert perplexity(0.0) == 1.0
+    assert perplexity(1e4) is None
+
+
+def test_plot_is_a_png_of_its_size(tmp_path):
+    path = written(tmp_path / "metrics.jsonl", range(1, 5))
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 5, "loss": 0.1, "eval": {"held": {"loss": 0.3}}}) + "\n")
+    data = plot_loss(path, tmp_path / "loss.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1200, 750)
+
+
+def test_nothing_to_plot_is_said(tmp_path):
+    with pytest.raises(TrainError, match="no step was logged"):
+        plot_loss(written(tmp_path / "metrics.jsonl", []), tmp_path / "loss.png")

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from easypipe.core.errors import ConfigError, PlacementError
+from easypipe.train import state as states
+from easypipe.train.config import OptimizerConfig
+from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
+from easypipe.train.model import loss_sums
+from easypipe.train.optim import make_optimizer, make_schedule
+from easypipe.train.step import make_eval_step, make_train_step
+from train.runs import VOCAB, Arithmetic, Tiny
+
+MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
+CONFIG = OptimizerConfig(learning_rate=0.05, weight_decay=0.2, clip_norm=0.5)
+
+
+@functools.cache
+def compiled(accumulate_steps: int = 1, dropout: float = 0.0):
+    def build():
+        return Tiny(nnx.Rngs(3), dropout)
+
+    with states.on(MESH):
+        layout = states.layout_of(nnx.eval_shape(build), MESH)
+        optimizer = make_optimizer(CONFIG, 50, layout.decays)
+        step = make_train_step(layout, optimizer, make_schedule(CONFIG, 50), loss_sums, accumulate_steps=accumulate_steps)
+    return layout, optimizer, step, lambda: states.init_state(build, layout, optimizer)
+
+
+def run(steps, **how):
+    layout, _, step, fresh = compiled(**how)
+    metrics = []
+    with states.on(MESH):
+        state = fresh()
+        for t in range(1, steps + 1):
+            state, measured = step(state, place_batch(Arithmetic().batch(t), MESH))
+            metrics.append(jax.device_get(measured))
+    return layout, state, metrics
+
+
+def test_a_step_is_the_plain_mean_over_targets():
+    _, optimizer, _, fresh = compiled()
+    layout, after, (metrics,) = run(1)
+    batch = {name: jnp.asarray(value) for name, value in Arithmetic().batch(1).items()}
+
+    def mean_loss(params):
+        model = layout.merge(params, {})
+        logits = model.hidden(batch["input_ids"]) @ model.lm_head()
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+        keep = batch["labels"] != -100
+        return (nll * keep).sum() / keep.sum()
+
+    with states.on(MESH):
+        params = fresh().params
+        loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params)
+        updates, _ = jax.jit(optimizer.update)(grads, jax.jit(optimizer.init)(params), params)
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["nll"] == metrics["loss"]
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in grads.values())), rel=1e-4)
+    assert metrics["learning_rate"] == np.float32(0.05)
+    for name, value in params.items():
+        np.testing.assert_allclose(after.params[name], np.asarray(value) + np.asarray(updates[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_metrics_count_targets_and_real_tokens():
+    _, _, (metrics,) = run(1)
+    batch = Arithmetic().batch(1)
+    lengths = batch["segment_ids"].sum(axis=1)
+    assert metrics["num_targets"] == (batch["labels"] != -100).sum()
+    assert metrics["num_tokens"] == lengths.sum()
+    assert metrics["attended"] == (lengths**2).sum()
+
+
+def test_micro_batches_of_uneven_targets_give_the_same_update():
+    _, whole, one = run(6)
+    _, cut, many = run(6, accumulate_steps=4)
+    for a, b in zip(one, many, strict=True):
+        assert (a["num_targets"], a["num_tokens"], a["attended"]) == (b["num_targets"], b["num_tokens"], b["attended"])
+        np.testing.assert_allclose([a["loss"], a["grad_norm"]], [b["loss"], b["grad_norm"]], rtol=1e-4)
+    for name, value in whole.params.items():
+        np.testing.assert_allclose(cut.params[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_z_loss_is_in_the_loss_and_not_in_nll():
+    layout, _, _, fresh = compiled()
+    with states.on(MESH):
+        state, batch = fresh(), place_batch(Arithmetic().batch(1), MESH)
+        plain, more = (make_eval_step(layout, functools.partial(loss_sums, z_loss=z))(state.params, {}, batch) for z in (0.0, 0.1))
+    assert float(plain.loss_sum) == float(plain.nll_sum) == pytest.approx(float(more.nll_sum), rel=1e-6)
+    assert float(more.loss_sum) > float(plain.loss_sum) + 0.01
+
+
+def test_dropout_draws_anew_each_step_and_not_in_evaluation():
+    layout, _, _, fresh = compiled(dropout=0.5)
+    assert {name for name in layout.rest if name.endswith("count")}
+    evaluate = make_eval_step(layout, loss_sums)
+    with states.on(MESH):
+        batch = place_batch(Arithmetic().batch(1), MESH)
+        state = fresh()
+        before = jax.device_get(state.rest)
+        first, again = evaluate(state.params, state.rest, batch), evaluate(state.params, state.rest, batch)
+    _, state, _ = run(2, dropout=0.5)
+    assert float(first.loss_sum) == float(again.loss_sum)
+    count = next(name for name in layout.rest if name.endswith("count"))
+    assert int(state.rest[count]) == int(before[count]) + 2
+
+
+def test_the_given_state_is_consumed():
+    _, _, step, fresh = compiled()
+    with states.on(MESH):
+        state = fresh()
+        step(state, place_batch(Arithmetic().batch(1), MESH))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def test_a_module_is_copied_and_not_consumed():
+    model = Tiny(nnx.Rngs(3))
+    layout, optimizer, step, _ = compiled()
+    with states.on(MESH):
+        state = states.state_from(model, states.layout_of(model, MESH), optimizer)
+        np.testing.assert_array_equal(state.params["table.embedding"], model.table.embedding[...])
+        step(state, place_batch(Arithmetic().batch(1), MESH))
+    assert not model.table.embedding[...].is_deleted()
+    assert layout.merge(*layout.split(model)).hidden(jnp.zeros((1, 2), jnp.int32)).shape == (1, 2, 8)
+
+
+def test_only_matrices_decay():
+    class Stacked(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(Tiny, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+            self.stack = make(rngs.split(2))
+
+    decays = states.layout_of(nnx.eval_shape(lambda: Stacked(nnx.Rngs(0))), MESH).decays
+    assert decays == {
+        "stack.layers.0.bias": False,
+        "stack.layers.0.kernel": True,
+        "stack.layers.1.bias": False,
+        "stack.layers.1.kernel": True,
+        "stack.norm.scale": False,
+        "stack.table.embedding": True,
+    }
+
+
+def test_labels_that_no_rule_knows_are_refused():
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            self.weight = nnx.Param(jnp.zeros((4, 4)), out_sharding=("embd", None), eager_sharding=False)
+
+    with pytest.raises(ConfigError, match=r"model\.weight: dimension 0 is labelled 'embd' .*Did you mean 'embed'\?"):
+        states.layout_of(Odd(nnx.Rngs(0)), MESH)
+
+
+def test_flattened_states_come_back():
+    _, state, _ = run(1)
+    named = states.flatten(state)
+    assert {"step", "params/table.embedding", "params/layers.0.kernel"} <= set(named)
+    assert sum("mu" in name.split("/") for name in named) == len(state.params)
+    back = states.unflatten(named, state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert all(a is b for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True))
+
+
+def test_meshes_and_batches_that_do_not_fit_say_what_would():
+    with pytest.raises(ConfigError, match=r"mesh: \{data: 3, fsdp: 1, tensor: 1\} does not fit 1 cpu device\. Let the sizes multiply to 1"):
+        make_mesh({"data": 3}, devices=jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"mesh\.tensr: no mesh axis named 'tensr' .*Did you mean 'tensor'\?"):
+        make_mesh({"tensr": 1})
+    with pytest.raises(
+        PlacementError, match=r"10 rows do not divide by the mesh \(data 1, fsdp 1\) times accumulate_steps 4\. Use 8 or 12 rows"
+    ):
+        check_batch_size(10, MESH, 4)
+    for rows in (8, 12):
+        check_batch_size(rows, MESH, 4)
+
+
+def test_short_batches_are_filled_with_what_trains_nothing():
+    batch = Arithmetic(1, last=3).batch(1)
+    placed = place_batch(batch, MESH, rows=8)
+    assert {name: value.shape for name, value in placed.items()} == dict.fromkeys(batch, (8, 12))
+    assert (np.asarray(placed["labels"])[3:] == -100).all()
+    assert (np.asarray(placed["segment_ids"])[3:] == 0).all()
+    layout, _, _, fresh = compiled()
+    evaluate = make_eval_step(layout, loss_sums)
+    with states.on(MESH):
+        state = fresh()
+        short, filled = (evaluate(state.params, state.rest, b) for b in (place_batch(batch, MESH), placed))
+    assert int(short.num_targets) == int(filled.num_targets)
+    assert float(short.loss_sum) == pytest.approx(float(filled.loss_sum), rel=1e-6)
+    assert place_batch(placed, MESH)["labels"] is placed["labels"]
+    assert int(np.asarray(placed["input_ids"]).max()) < VOCAB

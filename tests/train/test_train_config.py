@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args, get_type_hints
+
+import pytest
+
+from easypipe.core.config import from_dict, to_dict
+from easypipe.core.errors import ConfigError
+from easypipe.train.config import LossConfig, OptimizerConfig, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optimizer": {"name": "adamq"}}, "optimizer.name: 'adamq' is not an option (have: adamw). Did you mean 'adamw'?"),
+        ({"optimizer": {"schedule": "cosin"}}, "optimizer.schedule: 'cosin' is not an option (have: cosine). Did you mean 'cosine'?"),
+        ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: 0.0 is not a positive number"),
+        ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2: 1.0 is outside [0, 1). 0.9 and 0.95 are usual."),
+        ({"optimizer": {"clip_norm": -1.0}}, "optimizer.clip_norm: -1.0 is not a positive number"),
+        (
+            {"steps": 10, "optimizer": {"warmup_steps": 10}},
+            "optimizer.warmup_steps: 10 warm-up steps do not end before the last of 10 steps. Give at most 9.",
+        ),
+        ({"mesh": {"dat": 2}}, "mesh.dat: no mesh axis named 'dat' (have: data, fsdp, tensor). Did you mean 'data'?"),
+        ({"mesh": {"data": 0}}, "mesh.data: 0 is no number of devices. Give at least 1, or -1 for those that remain."),
+        ({"mesh": {"data": -1, "fsdp": -1}}, "mesh: -1 (the devices that remain) stands more than once (have: data, fsdp)."),
+        ({"steps": 0}, "steps: 0 is too small. Give at least 1."),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep: 0 is too small. Give at least 1."),
+        ({"loss": {"z_loss": -1e-4}}, "loss.z_loss: -0.0001 is not a number from 0 up"),
+        ({"stepz": 3}, "stepz: unknown key"),
+    ],
+)
+def test_bad_values_are_refused_by_name(values, message):
+    with pytest.raises(ConfigError) as error:
+        from_dict(TrainConfig, {"output_dir": "out", **values})
+    assert str(error.value).startswith(message)
+
+
+def test_a_configuration_survives_the_trip_through_plain_values():
+    config = TrainConfig(output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",))
+    assert from_dict(TrainConfig, to_dict(config)) == config
+
+
+def test_options_are_what_runs():
+    from easypipe.kernels.api import Implementation
+    from easypipe.train.axes import MESH_AXES as axes
+    from easypipe.train.config import MESH_AXES
+    from easypipe.train.optim import OPTIMIZERS, SCHEDULES
+
+    assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(OPTIMIZERS)
+    assert get_args(get_type_hints(OptimizerConfig)["schedule"]) == tuple(SCHEDULES)
+    assert get_args(get_type_hints(LossConfig)["implementation"]) == get_args(Implementation)
+    assert axes == MESH_AXES
+
+
+def test_reading_a_configuration_loads_no_jax():
+    code = "import sys, easypipe.train.config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import signal
+import threading
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
+from easypipe.train.config import CheckpointConfig, OptimizerConfig
+from easypipe.train.mesh import make_mesh
+from easypipe.train.metrics import read_metrics
+from easypipe.train.model import ModelConfig
+from easypipe.train.signals import Interrupted
+from easypipe.train.trainer import Trainer
+from train.runs import LENGTH, ROWS, Arithmetic, Tiny, numbers, settings
+
+MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
+STEPS = 12
+
+
+def trainer(folder, *, model=Tiny, train=None, evals=None, listener=lambda event: None, **changes):
+    train = Arithmetic() if train is None else train  # not `or`, which would ask an endless loader for its length
+    return Trainer(model, settings(folder, **changes), train, evals, listener=listener, mesh=MESH)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+    """Every Trainer compiles its own step; here they are mostly the same one."""
+    changes = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    for name, value in changes.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One whole run, looked at by many tests."""
+    folder = tmp_path_factory.mktemp("finished")
+    events = []
+    held = {"held": Arithmetic(3, seed=9, last=3)}
+    result = trainer(folder, evals=held, eval_every=5, listener=events.append).run()
+    return folder, result, events
+
+
+def test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model(finished):
+    folder, result, _ = finished
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert (result.first, result.last, result.resumed_from) == (records[0], records[-1], None)
+    assert result.last["loss"] < 0.7 * result.first["loss"]
+    assert [r["step"] for r in records if "eval" in r] == [5, 10, 12]
+    assert all(r["ppl"] == math.exp(r["nll"]) for r in records)
+    assert records[0]["tokens_per_second"] is None
+    assert all(r["tokens_per_second"] > 0 and 0 <= r["data_wait"] <= 1 and r["mfu"] is None for r in records[1:])
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["12", "8"]
+    assert result.checkpoint.is_dir()
+    assert result.plot.read_bytes()[:4] == b"\x89PNG"
+    assert result.model.hidden(np.zeros((1, 3), np.int32)).shape == (1, 3, 8)
+
+
+def test_listeners_hear_the_run_in_order(finished):
+    _, _, events = finished
+    kinds = [(e.kind, e.step) for e in events if e.kind in ("start", "checkpoint", "end")]
+    assert kinds == [("start", 0), ("checkpoint", 4), ("checkpoint", 8), ("checkpoint", 12), ("end", 12)]
+    assert [e.record["batches"] for e in events if e.kind == "eval"] == [1, 2, 3] * 3
+
+
+def test_evaluation_weighs_tokens_and_takes_the_short_last_batch(finished):
+    _, result, _ = finished
+    held = Arithmetic(3, seed=9, last=3)
+    total, targets = 0.0, 0
+    for t in (1, 2, 3):
+        batch = held.batch(t)
+        logits = np.asarray(result.model.hidden(batch["input_ids"]), np.float64) @ np.asarray(result.model.lm_head(), np.float64)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        rows, slots = np.nonzero(batch["labels"] != -100)
+        total -= logp[rows, slots, batch["labels"][rows, slots]].sum()
+        targets += len(rows)
+    assert result.last["eval"]["held"]["num_targets"] == targets
+    assert result.last["eval"]["held"]["loss"] == pytest.approx(total / targets, rel=1e-5)
+
+
+def test_a_finished_run_is_not_run_again(finished, tmp_path):
+    folder, result, _ = finished
+    shutil.copytree(folder, tmp_path / "run")
+    loader = Arithmetic()
+    again = trainer(tmp_path / "run", train=loader, evals={"held": Arithmetic(3)}, eval_every=5).run()
+    assert (again.resumed_from, again.last, loader.t) == (STEPS, result.last, STEPS)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7, 8, 11])
+def test_stopped_anywhere_the_curve_goes_on_bit_for_bit(finished, tmp_path, stop):
+    folder, _, _ = finished
+
+    def listener(event):
+        if event.kind == "step" and event.step == stop:
+            raise Stop
+
+    held = {"held": Arithmetic(3, seed=9, last=3)}
+    with pytest.raises(Stop):
+        trainer(tmp_path, evals=held, eval_every=5, listener=listener).run()
+    result = trainer(tmp_path, evals={"held": Arithmetic(3, seed=9, last=3)}, eval_every=5).run()
+    assert result.resumed_from == (None if stop < 4 else (stop - 1) // 4 * 4 or None)
+    assert numbers(read_metrics(tmp_path / "metrics.jsonl")) == numbers(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_dropout_and_micro_batches_resume_bit_for_bit(tmp_path):
+    def dropping(rngs):
+        return Tiny(rngs, dropout=0.3)
+
+    def listener(event):
+        if event.kind == "step" and event.step == 6:
+            raise Stop
+
+    how = {"model": dropping, "accumulate_steps": 2, "steps": 9}
+    trainer(tmp_path / "whole", **how).run()
+    with pytest.raises(Stop):
+        trainer(tmp_path / "cut", **how, listener=listener).run()
+    assert trainer(tmp_path / "cut", **how).run().resumed_from == 4
+    whole, cut = (numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "cut"))
+    assert whole == cut
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_with_its_code(finished, tmp_path, signum):
+    folder, _, _ = finished
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+
+    def listener(event):
+        if event.kind == "step" and event.step == 6:
+            signal.raise_signal(signum)
+
+    with pytest.raises(Interrupted, match=rf"step 7: stopped by {signum.name}, saved in .*Run the same command again") as stopped:
+        trainer(tmp_path, listener=listener).run()
+    assert stopped.value.exit_code == 128 + signum
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert trainer(tmp_path).run().resumed_from == 7
+    whole, cut = (read_metrics(at / "metrics.jsonl") for at in (folder, tmp_path))
+    assert [r["loss"] for r in whole] == [r["loss"] for r in cut]
+
+
+def test_off_the_main_thread_a_run_works_too(tmp_path):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(trainer(tmp_path, steps=3).run()))
+    thread.start()
+    thread.join(timeout=120)
+    assert results[0].steps == 3
+
+
+def test_lines_every_few_steps_and_the_last(finished, tmp_path):
+    folder, _, _ = finished
+    trainer(tmp_path, log_every=5).run()
+    whole = {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl")}
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(s, whole[s]) for s in (5, 10, 12)]
+
+
+def test_steps_default_to_the_length_of_the_loader(tmp_path):
+    assert trainer(tmp_path, steps=None, train=Arithmetic(5)).run().steps == 5
+
+
+def test_a_batch_without_targets_is_refused_and_not_saved(tmp_path):
+    with pytest.raises(TrainError, match=r"step 8: every label of the batch is ignored \(-100\)"):
+        trainer(tmp_path, train=Arithmetic(blank=8)).run()
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 8))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["4"]
+
+
+def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
+    with pytest.raises(TrainError, match=r"step 5: loss is nan .* Lower train\.optimizer\.learning_rate"):
+        trainer(tmp_path, train=Arithmetic(bad=5)).run()
+    assert trainer(tmp_path).run().resumed_from == 4
+
+
+def test_held_out_batches_without_targets_are_refused(tmp_path):
+    with pytest.raises(TrainError, match=r"eval\.held: no label to predict in 1 batches"):
+        trainer(tmp_path, steps=3, evals={"held": Arithmetic(1, blank=1)}).run()
+
+
+def test_a_loader_that_ends_early_is_told(tmp_path):
+    class Short(Arithmetic):
+        def __iter__(self):
+            yield self.batch(1)
+
+    with pytest.raises(TrainError, match=r"step 2: the loader ended, 12 steps were asked for"):
+        trainer(tmp_path, train=Short()).run()
+
+
+def test_what_cannot_run_is_refused_before_anything_is_made(tmp_path):
+    cases = [
+        ({"steps": None}, ConfigError, "train.steps: not given, and the loader never ends. Say how many steps to train."),
+        ({"train": Arithmetic(5)}, ConfigError, "train.steps: 12 steps, but the loader ends after 5 batches. Give at most 5"),
+        ({"evals": {"held": Arithmetic()}}, ConfigError, "train.eval_batches: held-out loader 'held' never ends."),
+        ({"accumulate_steps": 3}, PlacementError, "batch_size: 8 rows do not divide by the mesh (data 1, fsdp 1) times accumulate_"),
+        ({"resume_changes": ("train.step",)}, ConfigError, "train.resume_changes: 'train.step' is nothing that a checkpoint"),
+        ({"model": ModelConfig()}, ConfigError, "vocab_size: not known"),
+    ]
+    for changes, kind, message in cases:
+        with pytest.raises(kind) as error:
+            trainer(tmp_path / "never", **changes)
+        assert str(error.value).startswith(message)
+    assert not (tmp_path / "never").exists()
+    trainer(tmp_path / "never", evals={"held": Arithmetic()}, eval_batches=2)
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_differences(copied):
+    with pytest.raises(StateError) as error:
+        trainer(copied, steps=14, optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2)).run()
+    assert "belongs to another run: train.optimizer.learning_rate: 0.01 here, 0.03 in the checkpoint; " in str(error.value)
+    assert "train.steps: 14 here, 12 in the checkpoint" in str(error.value)
+    with pytest.raises(StateError, match=r"loader\.batch_size: 4 here, 8 in the checkpoint"):
+        trainer(copied, train=Arithmetic(batch_size=4)).run()
+    with pytest.raises(StateError, match=r"model\.\w+: .* here|model: .* here, None in the checkpoint"):
+        trainer(copied, model=ModelConfig(vocab_size=32, hidden_size=8, num_heads=1, num_kv_heads=1)).run()
+
+
+def test_what_resume_changes_names_may_change(copied, caplog):
+    with caplog.at_level(logging.WARNING, logger="easypipe"):
+        result = trainer(copied, steps=14, resume_changes=("train.steps",)).run()
+    assert (result.resumed_from, result.steps) == (12, 14)
+    assert "resumed at step 12 with changes: train.steps: 14 here, 12 in the checkpoint" in caplog.text
+    assert [r["step"] for r in read_metrics(copied / "metrics.jsonl")] == list(range(1, 15))
+
+
+def test_resume_false_refuses_a_folder_with_a_run(copied):
+    with pytest.raises(ConfigError, match=r"train\.resume: .* holds a run at step 12, and resume is false"):
+        trainer(copied, resume=False).run()
+
+
+def test_arrays_of_another_shape_are_listed(copied):
+    class Wider(Tiny):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.layers[0] = nnx.Linear(8, 8, rngs=rngs)
+
+    with pytest.raises(StateError, match=r"holds other arrays: params/layers\.0\.bias: float32\[8\] here, float32\[16\] in the checkpoint"):
+        trainer(copied, model=Wider).run()
+
+
+@pytest.mark.parametrize("part", ["arrays", "run"])
+def test_a_damaged_checkpoint_is_set_aside_with_a_warning(copied, finished, caplog, part):
+    shutil.rmtree(copied / "checkpoints/12" / part)
+    with caplog.at_level(logging.WARNING, logger="easypipe"):
+        result = trainer(copied, evals={"held": Arithmetic(3, seed=9, last=3)}, eval_every=5).run()
+    assert result.resumed_from == 8
+    assert "checkpoints/12: cannot be read" in caplog.text
+    assert (copied / "checkpoints-damaged/12").is_dir()
+    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["12", "8"]
+    assert numbers(read_metrics(copied / "metrics.jsonl")) == numbers(read_metrics(finished[0] / "metrics.jsonl"))
+
+
+def test_when_no_checkpoint_can_be_read_nothing_begins_anew(copied):
+    for step in ("8", "12"):
+        (copied / "checkpoints" / step / "run/data.json").write_text("{")
+    before = (copied / "metrics.jsonl").read_bytes()
+    with pytest.raises(StateError, match=r"checkpoints/12: cannot be read"):
+        trainer(copied).run()
+    assert (copied / "metrics.jsonl").read_bytes() == before
+    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["12", "8"]
+
+
+def test_keep_and_every_are_obeyed(tmp_path):
+    trainer(tmp_path / "one", checkpoint=CheckpointConfig(every=3, keep=3)).run()
+    assert sorted(int(p.name) for p in (tmp_path / "one/checkpoints").iterdir()) == [6, 9, 12]
+    trainer(tmp_path / "two", checkpoint=CheckpointConfig(every=None)).run()
+    assert [p.name for p in (tmp_path / "two/checkpoints").iterdir()] == ["12"]
+
+
+def test_a_trained_module_can_be_trained_on(finished, tmp_path):
+    _, result, _ = finished
+    more = trainer(tmp_path, model=result.model, steps=3).run()
+    assert more.first["loss"] < 1.1 * result.last["loss"]
+    assert not result.model.table.embedding[...].is_deleted()
+
+
+def test_batches_are_what_the_tests_say():
+    batch = Arithmetic(2).batch(1)
+    assert batch["labels"].shape == (ROWS, LENGTH)
+    assert 0 < (batch["labels"] != -100).sum() < batch["segment_ids"].sum() < ROWS * LENGTH
