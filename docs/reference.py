@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
@@ -15,6 +16,7 @@ import pkgutil
 import re
 import textwrap
 import tokenize
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import easypipe
 from easypipe.core.config import is_config
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("pipeline", "run", "stages", "sources", "transforms", "plan", "loader", "train", "kernels", "core")
+ROOMS = ("run", "pipeline", "stages", "sources", "transforms", "plan", "loader", "train", "kernels", "core")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -35,6 +37,7 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+@functools.cache
 def config_classes() -> list[type]:
     """Every `@config` class of the package, in the order of the rooms."""
     found: dict[str, type] = {}
@@ -56,10 +59,10 @@ def config_page() -> str:
         words = field_comments(cls) | words
         parts.append(f"## {cls.__name__}\n\n`{cls.__module__}`\n\n{prose}\n")
         rows = ["| key | type | default | |", "| --- | --- | --- | --- |"]
-        rows += [
-            f"| `{field.name}` | {_code(_annotation(cls, field))} | {_default(field)} | {_cell(words.get(field.name, ''))} |"
-            for field in dataclasses.fields(cls)
-        ]
+        for field in dataclasses.fields(cls):
+            annotation = _annotation(cls, field)
+            said = words.get(field.name) or _links(annotation)
+            rows.append(f"| `{field.name}` | {_code(annotation)} | {_default(field)} | {_cell(said)} |")
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -75,6 +78,12 @@ def api_page() -> str:
         parts.append(f"## {home.removeprefix('easypipe.')}\n")
         parts += [f"::: {home}.{_real_name(home, name)}\n    options:\n      heading_level: 3\n" for name in homes[home]]
     return "\n".join(parts)
+
+
+def _links(annotation: str) -> str:
+    """Where the keys of a nested config are explained."""
+    names = {cls.__name__ for cls in config_classes()}
+    return ", ".join(f"[{word}](#{word.lower()})" for word in re.findall(r"\w+", annotation) if word in names)
 
 
 def field_names(cls: type) -> list[str]:
@@ -95,6 +104,9 @@ def docstring_parts(cls: type) -> tuple[str, dict[str, str]]:
         elif current and line.startswith("    "):
             words |= {name: f"{words[name]} {line.strip()}" for name in current}
         else:
+            if current and line.strip():  # the sentence goes on without indentation: it was prose that begins with a key
+                prose.append(f"{', '.join(current)}: {words[current[0]]}")
+                words = {name: said for name, said in words.items() if name not in current}
             current = []
             prose.append(line)
     return "\n".join(prose).strip(), words
@@ -144,6 +156,9 @@ def _room(module: str) -> int:
 def _annotation(cls: type, field: dataclasses.Field[Any]) -> str:
     annotation = cls.__annotations__.get(field.name, field.type)
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    hint = typing.get_type_hints(cls)[field.name]
+    if typing.get_origin(hint) is typing.Literal and "Literal" not in text:
+        text = str(hint)  # an alias of the module: its options say more than its name
     return re.sub(r"\b(?:[a-z_]+\.)+([A-Z]\w*)", r"\1", text)
 
 
