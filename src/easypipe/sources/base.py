@@ -183,7 +183,7 @@ class FileSource:
         )
 
     def _options(self) -> list[Any]:
-        return [self.columns, "error" if self.on_error == "error" else "tolerant"]
+        return [None if self.columns is None else list(self.columns), "error" if self.on_error == "error" else "tolerant"]
 
     def _open(self) -> _Opened:
         opened = self._opened
@@ -213,11 +213,11 @@ class FileSource:
                         future.cancel()
         wanted = [(file.path, _project(survey.schema, self.columns)) for file, survey in zip(self.files, surveys, strict=True)]
         data = reconcile(wanted)
+        if not any(survey.schema.names for survey in surveys):
+            raise self._no_columns(surveys)
         if self.columns is not None:
             self._require(data, surveys)
             data = pa.schema([data.field(name) for name in self.columns])
-        elif not data.names:
-            raise SourceError(at=self.files[0].path, problem="holds no row from which columns could be known", fix="Give files with rows.")
         fields = [pa.schema([field for field in data if field.name in survey.schema.names]) for survey in surveys]
         numbered = self._format.numbered or self.on_error != "error"
         shards = [
@@ -226,6 +226,14 @@ class FileSource:
         ]
         schema = data.append(pa.field(ROW_NUMBER, pa.int64())) if numbered else data
         return _Opened(surveys=surveys, data=data, schema=schema, shards=shards, fields=fields)
+
+    def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:
+        """Files without any column: what is wrong with their first row, or that there is none."""
+        for file, survey in zip(self.files, surveys, strict=True):
+            for reject in self._format.rows(file, survey, pa.schema([]), 0, min(survey.num_rows, 1000)).rejects if survey.num_rows else ():
+                if not reject.benign:
+                    return self._refusal(file, survey, reject)
+        return SourceError(at=self.files[0].path, problem="holds no row from which columns could be known", fix="Give files with rows.")
 
     def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:
         for name in self.columns or ():
@@ -272,7 +280,10 @@ def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
             while pending:  # halves, so that finding a few bad rows costs little more than the check
                 first, last = pending.pop()
                 try:
-                    array.slice(first, last - first).validate(full=True)
+                    part = array.slice(first, last - first)
+                    if last - first < len(array) and array.type.num_fields:  # children of a slice are checked whole: make them its own
+                        part = part.take(pa.array(np.arange(last - first)))
+                    part.validate(full=True)
                 except (pa.ArrowInvalid, UnicodeDecodeError):
                     if last - first == 1:
                         bad.setdefault(first, field.name)

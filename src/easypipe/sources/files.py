@@ -134,6 +134,7 @@ class LocalFile:
 
     def __init__(self, file: FileRef) -> None:
         self.file = file
+        self._descriptor = -1
         self._descriptor = reading(file, lambda: os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
         status = os.fstat(self._descriptor)
         if status.st_size != file.num_bytes or str(status.st_mtime_ns) != file.identity:

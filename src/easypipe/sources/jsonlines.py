@@ -228,11 +228,11 @@ def _kind_name(kind: pa.DataType) -> str:
 
 
 def _parse_schema(fields: pa.Schema) -> pa.Schema:
-    """What the JSON reader is asked for; it knows no large_list."""
+    """What the JSON reader is asked for: it knows no large_list, and gives invalid arrays for lists of nulls (pyarrow 26)."""
 
     def small(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_large_list(kind):
-            return pa.list_(small(kind.value_type))
+            return pa.list_(pa.bool_() if pa.types.is_null(kind.value_type) else small(kind.value_type))
         if pa.types.is_struct(kind):
             return pa.struct([(kind.field(i).name, small(kind.field(i).type)) for i in range(kind.num_fields)])
         return kind

@@ -21,7 +21,7 @@ from easypipe.sources.schemas import merge_types, plain_type
 
 
 class Observer:
-    """Collects column types from records shown in order. columns: those wanted, None for all."""
+    """Collects column types from records shown in order. columns: those whose insides matter, None for all."""
 
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
         from easypipe.sources import scanners
@@ -35,14 +35,14 @@ class Observer:
                 row = json.dumps({name: None}, ensure_ascii=False).encode()
                 self._observe(np.frombuffer(row, np.uint8), np.zeros(1, np.int64), np.array([len(row)]))
             self._keys.kinds[:] = 0
-        self._preset = int(self._keys.counts[0])
         self._nested: dict[str, pa.DataType] = {}
 
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         flags = self._observe(data, starts, ends)
         kinds = self._keys.kinds[: self._keys.counts[0]]
         if (kinds >= self._scanners.OBJECT).any():
-            wanted = [name for name, all_kinds, _ in self._columns_seen() if all_kinds >= self._scanners.OBJECT]
+            nested = [name for name, every, _ in self._columns_seen() if every >= self._scanners.OBJECT]
+            wanted = [name for name in nested if self._columns is None or name in self._columns]
             if wanted:
                 size = int((ends - starts).sum()) + len(starts)
                 out = np.empty(size, np.uint8)
@@ -73,7 +73,7 @@ class Observer:
         return flags
 
     def _columns_seen(self) -> list[tuple[str, int, int]]:
-        """(name, all kinds, first kind) of every wanted column; keys that differ only in their escapes are one column."""
+        """(name, all kinds, first kind) of every column; keys that differ only in their escapes are one column."""
         found: dict[str, tuple[int, int]] = {}
         keys = self._keys
         for slot in range(int(keys.counts[0])):
@@ -84,7 +84,7 @@ class Observer:
             except ValueError:  # bad escapes or no UTF-8: the rows that hold it are refused when they are read
                 continue
             every, first = int(keys.kinds[slot]), int(keys.first[slot])
-            if not every or (self._columns is not None and name not in self._columns):
+            if not every:
                 continue
             before = found.get(name, (0, 0))
             found[name] = (before[0] | every, before[1] if before[1] > self._scanners.NULL else first)

@@ -418,6 +418,7 @@ def _skip_nested(data, words, i, end):
 def _scalar(data, i, end):
     """Kind of a literal or number, and where it ends; -1 where it is neither."""
     c = data[i]
+    most = np.uint64(9223372036854775807)
     if c == 116 or c == 102 or c == 110:  # t f n
         kind = NULL if c == 110 else BOOL
         while i < end and 97 <= data[i] <= 122:
@@ -425,6 +426,7 @@ def _scalar(data, i, end):
         return kind, i
     if c == 45:
         i += 1
+        most += np.uint64(1)
     digits, value = 0, np.uint64(0)
     while i < end and 48 <= data[i] <= 57:
         if digits < 19:
@@ -434,7 +436,7 @@ def _scalar(data, i, end):
     if digits == 0:
         return 0, -1
     kind = INT
-    if digits > 19 or value > np.uint64(9223372036854775807):
+    if digits > 19 or value > most:
         kind = FLOAT
     if i < end and (data[i] == 46 or data[i] == 101 or data[i] == 69):  # . e E
         kind = FLOAT

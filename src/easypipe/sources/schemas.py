@@ -110,7 +110,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
     have = array.type
     if have.equals(kind):
         return array
-    if t.is_null(have):
+    if t.is_null(have) or t.is_null(kind):  # a column of type null has no other values
         return pa.nulls(len(array), kind)
     if t.is_struct(have) and t.is_struct(kind):
         by_name = {field.name: child for field, child in zip(_fields(have), array.flatten(), strict=True)}
