@@ -143,6 +143,7 @@ def test_truncated_arrow(tmp_path: Path) -> None:
         read_all(open_files(put(tmp_path / "a.arrows", data[: len(data) // 2])))
 
 
+@pytest.mark.filterwarnings("ignore:Feather V1:DeprecationWarning")
 def test_old_feather(tmp_path: Path) -> None:
     feather.write_feather(TABLE, tmp_path / "a.feather", version=1)
     with pytest.raises(SourceError, match=r"is feather version 1\. Write it again with pyarrow\.feather \(version 2\)"):
@@ -238,9 +239,7 @@ def test_json_invalid_utf8(tmp_path: Path) -> None:
         (2, "invalid_utf8", "column 'meta' is not UTF-8"),
     ]
     assert found.batch.column("text").to_pylist() == ["a"]
-    refused(
-        path, "{path}, row 1, line 2: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'."
-    )
+    refused(path, "{path}, row 1, line 2: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.")
     assert len(read_all(open_files(path, on_error="skip", columns=["text"]))) == 2
 
 
@@ -304,9 +303,7 @@ def test_csv_header(tmp_path: Path, content: str, problem: str) -> None:
 
 def test_text_invalid_utf8(tmp_path: Path) -> None:
     path = put(tmp_path / "a.txt", b"good\n\n\xff\xfe\nlast")
-    refused(
-        path, "{path}, row 2, line 3: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'."
-    )
+    refused(path, "{path}, row 2, line 3: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.")
     assert [row["text"] for row in read_all(open_files(path, on_error="skip"))] == ["good", "last"]
 
 

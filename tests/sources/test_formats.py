@@ -16,14 +16,14 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import assert_stateless_reads
-from strategies import row_cuts, text_tables
 
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import parquet, records, streams
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
+from laws import assert_stateless_reads
+from strategies import row_cuts, text_tables
 
 
 def _jsonl(table: pa.Table) -> bytes:

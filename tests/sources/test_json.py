@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from laws import assert_stateless_reads
 
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
-from easypipe.sources import records, scanners
+from easypipe.sources import jsonkeys, records
 from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.jsontypes import merge_json
+from laws import assert_stateless_reads
 
 
 def lines_of(tmp_path: Path, rows: list, name: str = "a.jsonl") -> Path:
@@ -33,7 +33,7 @@ def test_types_of_scalars(tmp_path: Path) -> None:
     rows = [
         {"s": "2020-01-01 00:00:00", "i": 1, "f": 1, "b": True, "n": None, "late": None},
         {"s": "x", "i": -9223372036854775808, "f": 2.5, "b": None, "big": 9223372036854775808},
-        {"i": 9223372036854775807, "late": "at last", "e": 1e3, "k\u00e9y": "v", "key with \"quotes\"": 1},
+        {"i": 9223372036854775807, "late": "at last", "e": 1e3, "k\u00e9y": "v", 'key with "quotes"': 1},
     ]
     source = JsonShardedSource(lines_of(tmp_path, rows))
     assert types_of(source) == {
@@ -103,14 +103,14 @@ def test_rows_with_different_keys(tmp_path: Path) -> None:
 
 
 def test_more_keys_than_can_be_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{f"key{i}": i, "text": "t"} for i in range(scanners.MAX_KEYS + 5)]
+    rows = [{f"key{i}": i, "text": "t"} for i in range(jsonkeys.MAX_KEYS + 5)]
     path = lines_of(tmp_path, rows)
     with pytest.raises(SourceError, match=r"have more than 4096 different keys\. Name those to read with columns="):
         JsonShardedSource(path).schema  # noqa: B018
-    last = f"key{scanners.MAX_KEYS + 4}"
+    last = f"key{jsonkeys.MAX_KEYS + 4}"
     source = JsonShardedSource(path, columns=["text", last])
     assert types_of(source) == {"text": pa.large_string(), last: pa.int64()}
-    assert source.read(0, len(rows) - 1, len(rows)).to_pylist()[0][last] == scanners.MAX_KEYS + 4
+    assert source.read(0, len(rows) - 1, len(rows)).to_pylist()[0][last] == jsonkeys.MAX_KEYS + 4
 
 
 def test_line_breaks_of_windows_and_byte_order_mark(tmp_path: Path) -> None:
@@ -136,8 +136,12 @@ def test_lines_and_arrays_together(tmp_path: Path) -> None:
     assert_stateless_reads(source, [1])
 
 
-scalars = st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3), max_leaves=6)
+scalars = (
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3), max_leaves=6
+)
 dicts = st.dictionaries(st.sampled_from(["a", "b", "text", "\u00fc\\"]), values, max_size=4)
 
 
@@ -178,7 +182,9 @@ def _agrees(read: object, written: object) -> bool:
 
 kinds = st.recursive(
     st.sampled_from([pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.large_string()]),
-    lambda inner: inner.map(pa.large_list) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2).map(lambda d: pa.struct(list(d.items()))),
+    lambda inner: (
+        inner.map(pa.large_list) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2).map(lambda d: pa.struct(list(d.items())))
+    ),
     max_leaves=4,
 )
 

@@ -113,6 +113,7 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
     if not file.remote:
         with LocalFile(file) as local:
             return local.pread(start, stop)
+    fs: Any
     fs, name = filesystem(file.path, dict(file.storage_options or {}))
     data = reading(file, lambda: fs.cat_file(name, start=start, end=stop))
     if len(data) != stop - start:
@@ -232,6 +233,7 @@ def _data_files(folder: str, text: str, inside: Iterable[str], kinds: tuple[str,
 
 
 def _resolve_remote(text: str, storage_options: Mapping[str, Any] | None, kinds: tuple[str, ...]) -> list[FileRef]:
+    fs: Any
     fs, name = filesystem(text, dict(storage_options or {}))
     here = FileRef(path=text, num_bytes=0, identity="")
 

@@ -24,12 +24,12 @@ class Observer:
     """Collects column types from records shown in order. columns: those whose insides matter, None for all."""
 
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
-        from easypipe.sources import scanners
+        from easypipe.sources import jsonkeys, scanners
 
-        self._scanners = scanners
+        self._scanners, self._jsonkeys = scanners, jsonkeys
         self._path = path
         self._columns = columns
-        self._keys = scanners.new_keys()
+        self._keys = jsonkeys.new_keys()
         if columns is not None:  # so that they are found even where a file has more keys than the table holds
             for name in columns:
                 row = json.dumps({name: None}, ensure_ascii=False).encode()
@@ -40,8 +40,8 @@ class Observer:
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         flags = self._observe(data, starts, ends)
         kinds = self._keys.kinds[: self._keys.counts[0]]
-        if (kinds >= self._scanners.OBJECT).any():
-            nested = [name for name, every, _ in self._columns_seen() if every >= self._scanners.OBJECT]
+        if (kinds >= self._jsonkeys.OBJECT).any():
+            nested = [name for name, every, _ in self._columns_seen() if every >= self._jsonkeys.OBJECT]
             wanted = [name for name in nested if self._columns is None or name in self._columns]
             if wanted:
                 size = int((ends - starts).sum()) + len(starts)
@@ -56,7 +56,7 @@ class Observer:
         if self._keys.counts[2] and self._columns is None:
             raise SourceError(
                 at=self._path,
-                problem=f"its rows have more than {self._scanners.MAX_KEYS} different keys",
+                problem=f"its rows have more than {self._jsonkeys.MAX_KEYS} different keys",
                 fix="Name those to read with columns=[...].",
             )
         nested = pa.schema(list(self._nested.items()))
@@ -69,7 +69,7 @@ class Observer:
         data = data.view()
         data.flags.writeable = False
         flags = np.empty(len(starts), np.uint8)
-        self._scanners.observe_keys(data, starts, ends, flags, *self._keys)
+        self._jsonkeys.observe_keys(data, starts, ends, flags, *self._keys)
         return flags
 
     def _columns_seen(self) -> list[tuple[str, int, int]]:
@@ -87,13 +87,13 @@ class Observer:
             if not every:
                 continue
             before = found.get(name, (0, 0))
-            found[name] = (before[0] | every, before[1] if before[1] > self._scanners.NULL else first)
+            found[name] = (before[0] | every, before[1] if before[1] > self._jsonkeys.NULL else first)
         return [(name, every, first) for name, (every, first) in found.items()]
 
 
 def schema_of(facts: dict[str, Any]) -> pa.Schema:
     """The schema that an Observer's facts tell."""
-    from easypipe.sources.scanners import ARRAY, BOOL, FLOAT, INT, OBJECT, STRING
+    from easypipe.sources.jsonkeys import ARRAY, BOOL, FLOAT, INT, OBJECT, STRING
 
     nested = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["nested"])))
     fields = []

@@ -159,7 +159,7 @@ def index_records(
                     raise SourceError(at=place(file.path, row=row), problem=problem, fix="A quote or bracket may be open.")
                 buffer = np.concatenate([buffer, np.empty_like(buffer)])
             while have < len(buffer) and not final:  # full, so that a record longer than the buffer is scanned few times
-                count = stream.readinto(memoryview(buffer)[have:])
+                count = stream.readinto(buffer.data[have:])
                 final = count == 0
                 have += count
             at = min(skip, have)  # bytes before the first record: a byte order mark, a header

@@ -1,5 +1,5 @@
-# ruff: noqa: SIM109, SIM110 - kernels spell out what numba compiles best
-"""Byte scanners in numba: where records begin and end, and what the keys of JSON objects hold. They release the GIL.
+# ruff: noqa: SIM109 - kernels spell out what numba compiles best
+"""Byte scanners in numba: where records begin and end, and which could be JSON objects. They release the GIL.
 
 `data` is always a read-only UInt8 array (records.frozen), so that every kernel is compiled once. A splitter fills `starts` and `ends`
 (Int64, as many as they hold), and returns (records, bytes consumed, status); it begins at the start of a record and, without `final`,
@@ -8,11 +8,8 @@ leaves a record that `data` does not hold whole for the next call.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
 # status of a splitter
 MORE = 0  # needs more bytes, or room for more records
@@ -25,13 +22,7 @@ GOOD = 0
 BLANK = 1
 ODD = 2  # cannot be one JSON object
 
-# kinds of JSON values, as bits
-NULL, BOOL, INT, FLOAT, STRING, OBJECT, ARRAY = 1, 2, 4, 8, 16, 32, 64
-
 MAX_DEPTH = 200
-MAX_KEYS = 4096
-KEY_BYTES = 1 << 20
-TABLE = 4 * MAX_KEYS
 
 _QUOTE, _BACKSLASH, _NEWLINE, _RETURN = 34, 92, 10, 13
 
@@ -80,7 +71,7 @@ def split_elements(data, final, starts, ends):
     n, count, i = len(data), 0, 0
     consumed = 0
     while count < len(starts):
-        while i < n and _is_space(data[i]):
+        while i < n and is_space(data[i]):
             i += 1
         consumed = i
         if i == n:
@@ -90,7 +81,7 @@ def split_elements(data, final, starts, ends):
         start = i
         opening = data[i] == 91  # only the first can be one: behind an element stands "," or "]"
         i += 1
-        while i < n and _is_space(data[i]):
+        while i < n and is_space(data[i]):
             i += 1
         if opening and i < n and data[i] == 93:
             return count, i + 1, CLOSED
@@ -116,7 +107,7 @@ def split_elements(data, final, starts, ends):
             return count, consumed, MORE
         i = min(i, n)
         end = i
-        while end > first and _is_space(data[end - 1]):
+        while end > first and is_space(data[end - 1]):
             end -= 1
         if end == first or (i < n and data[i] == 125):  # no element, or a "}" that closes nothing
             return count, i, BROKEN if i < n else MORE
@@ -180,7 +171,7 @@ def flag_blank(data, starts, ends, flags):
     """GOOD, or BLANK where a record is white space only."""
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
-        while i < end and _is_space(data[i]):
+        while i < end and is_space(data[i]):
             i += 1
         flags[r] = BLANK if i == end else GOOD
 
@@ -192,7 +183,7 @@ def flag_objects(data, starts, ends, flags):
     words = data[: len(data) // 8 * 8].view(np.uint64)
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
-        while i < end and _is_space(data[i]):
+        while i < end and is_space(data[i]):
             i += 1
         if i == end:
             flags[r] = BLANK
@@ -200,10 +191,10 @@ def flag_objects(data, starts, ends, flags):
         flags[r] = ODD
         if data[i] != 123:
             continue
-        i = _skip_nested(data, words, i, end)
+        i = skip_nested(data, words, i, end)
         if i < 0:
             continue
-        while i < end and _is_space(data[i]):
+        while i < end and is_space(data[i]):
             i += 1
         if i == end:
             flags[r] = GOOD
@@ -257,117 +248,13 @@ def pick_entries(starts, row, offset, every_rows, every_bytes, last, rows, offse
     return count
 
 
-class Keys(NamedTuple):
-    """What the top-level keys of objects hold, filled by observe_keys; keys are numbered in order of first appearance."""
-
-    counts: NDArray[np.int64]  # keys, bytes of `text`, whether keys were left out for want of room
-    table: NDArray[np.int32]  # hash table of key numbers, -1 where free
-    spans: NDArray[np.int32]  # key k is text[spans[k] : spans[k + 1]]
-    text: NDArray[np.uint8]  # raw bytes of keys, as between their quotes
-    kinds: NDArray[np.uint8]  # all kinds of values seen
-    first: NDArray[np.uint8]  # the first kind seen that is not NULL
-
-
-def new_keys() -> Keys:
-    return Keys(
-        np.zeros(3, np.int64),
-        np.full(TABLE, -1, np.int32),
-        np.zeros(MAX_KEYS + 1, np.int32),
-        np.zeros(KEY_BYTES, np.uint8),
-        np.zeros(MAX_KEYS, np.uint8),
-        np.zeros(MAX_KEYS, np.uint8),
-    )
-
-
-@numba.njit(nogil=True, cache=True)
-def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, first):
-    """Adds what the top-level keys of GOOD records hold to Keys; flags records ODD whose structure is wrong.
-
-    The arrays after `flags` are those of Keys. Keys beyond MAX_KEYS set counts[2] and are not recorded.
-    """
-    words = data[: len(data) // 8 * 8].view(np.uint64)
-    line_keys = np.empty(MAX_KEYS, np.int32)
-    line_kinds = np.empty(MAX_KEYS, np.uint8)
-    for r in range(len(starts)):
-        i, end = starts[r], ends[r]
-        while i < end and _is_space(data[i]):
-            i += 1
-        if i == end:
-            flags[r] = BLANK
-            continue
-        flags[r] = ODD
-        if data[i] != 123:
-            continue
-        i += 1
-        here, expect, ok, guess = 0, False, False, 0
-        while True:
-            while i < end and _is_space(data[i]):
-                i += 1
-            if i < end and data[i] == 125 and not expect:
-                i += 1
-                ok = True
-                break
-            if i >= end or data[i] != _QUOTE:
-                break
-            key = i + 1
-            i = _skip_string(data, words, key, end)
-            if i < 0:
-                break
-            key_end = i - 1
-            while i < end and _is_space(data[i]):
-                i += 1
-            if i >= end or data[i] != 58:  # :
-                break
-            i += 1
-            while i < end and _is_space(data[i]):
-                i += 1
-            if i >= end:
-                break
-            c = data[i]
-            if c == _QUOTE:
-                kind = STRING
-                i = _skip_string(data, words, i + 1, end)
-            elif c == 123 or c == 91:
-                kind = OBJECT if c == 123 else ARRAY
-                i = _skip_nested(data, words, i, end)
-            else:
-                kind, i = _scalar(data, i, end)
-            if i < 0:
-                break
-            slot = _slot(data, key, key_end, guess, counts, table, spans, text)
-            guess = slot + 1
-            if slot >= 0 and here < MAX_KEYS:
-                line_keys[here] = slot
-                line_kinds[here] = kind
-                here += 1
-            while i < end and _is_space(data[i]):
-                i += 1
-            if i < end and data[i] == 44:
-                i += 1
-                expect = True
-            elif i < end and data[i] == 125:
-                i += 1
-                ok = True
-                break
-            else:
-                break
-        while i >= 0 and i < end and _is_space(data[i]):
-            i += 1
-        if ok and i == end:
-            flags[r] = GOOD
-            for k in range(here):
-                kinds[line_keys[k]] |= line_kinds[k]
-                if first[line_keys[k]] <= NULL:
-                    first[line_keys[k]] = line_kinds[k]
-
-
 @numba.njit(nogil=True, cache=True, inline="always")
-def _is_space(c):
+def is_space(c):
     return c == 32 or c == 10 or c == 13 or c == 9
 
 
 @numba.njit(nogil=True, cache=True)
-def _skip_string(data, words, i, end):
+def skip_string(data, words, i, end):
     """From behind the opening quote to behind the closing one; -1 where there is none, or a control character stands in it."""
     while i < end:
         c = data[i]
@@ -392,13 +279,13 @@ def _skip_string(data, words, i, end):
 
 
 @numba.njit(nogil=True, cache=True)
-def _skip_nested(data, words, i, end):
+def skip_nested(data, words, i, end):
     """From an opening bracket to behind the closing one; -1 where it does not close or goes deeper than MAX_DEPTH."""
     depth = 0
     while i < end:
         c = data[i]
         if c == _QUOTE:
-            i = _skip_string(data, words, i + 1, end)
+            i = skip_string(data, words, i + 1, end)
             if i < 0:
                 return -1
             continue
@@ -412,72 +299,3 @@ def _skip_nested(data, words, i, end):
                 return i + 1
         i += 1
     return -1
-
-
-@numba.njit(nogil=True, cache=True)
-def _scalar(data, i, end):
-    """Kind of a literal or number, and where it ends; -1 where it is neither."""
-    c = data[i]
-    most = np.uint64(9223372036854775807)
-    if c == 116 or c == 102 or c == 110:  # t f n
-        kind = NULL if c == 110 else BOOL
-        while i < end and 97 <= data[i] <= 122:
-            i += 1
-        return kind, i
-    if c == 45:
-        i += 1
-        most += np.uint64(1)
-    digits, value = 0, np.uint64(0)
-    while i < end and 48 <= data[i] <= 57:
-        if digits < 19:
-            value = value * np.uint64(10) + np.uint64(data[i] - 48)
-        digits += 1
-        i += 1
-    if digits == 0:
-        return 0, -1
-    kind = INT
-    if digits > 19 or value > most:
-        kind = FLOAT
-    if i < end and (data[i] == 46 or data[i] == 101 or data[i] == 69):  # . e E
-        kind = FLOAT
-        while i < end and (48 <= data[i] <= 57 or data[i] == 46 or data[i] == 101 or data[i] == 69 or data[i] == 43 or data[i] == 45):
-            i += 1
-    return kind, i
-
-
-@numba.njit(nogil=True, cache=True)
-def _slot(data, key, key_end, guess, counts, table, spans, text):
-    """Number of a key, in order of first appearance; -1 where the table is full. Lines mostly repeat their keys: `guess` is tried first."""
-    length = key_end - key
-    if guess < counts[0] and _same(data, key, length, guess, spans, text):
-        return guess
-    mixed = np.uint64(1469598103934665603)  # FNV-1a, 64 bits
-    for i in range(key, key_end):
-        mixed = (mixed ^ np.uint64(data[i])) * np.uint64(1099511628211)
-    place = np.int64(mixed >> np.uint64(32)) % TABLE
-    while table[place] >= 0:
-        if _same(data, key, length, table[place], spans, text):
-            return table[place]
-        place = (place + 1) % TABLE
-    slot = counts[0]
-    if slot >= MAX_KEYS or counts[1] + length > KEY_BYTES:
-        counts[2] = 1
-        return -1
-    for i in range(length):
-        text[counts[1] + i] = data[key + i]
-    counts[0] += 1
-    counts[1] += length
-    spans[slot + 1] = counts[1]
-    table[place] = slot
-    return slot
-
-
-@numba.njit(nogil=True, cache=True)
-def _same(data, key, length, slot, spans, text):
-    begin = spans[slot]
-    if spans[slot + 1] - begin != length:
-        return False
-    for i in range(length):
-        if text[begin + i] != data[key + i]:
-            return False
-    return True

@@ -120,7 +120,7 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
             return array.cast(kind)
         return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null() if array.null_count else None)
     if (t.is_list(have) or t.is_large_list(have)) and t.is_large_list(kind):
-        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+        lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False)
         offsets = np.zeros(len(array) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         mask = array.is_null() if array.null_count else None

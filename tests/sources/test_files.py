@@ -1,0 +1,176 @@
+"""Which files a source reads, locally and through fsspec."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources.files import format_of, natural, resolve
+from easypipe.sources.open import open_files
+from laws import assert_stateless_reads
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ["part-10.jsonl", "part-2.jsonl", "deep/part-1.jsonl", "_SUCCESS.jsonl", ".hidden.jsonl", "notes.md", "x[1].txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    return tmp_path
+
+
+def names(folder: Path, files: list) -> list[str]:
+    return [str(Path(file.path).relative_to(folder)) for file in files]
+
+
+def test_paths_globs_folders_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order = ["part-2.jsonl", "part-10.jsonl"]
+    assert names(folder, resolve(str(folder / "*.jsonl"))) == ["_SUCCESS.jsonl", *in_order]
+    assert names(folder, resolve(folder / "**" / "part*.jsonl")) == ["deep/part-1.jsonl", *in_order]
+    assert names(folder, resolve(folder, extensions=["json"])) == ["deep/part-1.jsonl", *in_order]
+    assert names(folder, resolve(folder)) == ["deep/part-1.jsonl", *in_order, "x[1].txt"]
+    assert names(folder, resolve([folder / "part-10.jsonl", folder / "part-2.jsonl"])) == in_order[::-1]
+    assert names(folder, resolve(folder / "x[1].txt")) == ["x[1].txt"]
+    assert names(folder, resolve(f"file://{folder}/part-2.jsonl")) == ["part-2.jsonl"]
+    monkeypatch.chdir(folder)
+    assert names(folder, resolve("deep")) == ["deep/part-1.jsonl"]
+    monkeypatch.setenv("HOME", str(folder))
+    assert names(folder, resolve("~/part-2.jsonl")) == ["part-2.jsonl"]
+
+
+def test_wrong_arguments() -> None:
+    for wrong in ([], [""], [5]):
+        with pytest.raises(ConfigError, match="data_files"):
+            resolve(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("a.parquet", "parquet"),
+        ("A.JSONL", "json"),
+        ("a.jsonl.gz", "json"),
+        ("a.csv.zst", "csv"),
+        ("a.parquet.gz", None),
+        ("a.b", None),
+        ("a.gz", None),
+    ],
+)
+def test_format_of(path: str, kind: str | None) -> None:
+    assert format_of(path) == kind
+
+
+def test_natural_order() -> None:
+    assert sorted(["a10", "a2", "a", "b1", "1", "a02b"], key=natural) == ["1", "a", "a2", "a02b", "a10", "b1"]
+
+
+@pytest.fixture
+def memory() -> fsspec.AbstractFileSystem:
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+    lines = b"".join(b'{"text": "row %d"}\n' % i for i in range(3000))
+    table = pa.table({"text": [f"row {i}" for i in range(3000)]})
+    fs.pipe("/bucket/a-10.jsonl", lines)
+    fs.pipe("/bucket/a-2.jsonl", lines[: len(lines) // 2].rpartition(b"\n")[0])
+    fs.pipe("/bucket/z/b.jsonl.gz", gzip.compress(lines))
+    fs.pipe("/bucket/z/c.csv", b"text\n" + b"".join(b"row %d\n" % i for i in range(3000)))
+    with fs.open("/bucket/z/d.parquet", "wb") as file:
+        pq.write_table(table, file, row_group_size=500)
+    with fs.open("/bucket/z/e.arrow", "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    with fs.open("/bucket/z/f.arrows", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=700)
+    return fs
+
+
+@pytest.mark.parametrize("name", ["a-10.jsonl", "z/b.jsonl.gz", "z/c.csv", "z/d.parquet", "z/e.arrow", "z/f.arrows"])
+def test_urls(memory: fsspec.AbstractFileSystem, name: str) -> None:
+    source = open_files(f"memory://bucket/{name}")
+    assert_stateless_reads(source, [1, 499, 1024, 2999])
+    assert source.read(0, 1234, 1236).column("text").to_pylist() == ["row 1234", "row 1235"]
+
+
+def test_url_globs_folders_and_what_is_missing(memory: fsspec.AbstractFileSystem) -> None:
+    assert [file.path for file in resolve("memory://bucket/*.jsonl")] == ["memory:///bucket/a-2.jsonl", "memory:///bucket/a-10.jsonl"]
+    assert [file.path for file in resolve("memory://bucket", extensions=["parquet"])] == ["memory:///bucket/z/d.parquet"]
+    with pytest.raises(MissingFileError, match=r"memory://bucket/b\*: the pattern matches no file"):
+        resolve("memory://bucket/b*")
+    with pytest.raises(MissingFileError, match=r"memory://bucket/b: no such file or folder\. Check the URL"):
+        resolve("memory://bucket/b")
+    with pytest.raises(MissingFileError, match="holds no data file"):
+        resolve("memory://bucket/z", extensions=["txt"])
+
+
+def test_url_fingerprints(memory: fsspec.AbstractFileSystem) -> None:
+    before = open_files("memory://bucket/a-2.jsonl")
+    assert before.fingerprint == open_files("memory://bucket/a-2.jsonl").fingerprint
+    memory.pipe("/bucket/a-2.jsonl", b'{"text": "new"}')
+    after = open_files("memory://bucket/a-2.jsonl")
+    assert after.fingerprint != before.fingerprint
+    assert after.read(0, 0, 1).to_pylist() == [{"text": "new", ROW_NUMBER: 0}]
+
+
+def test_storage_options_stay_secret(memory: fsspec.AbstractFileSystem) -> None:
+    file = resolve("memory://bucket/a-2.jsonl", {"skip_instance_cache": True})[0]
+    assert "skip_instance_cache" not in repr(file)
+    assert open_files("memory://bucket/a-2.jsonl", storage_options={"skip_instance_cache": True}).schema.names == ["text", ROW_NUMBER]
+
+
+def test_schemas_are_reconciled(tmp_path: Path) -> None:
+    """A column that a file lacks is null in it, numbers widen, kinds of storage do not matter."""
+    pq.write_table(pa.table({"text": ["a"], "n": pa.array([1], pa.int32()), "m": [{"x": 1}]}), tmp_path / "1.parquet")
+    dictionary = pa.array(["b"]).dictionary_encode()
+    more = pa.table({"n": pa.array([2.5], pa.float32()), "text": dictionary, "extra": [[1]], "m": [{"y": [None, "q"]}]})
+    pq.write_table(more, tmp_path / "2.parquet")
+    pq.write_table(pa.table({"text": pa.array(["c"], pa.large_string()), "n": pa.array([None], pa.null())}), tmp_path / "3.parquet")
+    source = open_files(tmp_path)
+    inner = pa.struct([("x", pa.int64()), ("y", pa.large_list(pa.large_string()))])
+    assert source.schema == pa.schema(
+        [("text", pa.large_string()), ("n", pa.float64()), ("m", inner), ("extra", pa.large_list(pa.int64()))]
+    )
+    assert [source.read(s, 0, 1).to_pylist()[0] for s in range(3)] == [
+        {"text": "a", "n": 1.0, "m": {"x": 1, "y": None}, "extra": None},
+        {"text": "b", "n": 2.5, "m": {"x": None, "y": [None, "q"]}, "extra": [1]},
+        {"text": "c", "n": None, "m": None, "extra": None},
+    ]
+    assert_stateless_reads(source, [1])
+
+
+def test_a_number_that_does_not_fit(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": [1.5]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"n": [2**60 + 1]}), tmp_path / "2.parquet")
+    source = open_files(tmp_path)
+    assert source.read(0, 0, 1).to_pylist() == [{"n": 1.5}]
+    with pytest.raises(SourceError, match=r"2\.parquet, column 'n': cannot be read as double, which it has in other files or rows: "):
+        source.read(1, 0, 1)
+
+
+def test_stored_row_numbers_are_not_read(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"], ROW_NUMBER: [7, 9]}), tmp_path / "a.parquet")
+    assert open_files(tmp_path / "a.parquet").schema.names == ["text"]
+    assert open_files(tmp_path / "a.parquet", on_error="skip").read(0, 1, 2).to_pylist() == [{"text": "b", ROW_NUMBER: 1}]
+
+
+def test_real_data(shared_data: Path) -> None:
+    """Every text and chat file beside the checkout."""
+    import json
+
+    for path in sorted([*(shared_data / "text").iterdir(), *(shared_data / "chat").iterdir()]):
+        source = open_files(path)
+        assert_stateless_reads(source, [1, 100, 2000, 30000])
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if path.suffix == ".txt":
+            rows = [{"text": line} for line in data.decode().split("\n") if line.strip()]
+        else:
+            rows = json.loads(data) if path.suffix == ".json" else [json.loads(line) for line in data.splitlines() if line.strip()]
+        texts = [name for name in source.schema.names if source.schema.field(name).type == pa.large_string()]
+        assert texts or "messages" in source.schema.names
+        read = source.read(0, 0, source.shards[0].num_rows).select(texts).to_pylist()
+        assert read == [{name: row.get(name) for name in texts} for row in rows]

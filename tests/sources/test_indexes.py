@@ -1,0 +1,171 @@
+"""Indexes of text files: kept beside each other, made again when they must be, and what they save."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from easypipe.core import storage
+from easypipe.core.errors import SourceError
+from easypipe.sources import records, streams
+from easypipe.sources.open import open_files
+
+ROWS = 6000
+
+
+def lines(rows: int = ROWS) -> bytes:
+    return b"".join(b'{"text": "row %d %s"}\n' % (i, b"x" * (i % 900)) for i in range(rows))
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"), [(".jsonl", bytes), (".jsonl.gz", gzip.compress), (".json", lambda d: b"[" + b",".join(d.splitlines()) + b"]")]
+)
+def test_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, pack) -> None:
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(pack(lines()))
+    built = []
+    index_records = records.index_records
+    monkeypatch.setattr(records, "index_records", lambda *a: built.append(1) or index_records(*a))
+
+    def opened(**options):
+        source = open_files(path, index_dir=tmp_path / "index", **options)
+        return source, source.read(0, 3000, 3002).column("text").to_pylist(), source.schema, source.shards
+
+    _, first, schema, shards = opened()
+    assert len(built) == 1
+    _, again, same_schema, same_shards = opened()
+    assert len(built) == 1
+    assert (again, same_schema, same_shards) == (first, schema, shards)
+
+    sidecar = next((tmp_path / "index").iterdir())
+    for damage in ["", "{", "[]", json.dumps({"num_rows": 3}), sidecar.read_text().replace('"rows": "A', '"rows": "!')]:
+        sidecar.write_text(damage)
+        assert opened()[1] == first
+        assert storage.read_json(sidecar)["num_rows"] == ROWS
+    assert len(built) == 6
+
+    path.write_bytes(pack(lines(4000)))
+    assert opened()[3][0].num_rows == 4000
+    assert len(built) == 7
+
+
+def test_damaged_sidecar_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x\n")
+    open_files(tmp_path / "a.txt", index_dir=tmp_path / "index").shards  # noqa: B018
+    sidecar = next((tmp_path / "index").iterdir())
+    sidecar.write_text("{}")
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        open_files(tmp_path / "a.txt", index_dir=tmp_path / "index").shards  # noqa: B018
+    assert str(sidecar) in caplog.text
+    assert "is damaged" in caplog.text
+
+
+def test_killed_while_committing(tmp_path: Path) -> None:
+    """A sidecar is there whole or not at all; the next run makes it."""
+    (tmp_path / "a.jsonl").write_bytes(lines(10))
+
+    class Killed(BaseException):
+        pass
+
+    def kill(step: str, path: str) -> None:
+        if step == at:
+            raise Killed
+
+    for at in ("write", "sync", "rename"):
+        storage.set_fault_hook(kill)
+        with pytest.raises(Killed):
+            open_files(tmp_path / "a.jsonl", index_dir=tmp_path / at).shards  # noqa: B018
+        storage.set_fault_hook(None)
+        assert not list((tmp_path / at).glob("*.json"))
+        assert open_files(tmp_path / "a.jsonl", index_dir=tmp_path / at).shards[0].num_rows == 10
+
+
+def test_cuts_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    source = open_files(tmp_path / "a.jsonl")
+    assert source.shards[0].cuts == (0, 3072)  # every 1,024 rows there is an entry, every 1 MiB a cut
+    whole = source.read(0, 0, ROWS)
+    monkeypatch.setattr(records, "PIECE_BYTES", 100_000)
+    assert source.read(0, 0, ROWS).equals(whole)
+
+
+@pytest.fixture
+def decompressed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that were decompressed."""
+    seen: list[int] = []
+    read = streams._Decompressed.read
+    monkeypatch.setattr(streams._Decompressed, "read", lambda self: (lambda out: seen.append(len(out)) or out)(read(self)))
+    return seen
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+def test_consecutive_ranges_decompress_once(tmp_path: Path, decompressed: list[int], ending: str, pack) -> None:
+    data = lines()
+    (tmp_path / f"a.jsonl.{ending}").write_bytes(pack(data))
+    source = open_files(tmp_path / f"a.jsonl.{ending}")
+    assert source.shards[0].num_rows == ROWS
+    decompressed.clear()
+    for start in range(0, ROWS, 500):
+        source.read(0, start, start + 500)
+    assert sum(decompressed) == len(data)
+
+    decompressed.clear()
+    turn = threading.Semaphore(1)
+    spans = iter(range(0, ROWS, 250))
+
+    def work() -> None:
+        while True:
+            with turn:
+                start = next(spans, None)
+            if start is None:
+                return
+            source.read(0, start, start + 250)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(decompressed) <= 3 * len(data)  # threads that overtake each other begin again, at most once each
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decompressed: list[int], ending: str) -> None:
+    """Files of several members (BGZF, multi-frame zst) are entered near the rows that are asked for."""
+    monkeypatch.setattr(streams, "RESTART_BYTES", 50_000)
+    pack = gzip.compress if ending == "gz" else zstandard.compress
+    data = lines()
+    path = tmp_path / f"a.jsonl.{ending}"
+    path.write_bytes(b"".join(pack(data[i : i + 60_000]) for i in range(0, len(data), 60_000)))
+    source = open_files(path, index_dir=tmp_path / "index")
+    last = source.read(0, ROWS - 1, ROWS)
+    decompressed.clear()
+    again = open_files(path, index_dir=tmp_path / "index")
+    assert again.read(0, ROWS - 1, ROWS).equals(last)
+    assert sum(decompressed) < len(data) // 2
+
+
+def test_a_file_that_grew_shorter_under_its_index(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(100))
+    source = open_files(path)
+    assert source.shards[0].num_rows == 100
+    path.write_bytes(lines(10))
+    with pytest.raises(SourceError, match="changed after the source was made"):
+        source.read(0, 90, 100)
+
+
+def test_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "CHUNK_BYTES", 64)
+    text = "y" * 5000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": text}) + "\n")
+    assert open_files(tmp_path / "a.jsonl").read(0, 1, 2).column("text").to_pylist() == [text]
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1024)
+    with pytest.raises(SourceError, match=r"a\.jsonl, row 1: a record of more than 0 MiB begins here\. A quote or bracket may be open"):
+        open_files(tmp_path / "a.jsonl").shards  # noqa: B018
