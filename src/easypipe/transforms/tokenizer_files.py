@@ -92,7 +92,7 @@ def _options(path: Path) -> dict[str, Any]:
 
 def _from_hub(name: str) -> TokenizerFiles:
     from huggingface_hub import hf_hub_download  # slow to import, and only needed for names
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RemoteEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
@@ -108,12 +108,6 @@ def _from_hub(name: str) -> TokenizerFiles:
             problem="no such repository on the Hugging Face Hub, or it is private; nor is there a file or folder of this name",
             fix="Check the name; for a private repository set HF_TOKEN to a token that may read it.",
         ) from None
-    except RemoteEntryNotFoundError:
-        raise TokenizerError(
-            at=name,
-            problem="the Hub repository holds no tokenizer.json",
-            fix="Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
-        ) from None
     except LocalEntryNotFoundError as error:
         raise TokenizerError(
             at=name,
@@ -121,21 +115,38 @@ def _from_hub(name: str) -> TokenizerFiles:
             fix="Check the network (and HF_HUB_OFFLINE, HF_ENDPOINT), give a local tokenizer.json, or, for a private or gated "
             "repository, set HF_TOKEN.",
         ) from None
+    except EntryNotFoundError:
+        raise TokenizerError(
+            at=name,
+            problem="the Hub repository holds no tokenizer.json",
+            fix="Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
+        ) from None
     except (OSError, ValueError) as error:  # HTTP and validation errors of the Hub client derive from these
         raise TokenizerError(
             at=name,
             problem=f"cannot be downloaded from the Hugging Face Hub: {_root(error)}",
             fix="Give a local tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
         ) from None
-    try:
-        config: Path | None = Path(hf_hub_download(name, "tokenizer_config.json"))
-    except RemoteEntryNotFoundError:
-        config = None
-    except (OSError, ValueError) as error:
-        raise TokenizerError(
-            at=name, problem=f"tokenizer_config.json cannot be downloaded from the Hub: {_root(error)}", fix="Check the network, try again."
-        ) from None
+    config = _optional_from_hub(name, "tokenizer_config.json")
     return TokenizerFiles(_read(path, path.parent).definition, _options(config) if config else {}, f"hub:{name}")
+
+
+def _optional_from_hub(name: str, file: str) -> Path | None:
+    """None where the repository does not have the file."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except (OSError, ValueError, EntryNotFoundError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        known = try_to_load_from_cache(name, file)
+        if known is not None and not isinstance(known, str):  # offline, and the Hub said earlier that there is none
+            return None
+        raise TokenizerError(
+            at=name, problem=f"{file} cannot be downloaded from the Hugging Face Hub: {_root(error)}", fix="Check the network, try again."
+        ) from None
 
 
 def _root(error: BaseException) -> str:

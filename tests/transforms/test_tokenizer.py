@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import strategies
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.transforms import fast, proof
+from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from token_support import FAST, TOKENIZERS, small_tokenizer, small_tokenizer_folder, texts
+
+
+def hostile(specials: list[str]) -> list[str]:
+    return proof.torture(specials).to_pylist()
+
+
+def real_texts(shared_data: Path) -> list[str]:
+    lines = (shared_data / "text" / "udhr_15_languages.jsonl").read_text(encoding="utf-8").splitlines()
+    c4 = (shared_data / "text" / "c4_demo.jsonl").read_text(encoding="utf-8").splitlines()[:80]
+    return [json.loads(line)["text"] for line in lines + c4]
+
+
+def reference(folder: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("options", [{}, {"add_special_tokens": False}, {"max_length": 9}, {"backend": "tokenizers", "max_length": 3}])
+def test_tokens_are_those_of_the_reference(shared_data: Path, name: str, options: dict) -> None:
+    folder = shared_data / "tokenizers" / name
+    tokenizer = load_tokenizer(TokenizerConfig(name_or_path=str(folder), **options))
+    expected = reference(folder)
+    if "max_length" in options:
+        expected.enable_truncation(options["max_length"])
+    specials = [token.content for token in expected.get_added_tokens_decoder().values()]
+    inputs = hostile(specials) + real_texts(shared_data) + [f"x{special}y" for special in specials]
+    encoded = tokenizer.encode_column(pa.array(inputs))
+    assert encoded.offsets.dtype == np.int64
+    assert encoded.ids.dtype == np.uint32
+    assert encoded.offsets[-1] == len(encoded.ids)
+    full = reference(folder)
+    for i, text in enumerate(inputs):
+        ids = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
+        assert ids == expected.encode(text, add_special_tokens=tokenizer.config.add_special_tokens).ids, ascii(text)
+        assert ids == tokenizer.reference_encode(text)
+        content = len(full.encode(text, add_special_tokens=False).ids)
+        assert content + tokenizer.specials_per_text == len(ids) + encoded.truncated[i]  # conservation, document by document
+    assert encoded.added == len(inputs) * tokenizer.specials_per_text
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_backend_says_what_and_why(shared_data: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="easypipe"):
+        backend = load_tokenizer(str(shared_data / "tokenizers" / name)).backend
+    assert backend.name == ("gigatoken" if name in FAST else "tokenizers")
+    assert "equals `tokenizers`" in backend.why if name in FAST else "cannot load it" in backend.why
+    record = next(r for r in caplog.records if "tokenizer" in r.message and r.name == "easypipe" and backend.why in r.message)
+    assert record.levelno == (logging.INFO if name in FAST else logging.WARNING)  # a fallback is a warning
+
+
+@pytest.mark.shared
+def test_special_tokens_come_from_the_post_processor(shared_data: Path) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "mistral_v1"))
+    assert tokenizer.backend.name == "gigatoken"  # which never adds them: it happens columnwise
+    encoded = tokenizer.encode_column(pa.array(["hi", "", "</s>"]))
+    assert encoded.ids[encoded.offsets[:-1]].tolist() == [1, 1, 1]
+    assert encoded.added == 3
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, 32000)
+
+
+@pytest.mark.shared
+def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "olmo_neox"))  # has no tokenizer_config.json
+    assert tokenizer.eos_token_id == 50279
+    assert "no tokenizer_config.json names its eos_token; taking '<|endoftext|>'" in caplog.text
+
+
+@functools.cache
+def tokenizer_of_length(max_length: int | None) -> Tokenizer:
+    return small_tokenizer(max_length=max_length)
+
+
+@settings(max_examples=60)
+@given(st.lists(strategies.texts(), max_size=30), st.lists(st.integers(0, 30), max_size=4), st.sampled_from([None, 1, 5]))
+def test_row_wise_and_equal_to_the_reference(rows: list[str], cuts: list[int], max_length: int | None) -> None:
+    tokenizer = tokenizer_of_length(max_length)
+    column = pa.array(rows, pa.string())
+    whole = tokenizer.encode_column(column)
+    edges = sorted({0, len(rows), *(cut % (len(rows) + 1) for cut in cuts)})
+    pieces = [tokenizer.encode_column(column.slice(a, b - a)) for a, b in itertools.pairwise(edges)]
+    assert np.concatenate([np.zeros(0, np.uint32), *(p.ids for p in pieces)]).tolist() == whole.ids.tolist()
+    for i, text in enumerate(rows):
+        assert whole.ids[whole.offsets[i] : whole.offsets[i + 1]].tolist() == tokenizer.reference_encode(text)
+        if max_length is None:
+            assert tokenizer.decode(tokenizer.reference_encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize("backend", ["gigatoken", "tokenizers"])
+def test_every_text_type_and_slices_of_it(kind: pa.DataType, backend: str) -> None:
+    tokenizer = small_tokenizer(backend=backend)
+    rows = texts(20)
+    array = pa.array(rows, pa.string()).cast(kind)
+    encoded = tokenizer.encode_column(array.slice(5, 9))
+    assert [encoded.ids[a:b].tolist() for a, b in itertools.pairwise(encoded.offsets)] == [
+        tokenizer.reference_encode(text) for text in rows[5:14]
+    ]
+    assert tokenizer.encode_column(array.slice(0, 0)).offsets.tolist() == [0]
+
+
+def test_many_threads_share_a_tokenizer() -> None:
+    tokenizer = small_tokenizer()
+    expected = tokenizer.encode_column(pa.array(texts(200))).ids.tolist()
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: tokenizer.encode_column(pa.array(texts(200))).ids.tolist(), range(40)):
+            assert found == expected
+
+
+def test_gigatoken_is_renewed_and_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "RENEW_BYTES", 4000)
+    made = []
+    load = fast.FastEngine._load
+    monkeypatch.setattr(fast.FastEngine, "_load", lambda self: made.append(threading.get_ident()) or load(self))
+    tokenizer = small_tokenizer(backend="gigatoken")
+    for i in range(30):
+        rows = texts(10, seed=i)
+        assert tokenizer.encode_column(pa.array(rows)).ids.tolist() == [i for text in rows for i in tokenizer.reference_encode(text)]
+    assert len(made) > 2
+
+
+def test_gigatoken_is_renewed_when_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "PATIENCE_S", 0.0)
+    memory = iter(range(0, 1 << 60, fast.GROWN_BYTES + 1))
+    monkeypatch.setattr(fast, "anonymous_bytes", lambda: next(memory))
+    made = []
+    load = fast.FastEngine._load
+    monkeypatch.setattr(fast.FastEngine, "_load", lambda self: made.append(1) or load(self))
+    engine = fast.FastEngine((small_tokenizer_folder() / "tokenizer.json").read_text())
+    for _ in range(4):
+        engine.encode(pa.array(texts(50), pa.large_string()))
+    assert len(made) >= 3
+
+
+class WrongEngine(fast.FastEngine):
+    """gigatoken, but wrong about every text that holds `poison`."""
+
+    poison = "2-"
+
+    def encode(self, column):
+        offsets, ids = super().encode(column)
+        ids = ids.copy()
+        for i, text in enumerate(column.to_pylist()):
+            if self.poison in text and offsets[i + 1] > offsets[i]:
+                ids[offsets[i]] ^= 1
+        return offsets, ids
+
+
+def test_a_difference_on_hostile_text_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(WrongEngine, "poison", "don't")
+    monkeypatch.setattr("easypipe.transforms.tokenizer.FastEngine", WrongEngine)
+    tokenizer = small_tokenizer()
+    assert tokenizer.backend.name == "tokenizers"
+    assert "differs from `tokenizers` at token 0 of " in tokenizer.backend.why
+    assert any(r.levelno == logging.WARNING and "differs" in r.message for r in caplog.records)
+    assert tokenizer.encode_column(pa.array(["don't"])).ids.tolist() == tokenizer.reference_encode("don't")
+    with pytest.raises(TokenizerError, match=r"backend='gigatoken' cannot be used: gigatoken .* differs .*\. Set backend='auto'\."):
+        _ = small_tokenizer(backend="gigatoken").backend
+
+
+def test_a_difference_on_the_data_falls_back_and_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("easypipe.transforms.tokenizer.FastEngine", WrongEngine)
+    tokenizer = small_tokenizer()
+    assert tokenizer.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).name == "gigatoken"
+    assert tokenizer.prove(pa.array(["fine", "2-"]), of="dataset d", memo=tmp_path).name == "tokenizers"
+    monkeypatch.undo()
+    again = small_tokenizer()
+    assert again.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).why.endswith("(texts of dataset d)")
+    assert again.backend.name == "tokenizers"
+    assert not again.refuted(tmp_path)  # nothing was written by gigatoken yet
+
+
+def test_a_good_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small_tokenizer().prove(pa.array(["x"]), of="d", memo=tmp_path)
+    monkeypatch.setattr(proof, "torture", lambda specials: pytest.fail("proved twice"))
+    assert small_tokenizer().prove(pa.array(["x"]), of="d", memo=tmp_path).name == "gigatoken"
+
+
+def test_nulls_are_refused() -> None:
+    with pytest.raises(TokenizerError, match="1 of 2 texts are null"):
+        small_tokenizer().encode_column(pa.array(["a", None]))
+
+
+def test_identity() -> None:
+    assert small_tokenizer().fingerprint == small_tokenizer(max_length=5, backend="tokenizers").fingerprint
+    assert small_tokenizer().fingerprint != small_tokenizer(add_special_tokens=False).fingerprint
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name_or_path": ""}, "name_or_path: names no tokenizer"),
+        ({"name_or_path": "x", "max_length": 0}, "max_length: 0 is no length. Give at least 1, or null for no limit."),
+        ({"name_or_path": "x", "padding": "max_length"}, "padding: 'max_length' needs a max_length"),
+        ({"name_or_path": "x", "trust_remote_code": True}, "trust_remote_code: easypipe never runs code that comes with a tokenizer"),
+        ({"name_or_path": "x", "use_fast": True}, "use_fast: unknown key"),
+        ({"name_or_path": "x", "backend": "gigatokn"}, "backend: 'gigatokn' is not an option"),
+    ],
+)
+def test_options_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TokenizerConfig(**options)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.shared
+def test_max_length_has_to_hold_the_special_tokens(shared_data: Path) -> None:
+    name = str(shared_data / "tokenizers" / "mistral_v1")
+    with pytest.raises(TokenizerError, match=r"max_length 1 is filled by 1 special tokens\. Give a larger max_length."):
+        load_tokenizer(TokenizerConfig(name_or_path=name, max_length=1))
+    assert load_tokenizer(TokenizerConfig(name_or_path=name, max_length=2)).encode_column(pa.array(["a b c"])).ids.tolist()[0] == 1
+
+
+def test_without_truncation_max_length_cuts_nothing() -> None:
+    tokenizer = small_tokenizer(max_length=1, truncation=False)
+    assert len(tokenizer.encode_column(pa.array(["one two three"])).ids) > 1
+
+
+# Tokenizers that do not load
+
+
+@pytest.mark.parametrize("name", ["/nowhere/tokenizer", "./nowhere", "nowhere.json", "a b", "a/b/c", "~/nowhere-easypipe"])
+def test_what_looks_like_a_path_is_never_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("easypipe.transforms.tokenizer_files._from_hub", lambda name: pytest.fail("asked the Hub"))
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(name)
+    assert str(caught.value).startswith(f"{name}: no such file or folder")
+
+
+def test_a_near_name_is_proposed_and_works(tmp_path: Path) -> None:
+    shutil.copytree(small_tokenizer_folder(), tmp_path / "gpt2")
+    with pytest.raises(TokenizerError, match="Did you mean 'gpt2'") as caught:
+        load_tokenizer(str(tmp_path / "gtp2"))
+    assert caught.value.have == ["gpt2"]
+    assert load_tokenizer(str(tmp_path / "gpt2")).vocab_size == 500
+
+
+def test_a_folder_or_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(TokenizerError, match=r"the folder holds no tokenizer.json \(have: tokenizer.model\). Convert"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(TokenizerError, match=r"a \.model file is not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path / "tokenizer.model"))
+    for content, problem in (("{", "not JSON: "), ("{}", "not a tokenizer: "), ("[1]", "not a tokenizer: ")):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(TokenizerError) as caught:
+            load_tokenizer(str(tmp_path))
+        assert caught.value.at == str(tmp_path / "tokenizer.json")
+        assert caught.value.problem.startswith(problem)
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match="cannot be read: 'utf-8'"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_dropout_and_a_broken_config_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(small_tokenizer_folder(), tmp_path / "t")
+    definition = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    definition["model"]["dropout"] = 0.1
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(TokenizerError, match=r"its dropout of 0.1\d* makes tokens random"):
+        load_tokenizer(str(tmp_path / "t"))
+    (tmp_path / "t" / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not JSON"):
+        load_tokenizer(str(tmp_path / "t"))
+
+
+def test_truncation_and_padding_inside_the_file_have_no_effect(tmp_path: Path) -> None:
+    shutil.copytree(small_tokenizer_folder(), tmp_path / "t")
+    inside = reference(tmp_path / "t")
+    inside.enable_truncation(2)
+    inside.enable_padding(length=50)
+    inside.save(str(tmp_path / "t" / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "t"))
+    assert tokenizer.reference_encode("one two three") == small_tokenizer().reference_encode("one two three")
+    encoded = tokenizer.encode_column(pa.array(["one two three"]))
+    assert encoded.ids.tolist() == small_tokenizer().reference_encode("one two three")
+
+
+def test_a_hub_name_without_network(tmp_path: Path) -> None:
+    code = (
+        "from easypipe.transforms.tokenizer import load_tokenizer, TokenizerError\n"
+        "try: load_tokenizer('nobody/private-tokenizer')\n"
+        "except TokenizerError as error: print(error)\n"
+    )
+    secret = "hf_SecretSecretSecretSecret"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": secret}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environment)
+    assert done.stdout.startswith(
+        "nobody/private-tokenizer: no file or folder of this name, and the Hugging Face Hub cannot be reached: "
+    ), done.stdout
+    assert "set HF_TOKEN" in done.stdout
+    assert "give a local tokenizer.json" in done.stdout
+    assert secret not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("GatedRepoError", r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, then set HF_TOKEN"),
+        ("RepositoryNotFoundError", r"a/b: no such repository .* set HF_TOKEN"),
+        ("RemoteEntryNotFoundError", r"a/b: the Hub repository holds no tokenizer\.json\. Convert it"),
+        ("HfHubHTTPError", r"a/b: cannot be downloaded from the Hugging Face Hub: HfHubHTTPError: bad \*\*\*"),
+    ],
+)
+def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def refuse(*_: object) -> None:
+        answer = SimpleNamespace(headers={}, request=None, status_code=404)  # of whichever HTTP library the Hub client uses
+        raise getattr(errors, error)("bad hf_abcdefghijkl", response=answer)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(TokenizerError, match=message) as caught:
+        load_tokenizer("a/b")
+    assert "hf_abcdefghijkl" not in str(caught.value)
+
+
+def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(small_tokenizer_folder() / file))
+    tokenizer = load_tokenizer("someone/small")
+    assert (tokenizer.name, tokenizer.origin, tokenizer.eos_token_id) == ("someone/small", "hub:someone/small", 0)
+    assert tokenizer.fingerprint == small_tokenizer().fingerprint
