@@ -63,25 +63,38 @@ def tables(buffers: Sequence[Mapped]) -> Tables:
 
 
 @jit
-def write_rows(pieces, tables, eos, pad, want_labels, ids, labels, segments, positions, mask):
-    """Writes every slot of Int32[R, T] `ids`, `segments`, `positions`, of UInt8[R, T] `mask` unless it is [0, 0], and `labels` if wanted.
+def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, segments, positions, mask):
+    """Writes those rows of the window that are not done. A row of -1 is all padding.
 
-    pieces: (row, slot, segment, dataset, doc, start, length), arrays that ascend by row, then slot. eos: the id that follows the stored
-    tokens where a piece is one longer than they are; -1 where there is none. An added EOS is a target where the token before it is one.
-    Returns -1, or the number of the first piece that the cache does not hold, nothing behind it written.
+    Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into UInt8[R, T] `mask` unless it is [0, 0].
+
+    window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R], done: Bool[R], set for what is written.
+    eos: the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none. An added EOS is a target
+    where the token before it is one. Returns the first of `rows` that is not done (R: none), and the number of the first piece of the
+    window that the cache does not hold (-1: none), nothing behind it written.
     """
-    rows, slots, segment_of, datasets, docs, starts, lengths = pieces
+    first_row, first_piece, table, dataset_of, doc_of = window
     first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes = tables
     masked = mask.shape[0] > 0
     num_slots = ids.shape[1]
-    n = 0
-    for r in range(ids.shape[0]):
-        filled = 0
-        while n < rows.shape[0] and rows[n] == r:
-            d, doc, start, length, slot = datasets[n], docs[n], np.int64(starts[n]), np.int64(lengths[n]), np.int64(slots[n])
+    left = rows.shape[0]
+    for r in range(rows.shape[0]):
+        if done[r]:
+            continue
+        row, piece, last_piece = rows[r] - first_row, np.int64(0), np.int64(0)
+        if rows[r] >= 0:
+            if row < 0 or row >= first_piece.shape[0] - 1:
+                left = min(left, r)
+                continue
+            piece, last_piece = first_piece[row], first_piece[row + 1]
+        filled = np.int64(0)
+        segment = np.int32(0)
+        for n in range(piece, last_piece):
+            draw, slot, start, length = table[2, n], np.int64(table[1, n]), np.int64(table[3, n]), np.int64(table[4, n])
+            d, doc = dataset_of[draw], doc_of[draw]
             low, high = first_part[d] + d, first_part[d + 1] + d  # of first_doc
             if doc < 0 or doc >= first_doc[high]:
-                return n
+                return left, n
             while high - low > 1:  # the last part that starts at or before doc
                 middle = (low + high) // 2
                 if first_doc[middle] <= doc:
@@ -95,7 +108,7 @@ def write_rows(pieces, tables, eos, pad, want_labels, ids, labels, segments, pos
             copied = min(length, offsets[local + 1] - begin)
             missing = length - copied
             if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or missing > (1 if eos >= 0 else 0):
-                return n
+                return left, n
             _pad(ids, segments, positions, mask, masked, r, filled, slot, pad)
             if id_bytes[d] == 2:
                 source16 = uint16_at(ids_at[part])
@@ -118,16 +131,16 @@ def write_rows(pieces, tables, eos, pad, want_labels, ids, labels, segments, pos
                         mask[r, slot + i] = 1
             if missing:
                 ids[r, slot + copied] = eos
-            segment = segment_of[n]
+            segment += np.int32(1)
             for i in range(length):
                 segments[r, slot + i] = segment
                 positions[r, slot + i] = i
             filled = slot + length
-            n += 1
         _pad(ids, segments, positions, mask, masked, r, filled, num_slots, pad)
         if want_labels:
             shift_labels(ids[r : r + 1], segments[r : r + 1], mask[r : r + 1], labels[r : r + 1])
-    return np.int64(-1) if n == rows.shape[0] else n
+        done[r] = True
+    return left, np.int64(-1)
 
 
 @jit

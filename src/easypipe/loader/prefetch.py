@@ -2,6 +2,7 @@
 
 item     the result of `make(index)`; indices count up from the start, one index is one batch
 ahead    how many items may be made or in the making beyond the one last taken: the bound of memory
+permit   an index that a worker may make; worker `index % workers` gets it once the bound allows it
 
 Law: the items and their order are those of `make` called in a plain loop, for any number of workers and any `ahead`. An error of `make` is
 raised where its item was due, after all items before it. No thread outlives the prefetcher, an abandoned one included.
@@ -14,6 +15,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from easypipe.core.errors import StallError
@@ -39,17 +42,20 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, make: Make[T], start: int, *, workers: int, ahead: int, stall_timeout_s: float, name: str = "loader") -> None:
-        self._shared: _Shared = _Shared(make, start, ahead)
+        self._workers = [_Worker(make) for _ in range(min(workers, ahead))]
         self._stall_timeout_s = stall_timeout_s
         self._name = name
         self._index = start
+        self._ahead = ahead
         self._failure: BaseException | None = None
-        # Threads hold `_shared`, never the prefetcher: dropping the prefetcher (a `break` in a for loop) is what ends them.
+        for index in range(start, start + ahead):
+            self._permit(index)
+        # Threads know their worker, never the prefetcher: dropping the prefetcher (a `break` in a for loop) is what ends them.
         threads = [
-            threading.Thread(target=_work, args=(self._shared,), name=f"easypipe-{name}-{i}", daemon=True)
-            for i in range(min(workers, ahead))
+            threading.Thread(target=_work, args=(worker,), name=f"easypipe-{name}-{i}", daemon=True)
+            for i, worker in enumerate(self._workers)
         ]
-        self._finalizer = weakref.finalize(self, _stop, self._shared, threads, name)
+        self._finalizer = weakref.finalize(self, _stop, self._workers, threads, name)
         for thread in threads:
             thread.start()
 
@@ -61,117 +67,87 @@ class Prefetcher(Generic[T]):
             raise self._failure
         if not self._finalizer.alive:
             raise StopIteration
+        worker = self._workers[self._index % len(self._workers)]
         try:
-            kind, value = self._take()
-        except BaseException as error:
-            if isinstance(error, StallError):
-                self._failure = error
-                self.close(join_timeout_s=0.0)  # the worker hangs: there is nothing to wait for
-            raise
-        if kind == "item":
+            item, error = worker.made.get(timeout=self._stall_timeout_s)
+        except Empty:
+            self._failure = self._stalled(worker)
+            self.close(join_timeout_s=0.0)  # the worker hangs: there is nothing to wait for
+            raise self._failure from None
+        if item is not None:
+            self._permit(self._index + self._ahead)
             self._index += 1
-            return value
+            return item
         self.close()
-        if kind == "error":
-            self._failure = value
-            raise value
+        if error is not None:
+            self._failure = error
+            raise error
         raise StopIteration
 
     def close(self, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Ends the threads and drops what they made. Safe to call twice."""
         detached = self._finalizer.detach()
         if detached is not None:
-            _, _, (shared, threads, name), _ = detached
-            _stop(shared, threads, name, join_timeout_s)
+            _, _, (workers, threads, name), _ = detached
+            _stop(workers, threads, name, join_timeout_s)
 
-    def _take(self) -> tuple[str, Any]:
-        shared = self._shared
-        deadline = time.monotonic() + self._stall_timeout_s
-        with shared.changed:
-            while self._index not in shared.made:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._stalled()
-                shared.wanted.wait(left)
-            outcome = shared.made.pop(self._index)
-            if outcome[0] == "item":
-                shared.taken = self._index + 1
-                shared.changed.notify()
-            return outcome
+    def _permit(self, index: int) -> None:
+        self._workers[index % len(self._workers)].permits.put(index)
 
-    def _stalled(self) -> StallError:
-        stage, since = self._shared.stages.get(self._index, ("waiting for a free worker", None))
-        elsewhere = f", there for {time.monotonic() - since:.1f} s" if since is not None else ""
+    def _stalled(self, worker: _Worker) -> StallError:
+        at = worker.at
+        stage = f"it is in stage {at[1]!r}, there for {time.monotonic() - at[2]:.1f} s" if at is not None else "no worker has begun it"
+        if at is not None and at[0] != self._index:
+            stage = f"its worker is at batch {at[0]}, in stage {at[1]!r}"
         return StallError(
             at=self._name,
-            problem=f"batch {self._index} was not ready after {self._stall_timeout_s:g} s; it is in stage {stage!r}{elsewhere}",
+            problem=f"batch {self._index} was not ready after {self._stall_timeout_s:g} s; {stage}",
             fix="See why that stage hangs (storage, a source's read), or raise stall_timeout_s.",
         )
 
 
-class _Shared:
-    """What workers and consumer share; every field is read and written under the one lock behind `changed` and `wanted`."""
+@dataclass(eq=False)
+class _Worker:
+    """What one thread and the consumer share: queues, which need no lock of ours, and two words that only the one or the other writes."""
 
-    def __init__(self, make: Make[Any], start: int, ahead: int) -> None:
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)  # workers wait here for room
-        self.wanted = threading.Condition(lock)  # the consumer waits here for its item
-        self.make = make
-        self.ahead = ahead
-        self.next = start  # index that a worker takes next
-        self.taken = start  # items that the consumer has, counted from 0
-        self.end: int | None = None  # no index from here on is started
-        self.closed = False
-        self.made: dict[int, tuple[str, Any]] = {}
-        self.stages: dict[int, tuple[str, float]] = {}
+    make: Make[Any]
+    permits: SimpleQueue[int | None] = field(default_factory=SimpleQueue)  # None: no more
+    made: SimpleQueue[tuple[Any, BaseException | None]] = field(default_factory=SimpleQueue)  # (None, None): past the end
+    at: tuple[int, str, float] | None = None  # the index at hand, its stage, and since when
+    closed: bool = False
 
 
-def _work(shared: _Shared) -> None:
-    while True:
-        with shared.changed:
-            while not shared.closed and shared.end is None and shared.next >= shared.taken + shared.ahead:
-                shared.changed.wait()
-            if shared.closed or shared.end is not None:
-                return
-            index = shared.next
-            shared.next += 1
-        stages = shared.stages
+def _work(worker: _Worker) -> None:
+    while (index := worker.permits.get()) is not None and not worker.closed:
 
-        def enter(stage: str, index: int = index, stages: dict[int, tuple[str, float]] = stages) -> None:
-            stages[index] = (stage, time.monotonic())  # one dict store: atomic, needs no lock
+        def enter(stage: str, index: int = index) -> None:
+            worker.at = (index, stage, time.monotonic())
 
+        enter("start")
         try:
-            item = shared.make(index, enter)
-            outcome = ("end", None) if item is None else ("item", item)
-            del item
+            outcome = (worker.make(index, enter), None)
         except BaseException as error:  # noqa: BLE001 - it is raised again in the consumer's thread
-            outcome = ("error", error)
-        with shared.changed:
-            stages.pop(index, None)
-            if shared.closed:
-                return
-            shared.made[index] = outcome
-            if outcome[0] != "item":
-                shared.end = index if shared.end is None else min(shared.end, index)
-                shared.changed.notify_all()
-            shared.wanted.notify()
-        del outcome
+            outcome = (None, error)
+        worker.at = None
+        worker.made.put(outcome)
+        if outcome[0] is None:
+            return
+        del outcome  # the consumer's alone from here on: an item must not live longer for this thread's sake
 
 
-def _stop(shared: _Shared, threads: list[threading.Thread], name: str, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    with shared.changed:
-        shared.closed = True
-        shared.made.clear()
-        shared.changed.notify_all()
+def _stop(workers: list[_Worker], threads: list[threading.Thread], name: str, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    for worker in workers:
+        worker.closed = True
+        worker.permits.put(None)
     deadline = time.monotonic() + join_timeout_s
-    for thread in threads:
+    for worker, thread in zip(workers, threads, strict=True):
         if thread is threading.current_thread() or thread.ident is None:  # collected as garbage on the worker itself, or never started
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive() and join_timeout_s > 0:
-            with shared.changed:
-                where = {index: stage for index, (stage, _) in shared.stages.items()}
-            log.warning("%s: thread %s did not end within %g s; it is in %s", name, thread.name, join_timeout_s, where or "no stage")
+            at = worker.at
+            where = "no batch" if at is None else f"batch {at[0]}, stage {at[1]!r}"
+            log.warning("%s: thread %s did not end within %g s; it is at %s", name, thread.name, join_timeout_s, where)
 
 
 class InOrder(Generic[T]):

@@ -16,7 +16,7 @@ from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns
 from easypipe.loader.gather import tables, write_rows
-from easypipe.plan.windows import Pieces, Plan, WindowState
+from easypipe.plan.windows import Plan, Window, WindowState
 from easypipe.sources.cache import TokenCache
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
@@ -135,8 +135,9 @@ class PlannedRows:
         return stop - start if self._end is None else max(0, min(stop, self._end) - start)
 
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        pieces, positions = self._pieces(rows)
-        return np.bincount(positions, weights=pieces.length, minlength=len(rows)).astype(np.int32)
+        real = np.flatnonzero(rows >= 0)
+        pieces = self.plan.pieces(rows[real])
+        return np.bincount(real[pieces.row], weights=pieces.length, minlength=len(rows)).astype(np.int32)
 
     def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows) if width is None else width
@@ -155,30 +156,28 @@ class PlannedRows:
     def seek(self, hint: Any) -> None:
         self.plan.resume(WindowState.from_json(hint))
 
-    def _pieces(self, rows: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
-        """The pieces of `rows`, and which of `rows` each stands in."""
-        if rows.size and rows.min() >= 0:
-            pieces = self.plan.pieces(rows)
-            return pieces, pieces.row
-        real = np.flatnonzero(rows >= 0)
-        pieces = self.plan.pieces(rows[real])
-        return pieces, real[pieces.row]
-
     def _write(self, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]], labels: NDArray[np.int32]) -> NDArray[np.uint8]:
         """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one."""
-        ids = columns[INPUT_IDS]
+        ids, segments, positions = columns[INPUT_IDS], columns[SEGMENT_IDS], columns[POSITION_IDS]
         mask = np.empty(ids.shape, dtype=np.uint8) if self._masked else _NO_MASK
-        pieces, positions = self._pieces(rows)
-        fields = (positions, pieces.slot, pieces.segment, pieces.dataset, pieces.doc, pieces.start, pieces.length)
-        segments, counts = columns[SEGMENT_IDS], columns[POSITION_IDS]
-        bad = write_rows(fields, self._tables, self._eos, self.pad_token_id, labels.size > 0, ids, labels, segments, counts, mask)
-        if bad >= 0:
-            raise self._not_there(pieces, int(bad), ids.shape[1])
+        done = np.zeros(len(rows), dtype=np.bool_)
+        left = 0
+        while left < len(rows):  # one turn for every window that the rows stand in
+            row = int(rows[left])
+            window = self.plan.window_at(row if row >= 0 else int(rows.max(initial=0)))
+            layout = window.layout
+            view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
+            want_labels = labels.size > 0
+            left, bad = write_rows(
+                view, rows, done, self._tables, self._eos, self.pad_token_id, want_labels, ids, labels, segments, positions, mask
+            )
+            if bad >= 0:
+                raise self._not_there(window, int(bad), ids.shape[1])
         return mask
 
-    def _not_there(self, pieces: Pieces, n: int, width: int) -> CacheError:
-        dataset, doc = int(pieces.dataset[n]), int(pieces.doc[n])
-        start, length, slot = int(pieces.start[n]), int(pieces.length[n]), int(pieces.slot[n])
+    def _not_there(self, window: Window, piece: int, width: int) -> CacheError:
+        _, slot, draw, start, length = window.layout.table[:, piece].tolist()
+        dataset, doc = int(window.dataset[draw]), int(window.doc[draw])
         cache = self._caches[dataset]
         name = self.plan.datasets[dataset].name
         if not 0 <= doc < cache.num_docs:
