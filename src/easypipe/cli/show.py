@@ -70,7 +70,9 @@ def training() -> Iterator[TrainListener]:
                     f"{name} {seen['loss']:.3f} (ppl {seen['ppl']:.1f})" for name, seen in event.record.get("eval", {}).items()
                 )
                 if held_out or event.step % 10 == 0:
-                    bars.console.print(f"step {event.step:>5}  {line}" + (f"  held out: {held_out}" if held_out else ""), highlight=False)
+                    bars.console.print(
+                        f"step {event.step:>5}  {line}" + (f"  held out: {held_out}" if held_out else ""), highlight=False, soft_wrap=True
+                    )
 
     with bars:
         yield listen

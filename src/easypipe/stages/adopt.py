@@ -122,10 +122,10 @@ class AdoptedTokens:
         hasher = xxhash.xxh3_128()
         arrays = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(stored)), pa.array(ends), pa.array(rows, pa.int64())]
         for values in (offsets, stored, ends, rows):
-            hasher.update(memoryview(np.ascontiguousarray(values)))
+            hasher.update(values.tobytes())
         if self.has_mask:
             mask = block.columns[LOSS_MASK].astype(np.uint8)
-            hasher.update(memoryview(mask))
+            hasher.update(mask.tobytes())
             arrays.append(pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)))
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema), +refused, hasher.hexdigest()
 

@@ -14,7 +14,7 @@ RUN = "_easypipe-run.json"
 RECORDS = "_shards"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One fingerprint's claim on a folder."""
 
@@ -22,6 +22,7 @@ class Run:
     fingerprint: str
     manifest: SavedManifest | None  # of a complete run
     replaces: Sequence[str]  # shard files of an older run, removed after the commit
+    claimed: bool
 
     @property
     def prefix(self) -> str:
@@ -45,12 +46,23 @@ class Run:
     def commit(self, manifest: SavedManifest) -> None:
         """The manifest last; then what was only needed on the way, and what it replaces, goes."""
         storage.commit_json(join(self.folder, MANIFEST), manifest.to_json())
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Removes what a complete run does not need: what it replaced, its claim and its records. A killed process may have left them."""
         fs, root = storage.filesystem(self.folder)
         for name in [*self.replaces, RUN]:
             if fs.exists(join(root, name)):
                 fs.rm_file(join(root, name))
         if fs.exists(join(root, RECORDS)):
             fs.rm(join(root, RECORDS), recursive=True)
+
+    def claim(self) -> None:
+        """Says whose the folder is, before the first shard is written."""
+        if not self.claimed:
+            storage.commit_json(join(self.folder, RUN), {"fingerprint": self.fingerprint, "replaces": list(self.replaces)})
+        if not storage.is_remote(self.folder):
+            storage.sweep(self.folder.removeprefix("file://"))
 
     def _recorded(self, name: str) -> SavedShard | None:
         path = self._record_path(name)
@@ -78,27 +90,24 @@ def prefix_of(fingerprint: str) -> str:
 
 
 def open_run(folder: str, fingerprint: str, *, overwrite: bool) -> Run:
-    """Claims the folder for `fingerprint`, or finds its earlier claim.
+    """What `fingerprint` finds in the folder: nothing, its earlier claim, or its complete run. Changes nothing.
 
     Raises ConfigError where something else is there and `overwrite` is False. Files that no run wrote are never removed.
     """
     names = _names(folder)
-    manifest = _manifest(folder, names, overwrite)
-    if manifest is not None and manifest.fingerprint == fingerprint:
-        return Run(folder=folder, fingerprint=fingerprint, manifest=manifest, replaces=())
-    claim = _claim(folder, names)
-    if claim is None or claim["fingerprint"] != fingerprint:
-        if names and not overwrite:
-            raise _occupied(folder, names, manifest, claim)
-        replaces = [shard.name for shard in manifest.shards] if manifest is not None else []
-        if claim is not None:
-            replaces += [name for name in names if name.startswith(prefix_of(claim["fingerprint"]))]
-        own = prefix_of(fingerprint)
-        claim = {"fingerprint": fingerprint, "replaces": sorted({name for name in replaces if not name.startswith(own)})}
-        storage.commit_json(join(folder, RUN), claim)
-    if not storage.is_remote(folder):
-        storage.sweep(folder.removeprefix("file://"))
-    return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=claim["replaces"])
+    manifest, claim = _manifest(folder, names, overwrite), _claim(folder, names)
+    if claim is not None and claim["fingerprint"] == fingerprint:
+        own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
+        return Run(folder=folder, fingerprint=fingerprint, manifest=own, replaces=claim["replaces"], claimed=True)
+    if manifest is not None and manifest.fingerprint == fingerprint and claim is None:
+        return Run(folder=folder, fingerprint=fingerprint, manifest=manifest, replaces=(), claimed=False)
+    if names and not overwrite:
+        raise _occupied(folder, names, manifest, claim)
+    replaces = {shard.name for shard in manifest.shards} if manifest is not None else set()
+    if claim is not None:
+        replaces |= {name for name in names if name.startswith(prefix_of(claim["fingerprint"]))}
+    replaces = sorted(name for name in replaces if not name.startswith(prefix_of(fingerprint)))
+    return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=replaces, claimed=False)
 
 
 def _names(folder: str) -> list[str]:

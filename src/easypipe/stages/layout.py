@@ -71,12 +71,12 @@ def _check_sizes(source: ShardedSource, edges: np.ndarray, max_bytes: int) -> No
     for base, sizes in _sizes(source):
         shard = np.searchsorted(edges, base + np.arange(sizes.size), side="right") - 1
         np.add.at(bytes_of, shard, sizes)
-    if bytes_of.max() > max_bytes:
-        needed = -(-int(bytes_of.sum()) // max_bytes)
+    largest = int(bytes_of.max())
+    if largest > max_bytes:
         raise ConfigError(
             at="save.max_shard_size",
-            problem=f"{len(edges) - 1} shards would hold up to {int(bytes_of.max()):,} bytes each, the limit is {max_bytes:,}",
-            fix=f"Ask for more than {max(needed, len(edges) - 1)} shards, or leave num_shards out.",
+            problem=f"of {len(edges) - 1} shards one would hold {largest:,} bytes, the limit is {max_bytes:,}",
+            fix=f"Give max_shard_size={largest}, more shards, or leave num_shards out.",
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from easypipe.core.errors import StageOrderError
+import dataclasses
+
+from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
@@ -34,25 +36,38 @@ class LoadStage(BaseStage):
 
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
         """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs."""
-        rows = self._rows(name, source, context)
+        options = self._options(name, source)
+        rows = self._rows(name, source, context, options.num_epochs)
         if isinstance(rows, PlannedRows) and rows.num_rows is not None:  # the whole plan is scanned once; later processes find checkpoints
             _mixture(name, source, context).remember(rows.plan)
-        return Loader(rows, self.config, seed=context.seed, collate=self._collate(source), name=f"loader of {name!r}")
+        return Loader(rows, options, seed=context.seed, collate=self._collate(source), name=f"loader of {name!r}")
 
-    def _rows(self, name: str, source: ShardedSource, context: PipelineContext) -> Rows:
+    def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
+        """The config, with no number of epochs where the mixture never ends."""
+        if not isinstance(source, MixedShardedSource | PackedShardedSource) or not source.mixture.endless:
+            return self.config
+        if self.config.num_epochs not in (1, None):
+            raise ConfigError(
+                at="load.num_epochs",
+                problem=f"{self.config.num_epochs}, but {name!r} never ends: its stop_strategy is 'restart'",
+                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+            )
+        return dataclasses.replace(self.config, num_epochs=None)
+
+    def _rows(self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None) -> Rows:
         if isinstance(source, PackedShardedSource):
-            return source.rows(self.config.num_epochs)
+            return source.rows(num_epochs)
         info = token_info(source)
         if SEGMENT_IDS in source.schema.names:  # packed and saved: in the order in which the rows stand, which packing has shuffled
             return StoredRows(
                 source,
                 seq_length=None if info is None else info.seq_length,
                 pad_token_id=0 if info is None or info.pad_token_id is None else info.pad_token_id,
-                num_epochs=self.config.num_epochs,
+                num_epochs=num_epochs,
                 tokenizer_fingerprint="" if info is None else info.tokenizer_fingerprint,
             )
         mixture = _mixture(name, source, context)
-        return mixture.documents(self.config.num_epochs)
+        return mixture.documents(num_epochs)
 
     def _collate(self, source: ShardedSource) -> CollateConfig:
         inner = source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None

@@ -184,9 +184,12 @@ def _write(target: _Target, options: SaveStageConfig, context: PipelineContext) 
     run = open_run(target.folder, identity, overwrite=options.overwrite)
     shards, resumed = run.standing(), 0
     up_to_date = shards is not None
+    if up_to_date:
+        run.tidy()
     if shards is None:
         edges = shard_edges(source, num_shards=options.num_shards, max_bytes=limit)
         names = [f"{run.prefix}{i:05d}-of-{len(edges) - 1:05d}{CODECS[target.format][target.compression]}" for i in range(len(edges) - 1)]
+        run.claim()
         finished = run.finished(names)
         resumed = len(finished)
         done = finished | _write_missing(source, target, run, names, edges, finished, context)

@@ -1,0 +1,243 @@
+"""Mixed and packed rows as sources: the laws, the conservation of documents and tokens, and every refusal with its cure."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+
+import laws
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import config, jsonl, texts, tokenizer, two_datasets
+
+from easypipe import ConfigError, DatasetConfig, MixStageConfig, PackStageConfig, Pipeline, StageOrderError, load_tokenizer
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
+from easypipe.stages.mix import block_weights
+
+STOPS = ("first_exhausted", "all_exhausted")
+
+
+def mixed(tmp_path: Path, **options: object) -> Pipeline:
+    values = {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"} | options
+    return Pipeline(config(tmp_path)).source().tokenize().mix(MixStageConfig(**values))
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_mixed_rows_keep_the_law(tmp_path: Path, stop: str) -> None:
+    source = mixed(tmp_path, stop_strategy=stop).get_data()["mixed"]
+    laws.assert_stateless_reads(source, cuts=(1, 5, 17, 63))
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "pool", "first_fit"])
+def test_packed_rows_keep_the_laws(tmp_path: Path, strategy: str) -> None:
+    pipeline = mixed(tmp_path).pack(PackStageConfig(seq_length=64, strategy=strategy))
+    source = pipeline.get_data()["mixed"]
+    laws.assert_stateless_reads(source, cuts=(1, 5, 17))
+    batch = source.read(0, 0, source.shards[0].num_rows)
+    rows = {name: np.stack(batch.column(name).to_numpy(zero_copy_only=False)).astype(np.int32) for name in batch.schema.names}
+    laws.assert_rows_well_formed(rows, pad_token_id=source.pad_token_id)
+    laws.assert_conserved(pipeline.ledger())
+    slots = pipeline.ledger().find("pack", "mixed", "slots")
+    assert slots.out["tokens"] == int((rows[SEGMENT_IDS] > 0).sum())
+
+
+def test_every_document_once_with_its_own_tokens_and_origin(tmp_path: Path) -> None:
+    source = mixed(tmp_path).get_data()["mixed"]
+    rows = pa.Table.from_batches([source.read(0, 0, source.shards[0].num_rows)]).to_pylist()
+    known = load_tokenizer(tokenizer())
+    expected = Counter(("code", t) for t in texts(60, 3)) + Counter(("docs", t) for t in texts(90, 5, 25))
+    assert Counter((row[SOURCE], known.decode(row[INPUT_IDS])) for row in rows) == expected
+
+
+def test_shares_hold_at_every_prefix(tmp_path: Path) -> None:
+    source = mixed(tmp_path, stop_strategy="first_exhausted").get_data()["mixed"]
+    origins = source.read(0, 0, source.shards[0].num_rows).column(SOURCE).to_pylist()
+    code = np.cumsum([origin == "code" for origin in origins])
+    assert (np.abs(code - 0.7 * np.arange(1, len(code) + 1)) < 1).all()
+
+
+def test_a_block_holds_whole_shares(tmp_path: Path) -> None:
+    source = mixed(tmp_path, block_size=10, stop_strategy="first_exhausted").get_data()["mixed"]
+    origins = source.read(0, 0, 80).column(SOURCE).to_pylist()
+    assert [origins[i : i + 10].count("code") for i in range(0, 80, 10)] == [7] * 8
+    assert block_weights({"a": 1.0, "b": 1.0, "c": 1.0}, 10) == (4, 3, 3)
+    with pytest.raises(
+        ConfigError, match=r"block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of at least 1000,"
+    ):
+        MixStageConfig(weights={"a": 999, "b": 1}, block_size=10)
+    assert MixStageConfig(weights={"a": 999, "b": 1}, block_size=1000).block_size == 1000
+
+
+def test_the_mixture_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    first, second, other = (mixed(tmp_path, seed=seed).get_data()["mixed"] for seed in (None, 7, 8))
+    assert first.fingerprint == second.fingerprint != other.fingerprint
+    assert first.read(0, 0, 30).equals(second.read(0, 0, 30))
+    assert not first.read(0, 0, 30).equals(other.read(0, 0, 30))
+
+
+def test_equal_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "easypipe"):
+        mixed(tmp_path, weights=None)
+    assert "mix: no weights given, so code, docs have 1/2 each" in caplog.text
+
+
+def test_eos_is_added_once(tmp_path: Path) -> None:
+    """A text that ends with the EOS token keeps one, the others get one."""
+    rows = jsonl(tmp_path / "x.jsonl", [{"text": "plain"}, {"text": "ends already<|endoftext|>"}])
+    pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="x", data_files=rows)])).source().tokenize()
+    pipeline.pack(PackStageConfig(seq_length=32))
+    source = pipeline.get_data()["x"]
+    row = source.read(0, 0, 1).to_pylist()[0]
+    ids = np.array(row[INPUT_IDS])[np.array(row[SEGMENT_IDS]) > 0]
+    assert (ids == source.eos_token_id).sum() == 2
+    assert pipeline.ledger().find("pack", "x", "tokens").into["EOS"] == 1
+
+
+def test_nothing_is_tokenized_before_it_is_asked_for(tmp_path: Path) -> None:
+    pipeline = mixed(tmp_path).pack(PackStageConfig(seq_length=64))
+    assert pipeline.get_data()["mixed"].schema.names == [INPUT_IDS, SEGMENT_IDS, POSITION_IDS]
+    assert not (tmp_path / "cache" / "tokens").exists()
+
+
+def test_plan_checkpoints_are_kept_and_give_the_same_rows(tmp_path: Path) -> None:
+    first = mixed(tmp_path).pack(PackStageConfig(seq_length=64)).get_data()["mixed"]
+    rows = first.shards[0].num_rows
+    [kept] = (tmp_path / "cache" / "plans").glob("*.json")
+    assert kept.stem == first.plan().fingerprint
+    again = mixed(tmp_path).pack(PackStageConfig(seq_length=64)).get_data()["mixed"]
+    assert again.plan().checkpoints()[-1].first_row == rows
+    assert again.read(0, 0, rows).equals(first.read(0, 0, rows))
+
+
+def test_pack_without_mix_packs_each_dataset(tmp_path: Path) -> None:
+    data = Pipeline(config(tmp_path)).source().tokenize().pack(PackStageConfig(seq_length=64)).get_data()
+    assert sorted(data) == ["code", "docs"]
+    for source in data.values():
+        laws.assert_stateless_reads(source)
+
+
+def test_disabled_pack_changes_nothing(tmp_path: Path) -> None:
+    pipeline = Pipeline(config(tmp_path)).source().tokenize()
+    before = pipeline.get_data()
+    assert pipeline.pack(PackStageConfig(enabled=False)).get_data() == before
+
+
+@pytest.mark.parametrize("oversize", ["split", "truncate", "drop"])
+def test_long_documents(tmp_path: Path, oversize: str) -> None:
+    pipeline = mixed(tmp_path).pack(PackStageConfig(seq_length=16, oversize=oversize))
+    laws.assert_conserved(pipeline.ledger())
+    tokens = pipeline.ledger().find("pack", "code", "tokens").out
+    assert ("truncated" in tokens) == (oversize == "truncate")
+    assert ("dropped" in tokens) == (oversize == "drop")
+
+
+# refusals: the message, and the cure that it names
+
+
+def test_an_unknown_dataset_in_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mixed(tmp_path, weights={"cod": 0.7, "docs": 0.3})
+    assert str(caught.value) == "mix.weights.cod: no dataset named 'cod' (have: code, docs). Did you mean 'code'?"
+    mixed(tmp_path, weights={"code": 0.7, "docs": 0.3})
+
+
+def test_a_dataset_without_a_weight(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mix.weights: no weight for dataset 'docs' \(have: code\)"):
+        mixed(tmp_path, weights={"code": 1.0})
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weights_that_are_none(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"weights.a: .* is no weight"):
+        MixStageConfig(weights={"a": weight})
+
+
+def test_stages_in_an_order_that_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(StageOrderError, match=r"^Call tokenize\(\) before mix\(\): dataset 'code' has no column 'input_ids'"):
+        Pipeline(config(tmp_path)).source().mix()
+    with pytest.raises(StageOrderError, match=r"^Call tokenize\(\) before pack\(\)"):
+        Pipeline(config(tmp_path)).source().pack()
+    packed = mixed(tmp_path).pack(PackStageConfig(seq_length=64))
+    with pytest.raises(ConfigError, match=r"mix: the rows of dataset 'mixed' are packed already"):
+        packed.mix()
+
+
+def test_two_tokenizers_in_one_mixture(tmp_path: Path) -> None:
+    code, docs = two_datasets(tmp_path / "data")
+    other = DatasetConfig(name="docs", data_files=docs.data_files, tokenizer=tokenizer(300))
+    pipeline = Pipeline(config(tmp_path, datasets=[code, other])).source().tokenize()
+    with pytest.raises(ConfigError) as caught:
+        pipeline.copy().mix()
+    for part in ("'code'", "'docs'", tokenizer(), tokenizer(300), "mix.allow_mixed_tokenizers=True"):
+        assert part in str(caught.value)
+    mixture = pipeline.mix(MixStageConfig(allow_mixed_tokenizers=True, stop_strategy="all_exhausted")).get_data()["mixed"]
+    assert mixture.read(0, 0, 10).num_rows == 10
+
+
+def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pack.eos_token_id: 5, but the tokenizer .* ends documents with 0. Leave it out, or give 0."):
+        mixed(tmp_path).pack(PackStageConfig(seq_length=64, eos_token_id=5))
+    for eos in (None, 0):
+        assert mixed(tmp_path).pack(PackStageConfig(seq_length=64, eos_token_id=eos)).get_data()["mixed"].eos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seq_length": 0}, "seq_length: 0 is no row length"),
+        ({"num_packers": 4}, "num_packers: has no effect on strategy 'greedy'. Leave it out, or set strategy to 'pool'."),
+        ({"strategy": "pool", "num_packers": 0}, "num_packers: 0 open rows hold nothing"),
+        ({"strategy": "best"}, "strategy: 'best' is not an option"),
+        ({"shuffle_buffer_factor": 10}, "shuffle_buffer_factor: unknown key"),
+    ],
+)
+def test_pack_options(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PackStageConfig(**values)
+    assert str(caught.value).startswith(message)
+
+
+def test_pad_outside_the_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pack.pad_token_id: 99999 lies outside the vocabulary of 320"):
+        mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=99999))
+
+
+def test_loss_masks_travel_with_their_tokens(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: list(range(1, n + 1)), LOSS_MASK: [i % 2 for i in range(n)]} for n in (5, 9, 3, 12)]
+    dataset = DatasetConfig(name="chat", data_files=rows, tokenizer=tokenizer())
+    source = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().pack(PackStageConfig(seq_length=16)).get_data()["chat"]
+    laws.assert_stateless_reads(source)
+    for row in source.read(0, 0, source.shards[0].num_rows).to_pylist():
+        for token, mask, segment, position in zip(row[INPUT_IDS], row[LOSS_MASK], row[SEGMENT_IDS], row[POSITION_IDS], strict=True):
+            if segment and token:  # not the EOS, whose id is 0
+                assert mask == position % 2
+
+
+@settings(max_examples=15)
+@given(
+    code=st.integers(1, 40),
+    docs=st.integers(1, 40),
+    share=st.floats(0.01, 0.99),
+    seq_length=st.integers(2, 80),
+    stop=st.sampled_from(STOPS),
+    strategy=st.sampled_from(["greedy", "pool", "first_fit"]),
+)
+def test_conservation(
+    tmp_path_factory: pytest.TempPathFactory, code: int, docs: int, share: float, seq_length: int, stop: str, strategy: str
+) -> None:
+    datasets = [
+        DatasetConfig(name="code", data_files=[{"text": text} for text in texts(code, 3)]),
+        DatasetConfig(name="docs", data_files=[{"text": text} for text in texts(docs, 5)]),
+    ]
+    folder = tmp_path_factory.mktemp("conservation")
+    pipeline = Pipeline(config(folder, datasets=datasets)).source().tokenize()
+    pipeline.mix(MixStageConfig(weights={"code": share, "docs": 1 - share}, stop_strategy=stop))
+    pipeline.pack(PackStageConfig(seq_length=seq_length, strategy=strategy))
+    laws.assert_conserved(pipeline.ledger())
+    source = pipeline.get_data()["mixed"]
+    segments = source.read(0, 0, source.shards[0].num_rows).column(SEGMENT_IDS).flatten().to_numpy()
+    assert pipeline.ledger().find("pack", "mixed", "slots").out.get("tokens", 0) == np.count_nonzero(segments)
