@@ -11,7 +11,7 @@ from typing import Any
 from easypipe import DatasetConfig, PipelineConfig
 from easypipe.transforms.bpe import train_bpe
 
-WORDS = "the quick brown fox jumps over a lazy dog while def return import class self value print yield".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import", "class", "self", "value"]
 
 
 def texts(count: int, salt: int = 1, longest: int = 40) -> list[str]:

@@ -9,12 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import laws
 import pyarrow as pa
 import pytest
 import yaml
-from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
+import laws
 from easypipe import (
     BaseStage,
     ConfigError,
@@ -40,6 +39,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedDataSource
 from easypipe.core.schema import INPUT_IDS
 from easypipe.stages.saved import SavedSource
+from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")
 PACK = PackStageConfig(seq_length=48)
@@ -194,7 +194,7 @@ def test_a_stage_of_ones_own(tmp_path: Path) -> None:
     loud = pipeline.get_data()["x"]
     laws.assert_stateless_reads(loud)
     assert not loud.read(0, 0, 1).equals(plain.read(0, 0, 1))
-    with pytest.raises(ConfigError, match="is no BaseStage. Subclass"):
+    with pytest.raises(ConfigError, match=r"is no BaseStage. Subclass"):
         pipeline.add_stage(Shout)
 
 
@@ -311,6 +311,19 @@ def test_several_epochs_and_endless_data(tmp_path: Path, mix: MixStageConfig) ->
     with pytest.raises(TypeError, match=r"no len\(\)"):
         len(make())
     laws.assert_exact_resume(make, 40, stops=(0, 1, 39))
+
+
+def test_a_batch_that_never_fills(tmp_path: Path) -> None:
+    def make(**options: object) -> object:
+        return Pipeline(whole(tmp_path)).source().tokenize().mix().pack().load(LoadStageConfig(**options)).build()
+
+    with pytest.raises(
+        ConfigError, match=r"load.batch_size: 1000, but 'mixed' has \d+ rows: no batch is ever full. Give at most"
+    ) as caught:
+        make(batch_size=1000)
+    rows = int(str(caught.value).rpartition("Give at most ")[2].split(",")[0])
+    assert len(make(batch_size=rows)) == 1
+    assert len(list(make(batch_size=1000, drop_last=False))) == 1
 
 
 def test_epochs_of_a_mixture_that_has_none(tmp_path: Path) -> None:

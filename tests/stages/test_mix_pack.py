@@ -6,17 +6,17 @@ import logging
 from collections import Counter
 from pathlib import Path
 
-import laws
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
+import laws
 from easypipe import ConfigError, DatasetConfig, MixStageConfig, PackStageConfig, Pipeline, StageOrderError, load_tokenizer
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
 from easypipe.stages.mix import block_weights
+from pipelines import config, jsonl, texts, tokenizer, two_datasets
 
 STOPS = ("first_exhausted", "all_exhausted")
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import laws
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines import config, jsonl, texts, tokenizer
 
+import laws
 from easypipe import (
     CacheError,
     ConfigError,
@@ -36,6 +36,7 @@ from easypipe.stages.layout import shard_edges
 from easypipe.stages.save import parse_bytes
 from easypipe.stages.saved import MANIFEST, SavedSource
 from easypipe.stages.shard_writer import CODECS
+from pipelines import config, jsonl, texts, tokenizer
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")
 EVERY = [(kind, codec) for kind, codecs in CODECS.items() for codec in codecs]
@@ -237,7 +238,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     packed(tmp_path).save(SaveStageConfig(output_dir=out)).build()
     manifest = json.loads((out / MANIFEST).read_text())
     (out / MANIFEST).write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(CacheError, match="format version 99, this easypipe reads 1. Save the data again"):
+    with pytest.raises(CacheError, match=r"format version 99, this easypipe reads 1. Save the data again"):
         SavedSource(out)
 
 
@@ -251,7 +252,7 @@ def test_sizes(size: int | str, expected: int) -> None:
 
 @pytest.mark.parametrize("size", ["", "many", "5 parsecs", "0", -3])
 def test_sizes_that_are_none(size: int | str) -> None:
-    with pytest.raises(ConfigError, match="max_shard_size: .* is no size"):
+    with pytest.raises(ConfigError, match=r"max_shard_size: .* is no size"):
         SaveStageConfig(output_dir="x", max_shard_size=size)
 
 
@@ -262,7 +263,7 @@ def test_shards_stay_below_their_size(lengths: list[int], limit: int) -> None:
     assert edges[0] == 0
     assert edges[-1] == len(lengths)
     assert (edges[1:] > edges[:-1]).all()
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in itertools.pairwise(edges):
         size = sum(n + 8 for n in lengths[a:b])
         assert size <= limit or b - a == 1
         if b < len(lengths):
@@ -278,7 +279,7 @@ def test_shards_that_cannot_keep_to_the_size(tmp_path: Path) -> None:
     def save(**options: object) -> None:
         packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", **options)).build()
 
-    with pytest.raises(ConfigError, match="save.max_shard_size: of 2 shards one would hold .* the limit is 2,000.") as caught:
+    with pytest.raises(ConfigError, match=r"save.max_shard_size: of 2 shards one would hold .* the limit is 2,000.") as caught:
         save(num_shards=2, max_shard_size="2KB")
     needed = int(str(caught.value).rpartition("max_shard_size=")[2].split(",")[0])
     save(num_shards=2, max_shard_size=needed)

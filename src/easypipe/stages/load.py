@@ -40,6 +40,7 @@ class LoadStage(BaseStage):
         rows = self._rows(name, source, context, options.num_epochs)
         if isinstance(rows, PlannedRows) and rows.num_rows is not None:  # the whole plan is scanned once; later processes find checkpoints
             _mixture(name, source, context).remember(rows.plan)
+        _require_a_batch(name, rows.num_rows, options)
         return Loader(rows, options, seed=context.seed, collate=self._collate(source), name=f"loader of {name!r}")
 
     def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
@@ -82,6 +83,16 @@ class LoadStage(BaseStage):
             padding=options.padding,
             max_length=options.max_length if options.padding == "max_length" else None,
             attention_mask=options.return_attention_mask,
+        )
+
+
+def _require_a_batch(name: str, num_rows: int | None, options: LoadStageConfig) -> None:
+    """A loader that never yields is a mistake, and training on it ends before it begins."""
+    if num_rows is not None and num_rows < (options.batch_size if options.drop_last else 1):
+        raise ConfigError(
+            at="load.batch_size",
+            problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",
+            fix=f"Give at most {num_rows}, or set drop_last=False." if num_rows else "Give the dataset rows.",
         )
 
 

@@ -1,0 +1,95 @@
+"""Tokens that were made elsewhere: mixed and packed like others, refused where they cannot be what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import laws
+from easypipe import ConfigError, DatasetConfig, PackStageConfig, Pipeline, SourceError
+from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
+from easypipe.stages.tokens import require_documents
+from pipelines import config, tokenizer
+
+PACK = PackStageConfig(seq_length=16)
+
+
+def pipeline(tmp_path: Path, rows: object, **options: object) -> Pipeline:
+    values = {"name": "x", "data_files": rows, "tokenizer": tokenizer()} | options
+    return Pipeline(config(tmp_path, datasets=[DatasetConfig(**values)])).source().tokenize()
+
+
+def ids(source: object) -> list[list[int]]:
+    cache = source.mixture.caches[0]
+    return [cache.tokens(i).tolist() for i in range(cache.num_docs)]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.list_(pa.int64()), pa.large_list(pa.uint16()), pa.list_(pa.int32(), 3)])
+def test_every_list_of_integers(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(pa.table({INPUT_IDS: pa.array([[1, 2, 3], [4, 5, 6]], kind)}), tmp_path / "x.parquet")
+    source = pipeline(tmp_path, str(tmp_path / "x.parquet")).pack(PACK).get_data()["x"]
+    assert ids(source) == [[1, 2, 3], [4, 5, 6]]
+    laws.assert_stateless_reads(source)
+
+
+def test_empty_rows_are_counted_and_books_close(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: row} for row in ([1, 2], [], [3], [], [4, 5])]
+    packed = pipeline(tmp_path, rows).pack(PACK)
+    assert ids(packed.get_data()["x"]) == [[1, 2], [3], [4, 5]]
+    assert packed.ledger().find("tokenize", "x", "rows").out == {"written": 3, "empty": 2}
+    laws.assert_conserved(packed.ledger())
+
+
+def test_unshifted_labels_become_the_mask(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: [1, 2, 3], LABELS: [-100, 2, 3]}, {INPUT_IDS: [4, 5], LABELS: [4, -100]}]
+    source = pipeline(tmp_path, rows).pack(PACK).get_data()["x"]
+    batch = source.mixture.caches[0].read(0, 0, 2)
+    assert batch.column(LOSS_MASK).to_pylist() == [[0, 1, 1], [1, 0]]
+
+
+def test_the_adopted_source_keeps_the_law_and_says_what_its_cache_says(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: list(range(1, 1 + n % 7))} for n in range(40)]
+    before = pipeline(tmp_path, rows)
+    source = require_documents("x", before.get_data()["x"], before.get_context(), stage="pack")
+    laws.assert_stateless_reads(source)
+    cache = source.materialize()
+    laws.assert_stateless_reads(cache)
+    assert cache.read(0, 0, 40).equals(source.read(0, 0, 40))
+
+
+def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: [1, 2, 3]}]
+    assert ids(pipeline(tmp_path, rows).pack(PACK).get_data()["x"]) == [[1, 2, 3]]
+    [file] = (tmp_path / "cache" / "tokens").rglob("*.arrow")
+    written = file.stat().st_mtime_ns
+    assert ids(pipeline(tmp_path, rows).pack(PACK).get_data()["x"]) == [[1, 2, 3]]
+    assert file.stat().st_mtime_ns == written
+    file.write_bytes(b"cut")
+    assert ids(pipeline(tmp_path, rows).pack(PACK).get_data()["x"]) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({INPUT_IDS: [1, 320]}, r"row 1, column 'input_ids': token 320 is outside the vocabulary of 320 of .* Name the tokenizer"),
+        ({INPUT_IDS: [1, -1]}, r"row 1, column 'input_ids': token -1 is outside the vocabulary"),
+        ({INPUT_IDS: None}, r"row 1, column 'input_ids': null instead of tokens"),
+        ({INPUT_IDS: [1, 2], LABELS: [2, -100]}, r"row 1, column 'labels': token 0 has label 2, its id is 1"),
+        ({INPUT_IDS: [1, 2], LOSS_MASK: [1]}, r"row 1, column 'loss_mask': another length than input_ids"),
+        ({INPUT_IDS: [1, 2], ATTENTION_MASK: [1, 0]}, r"row 1, column 'attention_mask': the row is padded. Save the tokens without"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, row: dict, message: str) -> None:
+    good = {INPUT_IDS: [7, 8], LABELS: [7, 8], LOSS_MASK: [1, 1], ATTENTION_MASK: [1, 1]}
+    rows = [{name: good[name] for name in row}, row]
+    with pytest.raises(SourceError, match=message):
+        pipeline(tmp_path, rows).pack(PACK).ledger()
+
+
+def test_tokens_that_nobody_claims(tmp_path: Path) -> None:
+    dataset = DatasetConfig(name="x", data_files=[{INPUT_IDS: [1, 2]}])
+    with pytest.raises(ConfigError, match=r"datasets.x.tokenizer: nobody knows whose tokens these are. Name the tokenizer"):
+        Pipeline(config(tmp_path, datasets=[dataset], default_tokenizer=None)).source().tokenize().pack(PACK)
