@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from easypipe.core.errors import CacheError, MissingFileError, SourceError
+from easypipe.sources.cache import TokenCache
+from easypipe.stages.cache_writer import prepare
+from laws import assert_stateless_reads
+from token_support import ShardedTexts, small_tokenizer, texts
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TokenCache:
+    """Three shards, 57 rows, 55 documents in seven parts."""
+    source = ShardedTexts(texts(30), [], [None, *texts(25, seed=2), "x<|endoftext|>", ""])
+    return prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
+
+
+def test_stateless_reads(cache: TokenCache) -> None:
+    assert_stateless_reads(cache, cuts=(0, 1, 9, 10, 11, 28))
+    assert [shard.num_rows for shard in cache.shards] == [30, 0, 28]
+    assert [shard.cuts for shard in cache.shards] == [(0, 10, 20), (0,), (0, 10, 20)]
+    with pytest.raises(SourceError, match="shard-2: rows 0:29 of 28 do not exist"):
+        cache.read(2, 0, 29)
+
+
+def test_lengths_ends_and_places_agree_with_the_rows(cache: TokenCache) -> None:
+    docs = np.arange(cache.num_docs)
+    rows = [row for shard, info in enumerate(cache.shards) for row in cache.read(shard, 0, info.num_rows).to_pylist()]
+    assert cache.num_docs == len(rows) == 56
+    assert cache.lengths(docs).dtype == np.int32
+    assert cache.lengths(docs).tolist() == [len(row["input_ids"]) for row in rows]
+    assert cache.has_eos(docs).tolist() == [row["input_ids"][-1] == 0 for row in rows]
+    assert cache.has_eos(docs)[-1]
+    assert cache.total_tokens == cache.lengths(docs).sum()
+    assert [cache.tokens(doc).tolist() for doc in docs] == [row["input_ids"] for row in rows]
+    assert [cache.where(int(doc))[1] for doc in docs] == [row["__row_number__"] for row in rows]
+    assert cache.where(30) == ("shard-2", 1)
+    shuffled = np.random.default_rng(0).permutation(docs)
+    assert cache.lengths(shuffled).tolist() == cache.lengths(docs)[shuffled].tolist()
+    assert cache.has_eos(shuffled).tolist() == cache.has_eos(docs)[shuffled].tolist()
+    assert cache.lengths(docs[:0]).shape == (0,)
+
+
+def test_buffers_point_at_the_tokens(cache: TokenCache) -> None:
+    import ctypes
+
+    b = cache.buffers()
+    assert b.id_bytes == 2
+    assert (np.diff(b.first_doc) > 0).all()
+    assert b.mask_address.tolist() == [0] * len(b.ids_address)
+    for part, first in enumerate(b.first_doc[:-1]):
+        count = int(cache.lengths(np.array([first]))[0])
+        at = (ctypes.c_uint16 * count).from_address(int(b.ids_address[part]))
+        assert list(at) == cache.tokens(int(first)).tolist()
+        assert ctypes.c_int64.from_address(int(b.offsets_address[part])).value == 0
+
+
+@pytest.mark.parametrize("doc", [-1, 56])
+def test_documents_that_do_not_exist(cache: TokenCache, doc: int) -> None:
+    for ask in (lambda: cache.lengths(np.array([0, doc])), lambda: cache.has_eos(np.array([doc])), lambda: cache.tokens(doc)):
+        with pytest.raises(IndexError, match="of 56"):
+            ask()
+
+
+def test_open_files_do_not_grow_with_parts(cache: TokenCache) -> None:
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    more = [TokenCache(cache.path) for _ in range(5)]
+    assert before == 0 or len(os.listdir("/proc/self/fd")) == before
+    assert {other.fingerprint for other in more} == {cache.fingerprint}
+
+
+def test_a_cache_trains_without_its_sources_and_elsewhere(cache: TokenCache, tmp_path: Path) -> None:
+    moved = tmp_path.parent / f"{tmp_path.name}-moved"
+    tmp_path.rename(moved)
+    again = TokenCache(moved / "manifests" / cache.path.name, dataset="renamed")
+    again.verify()
+    assert again.lengths(np.arange(56)).tolist() == cache.lengths(np.arange(56)).tolist()
+    assert again.ledger.find("tokenize", "renamed", "rows").out["null"] == 1
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_other_formats_and_foreign_files_are_refused(cache: TokenCache, tmp_path: Path) -> None:
+    edit(cache.path, format=99)
+    with pytest.raises(CacheError, match=r"token cache format 99, this version of easypipe reads format 1\. Prepare the dataset again"):
+        TokenCache(cache.path)
+    (tmp_path / "x.json").write_text('{"format": 1}')
+    with pytest.raises(CacheError, match="not a token cache manifest"):
+        TokenCache(tmp_path / "x.json")
+    with pytest.raises(MissingFileError):
+        TokenCache(tmp_path / "none.json")
+
+
+def test_damage_is_found(cache: TokenCache, tmp_path: Path) -> None:
+    victim = tmp_path / "tokens" / cache.manifest.parts[0].file
+    data = victim.read_bytes()
+    victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CacheError, match=r"damaged: checksum .* Delete the file and prepare the dataset again"):
+        cache.verify()
+    victim.write_bytes(data[:-8])
+    with pytest.raises(CacheError, match=rf"{len(data) - 8} bytes, committed with {len(data)}\. Prepare the dataset again"):
+        TokenCache(cache.path)
+    victim.write_bytes(b"x" * len(data))
+    with pytest.raises(CacheError, match="cannot be read"):
+        TokenCache(cache.path)
+    victim.unlink()
+    with pytest.raises(CacheError, match="missing from the token cache"):
+        TokenCache(cache.path)
