@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -11,9 +13,10 @@ CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_la
 
 
 def test_matmul_params_are_all_but_norms_and_lookup():
-    model = Decoder(CONFIG, nnx.Rngs(0))
     norms = (2 * CONFIG.num_layers + 1) * CONFIG.hidden_size
-    assert matmul_params(CONFIG) == param_count(model) - norms  # tied: the table counts once, as the head
+    tied = dataclasses.replace(CONFIG, tie_embeddings=True)  # its table counts once, as the head
+    assert matmul_params(tied) == param_count(Decoder(tied, nnx.Rngs(0))) - norms
+    assert matmul_params(CONFIG) == matmul_params(tied)
 
 
 def test_exact_count_follows_the_products_one_by_one():

@@ -81,11 +81,10 @@ def numpy_logits(model: Decoder, ids, segments, places):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"num_kv_heads": 6}, {"num_kv_heads": 1, "rope_theta": 100.0}])
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"num_kv_heads": 6}, {"num_kv_heads": 1, "rope_theta": 100.0}])
 def test_logits_equal_numpy(changes):
     model, data = tiny(**changes), batch()
-    logits = model(data["input_ids"], data["segment_ids"], data["position_ids"])
-    assert logits.dtype == jnp.float32
+    logits = nnx.jit(Decoder.__call__)(model, data["input_ids"], data["segment_ids"], data["position_ids"])
     want = numpy_logits(model, data["input_ids"], data["segment_ids"], data["position_ids"])
     np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-5)
 
@@ -126,16 +125,16 @@ def compiled(data, **changes):
 
 def test_remat_keeps_less_and_unrolling_leaves_no_loop():
     data = {name: np.tile(array, (16, 1)) for name, array in batch().items()}
-    memory = {remat: compiled(data, remat=remat, num_layers=5).memory_analysis().temp_size_in_bytes for remat in ("none", "dots", "full")}
+    programs = {remat: compiled(data, remat=remat) for remat in ("none", "dots", "full")}
+    memory = {remat: program.memory_analysis().temp_size_in_bytes for remat, program in programs.items()}
     assert memory["full"] < memory["dots"] < memory["none"], memory
-    loops = {scan: compiled(data, scan_layers=scan).as_text().count("while(") for scan in (True, False)}
-    assert loops[False] < loops[True], loops
+    assert compiled(data, scan_layers=False).as_text().count("while(") < programs["none"].as_text().count("while(")
 
 
 def test_dtypes():
     model, data = tiny(dtype="bfloat16"), batch()
-    assert model.hidden(data["input_ids"]).dtype == jnp.bfloat16
-    assert model(data["input_ids"]).dtype == jnp.float32
+    assert nnx.eval_shape(lambda: model.hidden(data["input_ids"])).dtype == jnp.bfloat16
+    assert nnx.eval_shape(lambda: model(data["input_ids"])).dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
     (loss, _), grads = gradients(model, data)
     assert {loss.dtype, *(leaf.dtype for leaf in jax.tree.leaves(grads))} == {jnp.dtype("float32")}
@@ -145,9 +144,9 @@ def test_dtypes():
 
 
 def test_parameters():
-    assert param_count(tiny(tie_embeddings=False)) - param_count(tiny()) == TINY.vocab_size * TINY.hidden_size
+    assert param_count(tiny()) - param_count(tiny(tie_embeddings=True)) == TINY.vocab_size * TINY.hidden_size
     default = nnx.eval_shape(lambda: Decoder(ModelConfig(vocab_size=8192), nnx.Rngs(0)))
-    assert 3.0e6 < param_count(default) < 3.5e6
+    assert 4.5e6 < param_count(default) < 5e6
     layers = nnx.state(tiny(), nnx.Param)["layers"]
     kernels = np.asarray(layers["gate"]["kernel"].get_value())
     assert kernels.shape == (3, 24, 40)
@@ -199,7 +198,7 @@ def run(batch):
 
 as_numpy = lambda tree: [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 params, (loss, grads), text = jax.tree.map(np.asarray, run(data))
-for shape in [(2, 2, 2), (1, 2, 4), (8, 1, 1)]:
+for shape in [(2, 2, 2), (1, 2, 4)]:
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     with jax.set_mesh(mesh):
         p, (l, g), t = run(jax.device_put(data, NamedSharding(mesh, P(("data", "fsdp")))))
