@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from laws import assert_exact_resume, assert_labels, assert_rows_well_formed, assert_same_batches
-from loader_support import plan_rows
 
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader, LoadStageConfig
@@ -15,8 +13,10 @@ from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
 from easypipe.transforms.bpe import train_bpe
 from easypipe.transforms.tokenizer import load_tokenizer
+from laws import assert_exact_resume, assert_labels, assert_rows_well_formed, assert_same_batches
+from loader_support import plan_rows
 
-WORDS = "the quick brown fox jumps over a lazy dog and then some more of it follows".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it", "follows"]
 TEXTS = [" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(1 + i % 60)) for i in range(300)]
 
 
