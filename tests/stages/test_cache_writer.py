@@ -20,6 +20,7 @@ from easypipe.core.errors import BudgetError, ConfigError, SourceError, StorageE
 from easypipe.core.protocols import ProgressEvent, Shard
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.open import open_files
 from easypipe.stages import cache_writer
 from easypipe.stages.cache_writer import prepare
 from easypipe.stages.ranges import cut
@@ -327,6 +328,23 @@ def test_quarantined_rows_are_written_with_their_place(tmp_path: Path) -> None:
         {"file": "memory", "row": 4, "reason": "invalid_utf8", "detail": "not UTF-8", "raw": '"\\\\xff\\\\xfe"'},
     ]
     assert cache.num_docs == 2
+
+
+def test_what_a_file_refuses_is_quarantined_as_it_stands_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n{bad\n{"text": null}\n{"text": 5}\n{"text": "fine"}\n')
+    source = open_files(path, on_error="quarantine")
+    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path / "cache", on_error="quarantine", max_bad_rows=3)
+    assert cache.quarantine is not None
+    lines = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
+    assert [(line["file"], line["row"], line["reason"], line["raw"]) for line in lines] == [
+        (str(path), 2, "unparsable", "{bad"),
+        (str(path), 3, "null", "null"),
+        (str(path), 4, "not_a_string", '{"text": 5}'),
+    ]
+    # The blank line is counted and not charged: it is no bad row.
+    assert cache.ledger.find("tokenize", "d", "rows").out == {"written": 2, "blank_line": 1, "not_a_string": 1, "null": 1, "unparsable": 1}
+    assert cache.where(1) == (str(path), 5)
 
 
 @pytest.mark.shared
