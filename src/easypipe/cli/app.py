@@ -17,6 +17,8 @@ from easypipe.cli.quickstart import quickstart
 from easypipe.cli.train import train
 from easypipe.core.errors import EasypipeError, LedgerError, StallError
 
+STOPPED = 130  # 128 + SIGINT
+
 app = typer.Typer(
     help="Raw text in, trained model out.",
     no_args_is_help=True,
@@ -29,14 +31,17 @@ app.command()(prepare)
 app.command()(train)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and log more.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and leave.")] = False,
 ) -> None:
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
     _log(logging.DEBUG if debug else logging.INFO)
 
 
@@ -47,12 +52,9 @@ def run(arguments: Sequence[str] | None) -> int:
         given = ["--debug", *(argument for argument in given if argument != "--debug")]
     try:
         code = app(given, standalone_mode=False)
+        if code == STOPPED:  # typer turns Ctrl-C into this
+            _say("stopped; run the same command again to go on")
         return code if isinstance(code, int) else 0
-    except typer.Exit as leave:
-        return leave.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        _say("stopped; run the same command again to go on")
-        return 130
     except EasypipeError as error:
         if debug:
             raise

@@ -1,0 +1,175 @@
+"""The command line: what it prints, what it returns, and that an error is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from easypipe import ConfigError, __version__
+from easypipe.cli import main
+from easypipe.core.config import to_dict
+from easypipe.core.errors import LedgerError
+from easypipe.stages.saved import MANIFEST
+from pipelines import config, tokenizer
+
+
+@pytest.fixture
+def pipeline_yaml(tmp_path: Path) -> Path:
+    values = to_dict(config(tmp_path))
+    values |= {
+        "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"},
+        "pack": {"seq_length": 64},
+        "save": {"output_dir": str(tmp_path / "out")},
+    }
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("quickstart", "prepare", "train"))
+    for command in ("quickstart", "prepare", "train"):
+        assert main([command, "--help"]) == 0
+
+
+def test_prepare_a_pipeline_config(pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", str(pipeline_yaml)]) == 0
+    text = capsys.readouterr().out
+    assert "Ledger: where every row and token went" in text
+    assert "of their slots filled" in text
+    assert "MB/s" in text
+    assert (tmp_path / "out" / MANIFEST).exists()
+    assert main(["prepare", str(pipeline_yaml)]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_set_changes_a_value(pipeline_yaml: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    assert main(["prepare", str(pipeline_yaml), "--set", "pack.seq_length=32", "--set", f"save.output_dir={other}"]) == 0
+    assert json.loads((other / MANIFEST).read_text())["tokens"]["seq_length"] == 32
+
+
+def test_prepare_a_run_config_needs_no_jax(pipeline_yaml: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    held_out = {"datasets": [{"data_files": str(tmp_path / "data" / "docs" / "a.jsonl")}]}
+    run.write_text(
+        yaml.safe_dump({"data": yaml.safe_load(pipeline_yaml.read_text()), "train": {"output_dir": "run"}, "eval": {"docs": held_out}})
+    )
+    script = "import sys; from easypipe.cli import main; code = main(sys.argv[1:]); assert 'jax' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", script, "prepare", str(run)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "eval.docs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "pack.seq_lenght=32"], "easypipe: pack.seq_lenght: unknown key"),
+        (["--set", "pack.seq_length=0"], "easypipe: pack.seq_length: 0 is no row length. Give 1 to 16777216 tokens."),
+        (["--set", "datasets.0.data_files=nowhere.jsonl"], "no such file or folder"),
+        (["--set", "mix.weights={cod: 1, docs: 1}"], "Did you mean 'code'?"),
+        (["--set", "nonsense"], "easypipe: nonsense: not of the form key.path=value"),
+        (["--set", "default_tokenizer=./nowhere"], "nowhere"),
+    ],
+)
+def test_errors_are_one_line_and_exit_with_2(
+    pipeline_yaml: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", str(pipeline_yaml), *arguments]) == 2
+    text = capsys.readouterr().err
+    assert message in text
+    assert "Traceback" not in text
+    assert sum(line.startswith("easypipe: ") for line in text.splitlines()) == 1
+
+
+def test_a_missing_config_and_a_wrong_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", str(tmp_path / "nowhere.yaml")]) == 2
+    assert "no such file. Give the path of a YAML file." in capsys.readouterr().err
+    assert main(["prepar"]) == 2
+    assert main(["prepare", "--nonsense"]) == 2
+    unknown = tmp_path / "x.yaml"
+    unknown.write_text("data: {datasets: [{data_files: x}]}\nmodle: {}\n")
+    assert main(["prepare", str(unknown)]) == 2
+    assert "modle: unknown key (have: data, model, train, eval)" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(pipeline_yaml: Path) -> None:
+    with pytest.raises(ConfigError):
+        main(["prepare", str(pipeline_yaml), "--set", "pack.seq_length=0", "--debug"])
+
+
+def test_failures_that_are_not_the_users_exit_with_1(
+    pipeline_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leak(*_: object, **__: object) -> None:
+        raise LedgerError(at="pack.code", problem="1 documents lost")
+
+    monkeypatch.setattr("easypipe.cli.prepare.prepare_data", leak)
+    assert main(["prepare", str(pipeline_yaml)]) == 1
+    monkeypatch.setattr("easypipe.cli.prepare.prepare_data", lambda *_, **__: 1 / 0)
+    assert main(["prepare", str(pipeline_yaml)]) == 1
+    assert "ZeroDivisionError: division by zero. This is not what should happen; run again with --debug" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_what_is_committed(pipeline_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("easypipe.cli.prepare.prepare_data", interrupted)
+    assert main(["prepare", str(pipeline_yaml)]) == 130
+    assert "stopped; run the same command again to go on" in capsys.readouterr().err
+
+
+def test_train_and_its_refusals(pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+    data = yaml.safe_load(pipeline_yaml.read_text()) | {"load": {"batch_size": 4, "num_epochs": None}, "seed": None}
+    values = {
+        "data": data,
+        "model": model,
+        "train": {"output_dir": str(tmp_path / "run"), "steps": 4, "checkpoint": {"every": 2}},
+        "eval": {"docs": {"datasets": [{"data_files": str(tmp_path / "data" / "docs" / "a.jsonl")}]}},
+    }
+    del data["save"]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert main(["train", str(path), "--samples", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "trained 4 steps: loss" in text
+    assert "»" in text
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert "docs" in lines[-1]["eval"]
+    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["seed"] is not None
+    assert main(["train", str(path), "--samples", "0"]) == 0  # finished: nothing is trained again, the drawn seed is remembered
+    assert "goes on from step 4" in capsys.readouterr().out
+    for change, message in (
+        ("model.vocab_size=100", "model.vocab_size: 100, but the tokenizer"),
+        ("data.load.mesh={data: 4}", "data.load.mesh: {'data': 4}, but training runs on {'data': -1}. Leave it out."),
+        (f"eval.docs.default_tokenizer={tokenizer(300)}", "is not the one of the training data"),
+        ("data.load.batch_size=3", "belongs to another run"),
+        ("data.pack.seq_length=32", "plan"),
+    ):
+        assert main(["train", str(path), "--set", change]) == 2, change
+        assert message in capsys.readouterr().err
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "easypipe"
+    if not command.exists():
+        pytest.skip("easypipe is not installed as a command here")
+    done = subprocess.run(
+        [command, "prepare", "nowhere.yaml"], capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"}
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == "easypipe: nowhere.yaml: no such file. Give the path of a YAML file."
