@@ -87,7 +87,7 @@ def prepare(
     started = time.perf_counter()
     totals = _Totals(dataset, content_field, on_error, max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
-    with contextlib.closing(_run(job, ranges, num_workers or len(os.sched_getaffinity(0)) + 1)) as records:
+    with contextlib.closing(_run(job, ranges, num_workers or _cores() + 1)) as records:
         for piece, record in zip(ranges, records, strict=True):
             totals.add(piece, record)
             progress(ProgressEvent(stage="tokenize", dataset=dataset, done=totals.rows, total=rows, unit="rows"))
@@ -116,6 +116,12 @@ def prepare(
     manifest.counts.ledger(dataset, {}).check()
     write_manifest(path, manifest)
     return TokenCache(path, dataset=dataset)
+
+
+def _cores() -> int:
+    """Cores that this process may use; not every system tells which those are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)
