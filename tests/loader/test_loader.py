@@ -132,6 +132,20 @@ def test_restore_is_for_the_next_iteration_only():
     assert_same_batches(other, wanted)
 
 
+def test_a_restored_loader_tells_its_state_without_looking_back():
+    for batch in range(len(loader(drop_last=False)) + 1):
+        text = loader_state_at(batch, drop_last=False, shuffle_buffer_size=6)
+        one = loader(drop_last=False, shuffle_buffer_size=6)
+        one.restore(text)
+        assert one.state().to_json() == text
+        batches = iter(one)
+        assert one.state().to_json() == text
+        batches.close()
+        hint = json.loads(text)["hint"]
+        marks = [mark.index for mark in one.rows.plan.checkpoints()]
+        assert not [mark for mark in marks if 0 < mark < hint["index"]], "the windows before the state were planned"
+
+
 def loader_state_at(batch: int, **load) -> str:
     one = loader(**load)
     batches = iter(one)

@@ -102,14 +102,15 @@ class Loader:
         self._placement = self._place()
         self._width = self._fixed_width()
         self._yielded = 0  # batches before the next one of the newest iteration
-        self._restored: int | None = None
+        self._restored: LoaderState | None = None  # for the next iteration
+        self._entry: LoaderState | None = None  # of the newest iteration
         self._newest = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        start, self._restored = self._restored or 0, None
-        self._yielded = start
+        self._entry, self._restored = self._restored, None
+        self._yielded = 0 if self._entry is None else self._entry.batch
         self._newest += 1
-        return Batches(self, start, self._newest)
+        return Batches(self, self._yielded, self._newest)
 
     def __len__(self) -> int:
         """Batches from the first to the last. Raises TypeError where they never end."""
@@ -123,8 +124,7 @@ class Loader:
 
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight."""
-        last = (self._yielded - 1) * self.batch_size  # the first row of the batch last yielded, which may have been a short one
-        row = last + self.rows.available(last, last + self.batch_size) if self._yielded else 0
+        row = self._row()
         hint = self.rows.hint(self._first(row))
         return LoaderState(batch=self._yielded, row=row, components=self._components, config=self._settings, hint=hint)
 
@@ -133,6 +133,8 @@ class Loader:
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
         state.check(self._components, self._settings)
+        if state.hint is not None:
+            self.rows.seek(state.hint)
         short = state.batch * self.batch_size - state.row
         if short and self.rows.available(state.row, state.row + 1):
             raise StateError(
@@ -140,10 +142,16 @@ class Loader:
                 problem=f"that run had ended with a batch short of {short} rows, and now there are more",
                 fix="Restore an earlier state, or set drop_last=True in runs that are to be prolonged.",
             )
-        if state.hint is not None:
-            self.rows.seek(state.hint)
-        self._restored = self._yielded = state.batch
+        self._restored = self._entry = state
+        self._yielded = state.batch
         self._newest += 1  # an iteration under way no longer moves `state()`
+
+    def _row(self) -> int:
+        """The row behind the batch last yielded."""
+        if self._entry is not None and self._yielded == self._entry.batch:
+            return self._entry.row  # what stands before it may lie in a window that this process never looks at
+        last = (self._yielded - 1) * self.batch_size  # its first row; it may be a short one
+        return last + self.rows.available(last, last + self.batch_size) if self._yielded else 0
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -208,13 +216,17 @@ class Loader:
                 return None
             rows = self._order(start, start + count)
             width = self._width
-            if width is None or self.rows.seq_length is None:
+            if width is None:
                 stage = "lengths"
                 enter(stage)
-                longest = row_width(self.rows.lengths(rows), self.collate)
-                width = longest if width is None else width
+                width = row_width(self.rows.lengths(rows), self.collate)
             if self._placement is not None:
-                rows = np.concatenate([rows, np.full(self.batch_size - count, -1, dtype=np.int64)])[self._placement.local_rows]
+                padding = np.full(self.batch_size - count, -1, dtype=np.int64)
+                rows = np.concatenate([rows, padding])[self._placement.local_rows]
+            if self._width is not None and self.rows.seq_length is None:
+                stage = "lengths"
+                enter(stage)
+                row_width(self.rows.lengths(rows), self.collate)  # raises where one of this process's rows does not fit
             stage = "gather"
             enter(stage)
             made = self.rows.batch(rows, width)
