@@ -157,7 +157,7 @@ class MixedShardedSource:
         offsets = pa.array(flat.offsets)
         ids = pa.array(flat.ids.astype(token_dtype(self.mixture.vocab_size)))
         arrays: list[pa.Array] = [pa.LargeListArray.from_arrays(offsets, ids)]
-        if flat.mask is not None:
+        if self.mixture.has_loss_mask:
             arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(flat.mask)))
         arrays.append(pa.DictionaryArray.from_arrays(pa.array(pieces.dataset), pa.array(list(self.mixture.parts), pa.string())))
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)

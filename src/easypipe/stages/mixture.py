@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from easypipe.core import storage
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.gather import Tables, tables, write_rows
+from easypipe.loader.documents import Documents as Tokens
+from easypipe.loader.documents import gather_documents
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.mix import Stop
 from easypipe.plan.order import OrderSpec
@@ -27,14 +28,6 @@ from easypipe.sources.cache import TokenCache
 from easypipe.stages.tokens import Documents, token_info
 
 COUNTED_DOCS = 1 << 20  # documents whose EOS flags are looked at together
-
-
-class Flat(NamedTuple):
-    """n documents in a row: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask UInt8[total] or None."""
-
-    offsets: NDArray[np.int64]
-    ids: NDArray[np.int32]
-    mask: NDArray[np.uint8] | None
 
 
 class _Choice(NamedTuple):
@@ -89,30 +82,9 @@ class Mixture:
         pad = 0 if info is None else next((i for i in (info.pad_token_id, info.eos_token_id) if i is not None), 0)
         return PlannedRows(self.plan(None, num_epochs=num_epochs), self.caches, eos_token_id=None, pad_token_id=pad, seq_length=None)
 
-    def gather(self, dataset: NDArray[np.int32], doc: NDArray[np.int64]) -> Flat:
-        """The tokens of documents `doc` (Int64[n]) of the datasets numbered `dataset` (Int32[n])."""
-        lengths = np.empty(doc.size, np.int32)
-        for i, cache in enumerate(self.caches):
-            here = dataset == i
-            lengths[here] = cache.lengths(doc[here])
-        offsets = np.zeros(doc.size + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        total = int(offsets[-1])
-        columns = [np.empty((1, total), np.int32) for _ in range(3)]
-        mask = np.empty((1, total) if self.has_loss_mask else (0, 0), np.uint8)
-        full = lengths > 0
-        pieces = (
-            np.zeros(int(full.sum()), np.int64),  # all in one long row
-            offsets[:-1][full].astype(np.int32),
-            np.ones(int(full.sum()), np.int32),
-            dataset[full],
-            doc[full],
-            np.zeros(int(full.sum()), np.int32),
-            lengths[full],
-        )
-        bad = write_rows(pieces, self._tables, -1, 0, False, columns[0], np.empty((0, 0), np.int32), columns[1], columns[2], mask)
-        assert bad < 0, f"document {doc[full][bad]} is not in the cache that its length came from"
-        return Flat(offsets, columns[0][0], mask[0] if self.has_loss_mask else None)
+    def gather(self, dataset: NDArray[np.int32], docs: NDArray[np.int64]) -> Tokens:
+        """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset` (Int32[n])."""
+        return gather_documents(self.caches, dataset, docs, with_mask=self.has_loss_mask)
 
     def remember(self, plan: Plan) -> None:
         """Commits the checkpoints of a plan beside the caches, so that the next process starts from them."""
@@ -123,10 +95,6 @@ class Mixture:
     @cached_property
     def _plans(self) -> dict[_Choice, Plan]:
         return {}
-
-    @cached_property
-    def _tables(self) -> Tables:
-        return tables([cache.buffers() for cache in self.caches])
 
     def _make(self, choice: _Choice) -> Plan:
         datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]

@@ -155,6 +155,7 @@ class PackedShardedSource:
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"packed rows are one shard, not {shard + 1}"
         rows = self.rows().gather(np.arange(start, stop, dtype=np.int64))
+        rows.setdefault(LOSS_MASK, (rows[SEGMENT_IDS] > 0).astype(np.int32))  # no document of a dataset with masks was drawn
         offsets = pa.array(np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length)
         arrays = []
         for field in self.schema:

@@ -1,0 +1,73 @@
+"""Whole documents, one after the other, from mapped token caches: what is saved of a mixture that is not packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.loader.gather import tables
+from easypipe.plan.jit import jit
+from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
+from easypipe.sources.cache import TokenCache
+
+
+class Documents(NamedTuple):
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask UInt8[total], or [0] where not asked for."""
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+
+
+def gather_documents(caches: Sequence[TokenCache], dataset: NDArray[np.int32], docs: NDArray[np.int64], *, with_mask: bool) -> Documents:
+    """The stored tokens of documents `docs` (Int64[n]) of the caches numbered `dataset` (Int32[n]); a mask is 1 where a cache has none.
+
+    Raises IndexError for a document that is not there.
+    """
+    lengths = np.empty(docs.size, np.int64)
+    for i, cache in enumerate(caches):
+        here = dataset == i
+        lengths[here] = cache.lengths(docs[here])
+    offsets = np.zeros(docs.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    where = tables([cache.buffers() for cache in caches])
+    total = int(offsets[-1])
+    ids = np.empty(total, np.int32)
+    mask = np.empty(total if with_mask else 0, np.uint8)
+    _copy(dataset, docs, *where, offsets, ids, mask)
+    return Documents(offsets, ids, mask)
+
+
+@jit
+def _copy(dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, offsets, ids, mask):
+    for n in range(docs.shape[0]):
+        d, doc = dataset[n], docs[n]
+        low, high = first_part[d] + d, first_part[d + 1] + d  # of first_doc: see gather.Tables
+        while high - low > 1:  # the last part that starts at or before doc
+            middle = (low + high) // 2
+            if first_doc[middle] <= doc:
+                low = middle
+            else:
+                high = middle
+        part = low - d
+        begin = int64_at(offsets_at[part])[doc - first_doc[low]]
+        start, length = offsets[n], offsets[n + 1] - offsets[n]
+        if id_bytes[d] == 2:
+            source16 = uint16_at(ids_at[part])
+            for i in range(length):
+                ids[start + i] = source16[begin + i]
+        else:
+            source32 = uint32_at(ids_at[part])
+            for i in range(length):
+                ids[start + i] = source32[begin + i]
+        if mask.shape[0] > 0:
+            if mask_at[part] != 0:
+                flags = uint8_at(mask_at[part])
+                for i in range(length):
+                    mask[start + i] = flags[begin + i]
+            else:
+                for i in range(length):
+                    mask[start + i] = 1
