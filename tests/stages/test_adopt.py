@@ -93,3 +93,14 @@ def test_tokens_that_nobody_claims(tmp_path: Path) -> None:
     dataset = DatasetConfig(name="x", data_files=[{INPUT_IDS: [1, 2]}])
     with pytest.raises(ConfigError, match=r"datasets.x.tokenizer: nobody knows whose tokens these are. Name the tokenizer"):
         Pipeline(config(tmp_path, datasets=[dataset], default_tokenizer=None)).source().tokenize().pack(PACK)
+
+
+def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Path) -> None:
+    first = pipeline(tmp_path, [{"text": f"row {i}"} for i in range(9)])
+    first.save({"output_dir": str(tmp_path / "out")}).build()
+    dataset = DatasetConfig(name="x", data_files=tmp_path / "out", num_rows=4, type="parquet")
+    limited = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().pack(PACK)
+    assert limited.ledger().find("tokenize", "x", "rows").out == {"written": 4}
+    other = DatasetConfig(name="x", data_files=tmp_path / "out", type="csv")
+    with pytest.raises(ConfigError, match=r"datasets.x.type: 'csv', but .* was saved as parquet. Leave it out."):
+        Pipeline(config(tmp_path, datasets=[other])).source()

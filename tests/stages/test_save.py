@@ -30,9 +30,10 @@ from easypipe import (
     tokenize_and_save,
 )
 from easypipe.core import storage
+from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.stages.layout import shard_edges
+from easypipe.stages.layout import default_shard_bytes, shard_edges
 from easypipe.stages.save import parse_bytes
 from easypipe.stages.saved import MANIFEST, SavedSource
 from easypipe.stages.shard_writer import CODECS
@@ -358,3 +359,8 @@ def test_memory_filesystem(tmp_path: Path) -> None:
     assert packed(tmp_path).save(SaveStageConfig(output_dir=url, num_shards=2)).build().folders[0].up_to_date
     again = Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=url)], seed=1, cache_dir=tmp_path / "cache")).source()
     assert table(again.get_data()["dataset1"]).equals(table(packed(tmp_path).get_data()["mixed"]))
+
+
+@pytest.mark.parametrize(("megabytes", "shards"), [(1, 16 << 20), (400, 50 << 20), (1 << 20, 500 << 20)])
+def test_default_size_of_a_shard(megabytes: int, shards: int) -> None:
+    assert default_shard_bytes([Shard(name="x", num_rows=1, num_bytes=megabytes << 20)]) == shards

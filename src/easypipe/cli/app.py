@@ -14,6 +14,7 @@ from rich.logging import RichHandler
 from easypipe import __version__
 from easypipe.cli.prepare import prepare
 from easypipe.cli.quickstart import quickstart
+from easypipe.cli.show import console
 from easypipe.cli.train import train
 from easypipe.core.errors import EasypipeError, LedgerError, StallError
 
@@ -81,6 +82,7 @@ def _say(text: str) -> None:
 def _log(level: int) -> None:
     logger = logging.getLogger("easypipe")
     logger.setLevel(level)
-    handler = RichHandler(level, Console(stderr=True), show_time=False, show_path=False, markup=False)
+    terminal = console if console.is_terminal else Console(stderr=True)  # the one that draws progress bars, or they tear
+    handler = RichHandler(level, terminal, show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]
     logger.propagate = False  # some libraries give the root logger a handler of their own

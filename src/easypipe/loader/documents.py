@@ -15,7 +15,7 @@ from easypipe.sources.cache import TokenCache
 
 
 class Documents(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask UInt8[total], or [0] where not asked for."""
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask UInt8[total] if asked for."""
 
     offsets: NDArray[np.int64]
     ids: NDArray[np.int32]

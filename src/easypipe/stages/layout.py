@@ -10,6 +10,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Shard, ShardedSource
 from easypipe.stages.shard_writer import row_bytes
 
+LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
 MEASURED_ROWS = 4096  # rows whose sizes are held at a time
 
 
@@ -30,6 +31,11 @@ def count_rows(shards: Sequence[Shard]) -> int:
         if shard.num_rows is None:
             raise ConfigError(at="save", problem=f"shard {shard.name!r} does not know how many rows it has", fix="Give it a row count.")
     return sum(shard.num_rows or 0 for shard in shards)
+
+
+def default_shard_bytes(shards: Sequence[Shard]) -> int:
+    """An eighth of the data at rest, within bounds: it follows from the data alone, never from the machine."""
+    return min(max(sum(shard.num_bytes for shard in shards) // 8, LEAST_SHARD_BYTES), MOST_SHARD_BYTES)
 
 
 def shard_edges(source: ShardedSource, *, num_shards: int | None, max_bytes: int | None) -> np.ndarray:

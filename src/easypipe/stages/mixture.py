@@ -88,12 +88,21 @@ class Mixture:
 
     def remember(self, plan: Plan) -> None:
         """Commits the checkpoints of a plan beside the caches, so that the next process starts from them."""
-        path, states = self._checkpoint_path(plan), [state.to_json() for state in plan.checkpoints()]
+        known = plan.checkpoints()
+        if len(known) <= self._remembered.get(plan.fingerprint, 0):
+            return
+        self._remembered[plan.fingerprint] = len(known)
+        path, states = self._checkpoint_path(plan), [state.to_json() for state in known]
         if not path.exists() or len(storage.read_json(path)["states"]) < len(states):
             storage.commit_json(path, {"plan": plan.fingerprint, "states": states})
 
     @cached_property
     def _plans(self) -> dict[_Choice, Plan]:
+        return {}
+
+    @cached_property
+    def _remembered(self) -> dict[str, int]:
+        """Checkpoints of each plan that this process has committed or found."""
         return {}
 
     def _make(self, choice: _Choice) -> Plan:

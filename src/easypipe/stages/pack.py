@@ -97,6 +97,7 @@ class PackedShardedSource:
         self.config = config
         self.eos_token_id = _eos(mixture, config)
         self.pad_token_id = _pad(mixture, config, self.eos_token_id)
+        self._rows: dict[int | None, PlannedRows] = {}
 
     @property
     def tokens(self) -> TokenInfo | None:
@@ -144,13 +145,15 @@ class PackedShardedSource:
 
     def rows(self, num_epochs: int | None = 1) -> PlannedRows:
         """The rows of `num_epochs` epochs (None: of all there ever are) as a loader gathers them."""
-        return PlannedRows(
-            self.plan(num_epochs),
-            self.mixture.caches,
-            eos_token_id=self.eos_token_id,
-            pad_token_id=self.pad_token_id,
-            seq_length=self.config.seq_length,
-        )
+        if num_epochs not in self._rows:
+            self._rows[num_epochs] = PlannedRows(
+                self.plan(num_epochs),
+                self.mixture.caches,
+                eos_token_id=self.eos_token_id,
+                pad_token_id=self.pad_token_id,
+                seq_length=self.config.seq_length,
+            )
+        return self._rows[num_epochs]
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"packed rows are one shard, not {shard + 1}"

@@ -24,13 +24,12 @@ from easypipe.core.protocols import BaseStage, PipelineContext, ProgressEvent, S
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.stages.books import is_endless, ledger_of, rows_of
 from easypipe.stages.folder import Run, open_run
-from easypipe.stages.layout import count_rows, locate, shard_edges
+from easypipe.stages.layout import count_rows, default_shard_bytes, locate, shard_edges
 from easypipe.stages.saved import FORMAT_VERSION, SavedManifest, SavedShard, join, schema_to_text
 from easypipe.stages.shard_writer import CODECS, Format, check_codec, check_json, open_writer
 from easypipe.stages.tokens import token_info
 
 BATCH_BYTES = 16 << 20  # of one row group or record batch, before compression
-DEFAULT_SHARD_BYTES = 500 << 20
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -43,7 +42,8 @@ class SaveStageConfig:
     output_dir: folder or URL. Several datasets go to a folder each below it; a dataset's own `save_path` goes before it.
     compression: None takes the format's own default: zstd for parquet, none for arrow (so that it can be memory-mapped) and jsonl.
     num_shards: exactly so many files; None makes as many as `max_shard_size` asks for.
-    max_shard_size: bytes of a shard's rows before compression, as a number or as "500MB"; None means 500 MiB where num_shards is None.
+    max_shard_size: bytes of a shard's rows before compression, as a number or as "500MB". None, where num_shards is None too: an eighth of
+        the data, but at least 16 MiB and at most 500 MiB, so that several cores can write.
     overwrite: replace what another run left in the folder. The old shards stay readable until the new ones are complete.
     """
 
@@ -176,7 +176,7 @@ def _write(target: _Target, options: SaveStageConfig, context: PipelineContext) 
         check_json(source.schema)
     limit = None if options.max_shard_size is None else parse_bytes(options.max_shard_size)
     if limit is None and options.num_shards is None:
-        limit = DEFAULT_SHARD_BYTES
+        limit = default_shard_bytes(source.shards)
     identity = digest(
         "saved", FORMAT_VERSION, source.fingerprint, schema_to_text(source.schema), target.format, target.compression,
         options.num_shards, limit,

@@ -17,6 +17,8 @@ from easypipe.sources.open import open_files
 from easypipe.stages.saved import is_saved, open_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
 
+READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines from an array
+
 
 @config
 class DatasetConfig:
@@ -95,15 +97,23 @@ class SourceStage(BaseStage):
 def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSource:
     """Raises MissingFileError where no file is, SourceError where a file is not what its name says."""
     files = dataset.data_files
+    kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
     if dataset.in_memory:
         rows = list(files) if isinstance(files, tuple) else files
         source: ShardedSource = InMemoryShardedSource(rows, name=str(dataset.name))
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
-        source = open_saved(files, dataset.storage_options)
+        saved = open_saved(files, dataset.storage_options)
+        if dataset.type is not None and kind != READERS.get(saved.manifest.format, saved.manifest.format):
+            raise ConfigError(
+                at=f"datasets.{dataset.name}.type",
+                problem=f"{dataset.type!r}, but {files} was saved as {saved.manifest.format}",
+                fix="Leave it out.",
+            )
+        source = saved
     else:
         source = open_files(
             files,
-            type="json" if dataset.type == "jsonl" else dataset.type,
+            type=kind,
             on_error=dataset.on_error,
             storage_options=dataset.storage_options,
             index_dir=context.cache_dir / "indexes",

@@ -9,6 +9,7 @@ from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.cache import TokenCache
+from easypipe.sources.limit import LimitedSource
 from easypipe.stages.adopt import AdoptedTokens
 from easypipe.stages.saved import TokenInfo
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
@@ -52,6 +53,8 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
 
 def token_info(source: ShardedSource) -> TokenInfo | None:
     """Whose tokens these are; None where nobody knows."""
+    if isinstance(source, LimitedSource):
+        return token_info(source.source)
     known = getattr(source, "tokens", None)
     if isinstance(known, TokenInfo):
         return known
