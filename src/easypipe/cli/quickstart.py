@@ -18,7 +18,7 @@ def quickstart(
     output_dir: Annotated[Path, typer.Option("--output-dir", help="The project folder.")] = Path("easypipe-quickstart"),
     overrides: Overrides = None,
 ) -> None:
-    """Write a small project, train a tokenizer and a model of 3 million parameters. Stopped and run again, it goes on."""
+    """Write a small project, train a tokenizer and a model of a few million parameters. Stopped and run again, it goes on."""
     began = Path.cwd()
     folder = output_dir.expanduser().absolute()
     written = write_project(folder)
