@@ -160,6 +160,28 @@ def test_gigatoken_is_renewed_when_memory_grows(monkeypatch: pytest.MonkeyPatch)
     assert len(made) >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.shared
+def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -> None:
+    """Law 8. 80 MB of it would make one gigatoken tokenizer grow by 600 to 700 MB. In a process of its own, so that nothing else is measured."""
+    code = (
+        "import sys, base64; import numpy as np, pyarrow as pa\n"
+        "from easypipe.transforms import fast\n"
+        "engine = fast.FastEngine(open(sys.argv[1]).read()); rng = np.random.default_rng(0); start = peak = fast.anonymous_bytes()\n"
+        "for _ in range(40):\n"
+        "    data = bytearray(base64.b64encode(rng.bytes(1_500_000)))\n"
+        "    data[7::8] = b' ' * len(data[7::8])\n"
+        "    rows = [data[i : i + 4000].decode() for i in range(0, len(data), 4000)]\n"
+        "    engine.encode(pa.array(rows, pa.large_string())); peak = max(peak, fast.anonymous_bytes())\n"
+        "print((peak - start) >> 20, start > 0)\n"
+    )
+    command = [sys.executable, "-c", code, str(shared_data / "tokenizers" / "gpt2" / "tokenizer.json")]
+    grown, measured = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()
+    if measured != "True":
+        pytest.skip("this system does not tell a process's memory")
+    assert int(grown) < 350
+
+
 class WrongEngine(fast.FastEngine):
     """gigatoken, but wrong about every text that holds `poison`."""
 

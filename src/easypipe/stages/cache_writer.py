@@ -60,7 +60,7 @@ def prepare(
 
     on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
         file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
-    num_workers: threads; None takes one per core and one more, so that disks keep no core waiting. batch_size: texts encoded at a time.
+    num_workers: threads, each with a range in memory; None takes one per core. batch_size: texts encoded at a time.
     Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each names file and row where one is to blame.
     """
     if max_bad_rows is not None and on_error == "error":
@@ -87,7 +87,7 @@ def prepare(
     started = time.perf_counter()
     totals = _Totals(dataset, content_field, on_error, max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
-    with contextlib.closing(_run(job, ranges, num_workers or _cores() + 1)) as records:
+    with contextlib.closing(_run(job, ranges, num_workers or _cores())) as records:
         for piece, record in zip(ranges, records, strict=True):
             totals.add(piece, record)
             progress(ProgressEvent(stage="tokenize", dataset=dataset, done=totals.rows, total=rows, unit="rows"))

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer (0.1 s) gives the memory back.
 RENEW_BYTES = 256 << 20  # of text
-GROWN_BYTES = 128 << 20  # of this process's anonymous memory, whoever took it ...
-PATIENCE_S = 0.5  # ... but not before so much work: words that are new are slow as well, so renewing stays cheap beside them
+GROWN_BYTES = 64 << 20  # of this process's anonymous memory, whoever took it ...
+PATIENCE_S = 0.25  # ... but not before so much work: words that are new are slow as well, so renewing stays cheap beside them
 
 
 def version() -> str:
