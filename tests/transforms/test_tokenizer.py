@@ -163,7 +163,7 @@ def test_gigatoken_is_renewed_when_memory_grows(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.shared
 def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -> None:
-    """Law 8. 80 MB of it would make one gigatoken tokenizer grow by 600 to 700 MB. In a process of its own, so that nothing else is measured."""
+    """Law 8. 80 MB of it make a gigatoken tokenizer grow by 600 MB and more. A process of its own, so that nothing else is measured."""
     code = (
         "import sys, base64; import numpy as np, pyarrow as pa\n"
         "from easypipe.transforms import fast\n"
