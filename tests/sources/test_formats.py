@@ -17,6 +17,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import parquet, records, streams
 from easypipe.sources.limit import LimitedSource
@@ -175,6 +176,23 @@ def test_projection(written: Callable[..., Path]) -> None:
     source = open_files(written(table), columns=["text"])
     assert [name for name in source.schema.names if name != ROW_NUMBER] == ["text"]
     assert source.read(0, 1, 2).column("text").to_pylist() == ["b"]
+    narrowed = open_files(source.files[0].path).select(["text"])
+    assert_stateless_reads(narrowed, [1])
+    assert narrowed.schema == source.schema
+    assert narrowed.read(0, 0, 2).equals(source.read(0, 0, 2))
+    assert (narrowed.fingerprint, narrowed.shard_identity(0)) == (source.fingerprint, source.shard_identity(0))
+    with pytest.raises(SourceError, match=r"no column 'txt' .have: .*text.*\. Did you mean 'text'"):
+        narrowed.select(["txt"])
+
+
+def test_a_column_that_is_not_read_spoils_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"text": "a", "meta": 1}\n{"text": "b", "meta": "x"}\n{"text": "c", "meta": [2]}\n')
+    source = open_files(path)
+    with pytest.raises(SourceError, match="row 0, line 1"):
+        source.read(0, 0, 3)
+    assert source.select(["text"]).read(0, 0, 3).column("text").to_pylist() == ["a", "b", "c"]
+    assert LimitedSource(source, 2).select(["text"]).read(0, 0, 2).column("text").to_pylist() == ["a", "b"]
 
 
 @settings(max_examples=20)

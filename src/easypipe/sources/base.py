@@ -5,6 +5,8 @@ Law (stateless reads): schema and rows follow from the files alone. What a read 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -127,6 +129,14 @@ class FileSource:
         schema = [[field.name, str(field.type)] for field in self.schema]
         return digest("file", READER_VERSION, self._format.name, self._options(), self.files[shard].digest, schema)
 
+    def select(self, columns: Sequence[str]) -> FileSource:
+        """The same rows with only `columns`: no other column is read, and what is wrong in another column spoils no row."""
+        opened = self._open()
+        twin = copy.copy(self)
+        twin.columns = _names(columns)
+        twin._opened = twin._only(opened)
+        return twin
+
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         return self.scan(shard, start, stop).batch
 
@@ -215,17 +225,22 @@ class FileSource:
         data = reconcile(wanted)
         if not any(survey.schema.names for survey in surveys):
             raise self._no_columns(surveys)
-        if self.columns is not None:
-            self._require(data, surveys)
-            data = pa.schema([data.field(name) for name in self.columns])
-        fields = [pa.schema([field for field in data if field.name in survey.schema.names]) for survey in surveys]
-        numbered = self._format.numbered or self.on_error != "error"
         shards = [
             Shard(name=file.path, num_rows=survey.num_rows, cuts=survey.cuts, num_bytes=file.num_bytes)
             for file, survey in zip(self.files, surveys, strict=True)
         ]
+        return self._only(_Opened(surveys=surveys, data=data, schema=data, shards=shards, fields=[]))
+
+    def _only(self, opened: _Opened) -> _Opened:
+        """What was found, narrowed to `columns`."""
+        data = opened.data
+        if self.columns is not None:
+            self._require(data, opened.surveys)
+            data = pa.schema([data.field(name) for name in self.columns])
+        fields = [pa.schema([field for field in data if field.name in survey.schema.names]) for survey in opened.surveys]
+        numbered = self._format.numbered or self.on_error != "error"
         schema = data.append(pa.field(ROW_NUMBER, pa.int64())) if numbered else data
-        return _Opened(surveys=surveys, data=data, schema=schema, shards=shards, fields=fields)
+        return dataclasses.replace(opened, data=data, schema=schema, fields=fields)
 
     def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:
         """Files without any column: what is wrong with their first row, or that there is none."""

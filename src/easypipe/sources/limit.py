@@ -46,6 +46,10 @@ class LimitedSource:
         identity = getattr(source, "shard_identity", None)
         return identity(shard) if identity is not None else digest(source.fingerprint, shard)
 
+    def select(self, columns: Sequence[str]) -> LimitedSource:
+        """The same rows with only `columns`, where the source can leave out the others; else the source as it is."""
+        return LimitedSource(select(self.source, columns), self.num_rows)
+
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         self._check(shard, stop)
         return self.source.read(shard, start, stop)
@@ -62,6 +66,12 @@ class LimitedSource:
         here = self.shards[shard]
         if stop > (here.num_rows or 0):
             raise SourceError(at=here.name, problem=f"row {stop - 1} was asked for", fix=f"num_rows leaves rows 0:{here.num_rows} of it.")
+
+
+def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
+    """`source.select(columns)` where it has that, else the source with all its columns."""
+    narrowed: Any = getattr(source, "select", None)
+    return source if narrowed is None else narrowed(columns)
 
 
 def _first(shards: Sequence[Shard], num_rows: int) -> list[Shard]:

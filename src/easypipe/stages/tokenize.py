@@ -15,6 +15,7 @@ from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, Scan, Shard, ShardedSource, silent
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.cache import TokenCache, cache_schema
+from easypipe.sources.limit import select
 from easypipe.stages.cache_writer import OnError, prepare
 from easypipe.stages.ranges import recipe_of
 from easypipe.stages.text_rows import read_texts, require_text
@@ -69,7 +70,7 @@ class TokenizedShardedSource:
     ) -> None:
         """Arguments as in `prepare`. Raises SourceError where `content_field` is no column of text; reads no rows."""
         require_text(source, content_field, dataset)
-        self.source = source
+        self.source = select(source, [content_field])
         self.tokenizer = tokenizer
         self.dataset = dataset
         self.content_field = content_field
