@@ -103,6 +103,7 @@ def alternate(report: Report, contenders: Mapping[str, Callable[[], float]], rou
     for turn in range(-1, rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             gc.collect()
+            os.sync()  # what one has written is not flushed in the time of the next
             start = time.perf_counter()
             done = contenders[name]()
             elapsed = time.perf_counter() - start

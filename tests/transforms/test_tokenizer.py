@@ -149,7 +149,7 @@ def test_gigatoken_is_renewed_and_tokens_stay(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gigatoken_is_renewed_when_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "PATIENCE_S", 0.0)
-    memory = iter(range(0, 1 << 60, fast.GROWN_BYTES + 1))
+    memory = iter(range(0, 1 << 60, 2 * fast.GROWN_BYTES))
     monkeypatch.setattr(fast, "anonymous_bytes", lambda: next(memory))
     made = []
     load = fast.FastEngine._load
@@ -198,7 +198,7 @@ class WrongEngine(fast.FastEngine):
 
 def test_a_difference_on_hostile_text_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(WrongEngine, "poison", "don't")
-    monkeypatch.setattr("easypipe.transforms.tokenizer.FastEngine", WrongEngine)
+    monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.backend.name == "tokenizers"
     assert "differs from `tokenizers` at token 0 of " in tokenizer.backend.why
@@ -209,7 +209,7 @@ def test_a_difference_on_hostile_text_falls_back_with_a_warning(monkeypatch: pyt
 
 
 def test_a_difference_on_the_data_falls_back_and_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("easypipe.transforms.tokenizer.FastEngine", WrongEngine)
+    monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).name == "gigatoken"
     assert tokenizer.prove(pa.array(["fine", "2-"]), of="dataset d", memo=tmp_path).name == "tokenizers"

@@ -128,7 +128,9 @@ class ParquetFormat:
         if not small and not whole:
             return self._streamed(file, groups, columns, group, a, b)
         with open_binary(file) as opened:
-            decoded = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True).read_row_group(group, columns=list(columns))
+            decoded = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True).read_row_group(
+                group, columns=list(columns), use_threads=len(columns) > 1
+            )
         if small and not whole:  # a group that is read whole is not asked for again soon
             with self._lock:
                 self._decoded[key] = decoded

@@ -37,7 +37,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 logger = logging.getLogger("easypipe")
 
 SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
-SAMPLE_BYTES = 256 << 10
+SAMPLE_BYTES = 128 << 10
 _STATS = b"easypipe"  # key of a token file's metadata: what the record needs to know of it
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -214,7 +214,7 @@ def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
                 break
             kept += 1
         backend = job.tokenizer.prove(texts.slice(0, kept), of=f"dataset {job.dataset}", memo=job.cache_dir)
-        logger.info("dataset %s: tokenizing with %s: %s", job.dataset, job.tokenizer.name, backend)
+        logger.debug("dataset %s: tokenizing with %s: %s", job.dataset, job.tokenizer.name, backend)
         job.count(proved=1)
 
 

@@ -21,7 +21,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # at most, of one range
-AUDITED_BYTES = 1 << 20  # at most, unless the shortest text is longer
+AUDITED_BYTES = 1 << 14  # texts are taken while they stay below this, or a thousandth of the range's bytes; else the shortest is
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
 
@@ -112,8 +112,13 @@ def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.i
         return
     picks = permute(np.arange(min(AUDITED_ROWS, math.ceil(count / AUDITED_SHARE))), count, fold(0, "audit", key))
     sizes = np.diff(np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8))
-    picks = picks[np.cumsum(sizes[picks]) <= AUDITED_BYTES]
-    for i in picks.tolist() or [int(sizes.argmin())]:  # few rows, and the reference takes one text at a time
+    budget = max(AUDITED_BYTES, int(sizes.sum()) // AUDITED_SHARE)
+    chosen: list[int] = []
+    for i in picks.tolist():  # few rows
+        if sizes[i] <= budget:
+            chosen.append(i)
+            budget -= int(sizes[i])
+    for i in chosen or [int(sizes.argmin())]:  # the reference takes one text at a time
         expected = tokenizer.reference_encode(texts.texts[i].as_py())
         if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):
             why = f"{tokenizer.backend.name} {tokenizer.backend.version} differs from `tokenizers` on {place(at, row=int(texts.rows[i]))}"

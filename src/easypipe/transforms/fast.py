@@ -6,6 +6,7 @@ import importlib.metadata
 import mmap
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer (0.1 s) gives the memory back.
 RENEW_BYTES = 256 << 20  # of text
-GROWN_BYTES = 64 << 20  # of this process's anonymous memory, whoever took it ...
+GROWN_BYTES = 64 << 20  # of memory while it worked; what other threads take and return in that time evens out ...
 PATIENCE_S = 0.25  # ... but not before so much work: words that are new are slow as well, so renewing stays cheap beside them
 
 
@@ -22,19 +23,27 @@ def version() -> str:
     return importlib.metadata.version("gigatoken")
 
 
+@dataclass
+class _Engine:
+    """One gigatoken tokenizer, and what it has done."""
+
+    tokenizer: Any
+    num_bytes: int = 0
+    grown_bytes: int = 0  # of this process's anonymous memory while it encoded, less what it returned
+    busy_s: float = 0.0
+
+
 class FastEngine:
     """Token ids of whole columns, without special tokens. Thread safe; the GIL is released while it works.
 
+    Each caller at work has a tokenizer of its own: calls to one wait for each other, two threads on it are no faster than one.
     Raises RuntimeError or ValueError where gigatoken does not support the tokenizer.
     """
 
     def __init__(self, definition: str) -> None:
         self._definition = definition
         self._lock = threading.Lock()
-        self._bytes = 0
-        self._busy_s = 0.0
-        self._least = anonymous_bytes()  # seen since the tokenizer was renewed
-        self._tokenizer = self._load()
+        self._free = [self._load()]
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
         """Int64[n+1] offsets from 0, UInt32[total] ids."""
@@ -48,31 +57,50 @@ class FastEngine:
         # Built by hand: awkward's own reading of Arrow adds an option layer, which gigatoken does not take.
         characters = awkward.contents.NumpyArray(cast(Any, data), parameters={"__array__": "char"})
         layout = awkward.contents.ListOffsetArray(awkward.index.Index64(offsets), characters, parameters={"__array__": "string"})
-        tokenizer = self._current(int(offsets[-1] - offsets[0]))
-        started = time.thread_time()
-        # One thread per call: the callers are threads themselves.
-        encoded: Any = tokenizer.encode_batch(awkward.Array(layout), parallel=False).layout
-        with self._lock:
-            self._busy_s += time.thread_time() - started
+        engine = self._take()
+        try:
+            started, before = time.thread_time(), anonymous_bytes()
+            # One thread per call: the callers are threads themselves.
+            encoded: Any = engine.tokenizer.encode_batch(awkward.Array(layout), parallel=False).layout
+            engine.busy_s += time.thread_time() - started
+            engine.num_bytes += int(offsets[-1] - offsets[0])
+            engine.grown_bytes += anonymous_bytes() - before - encoded.content.data.nbytes - encoded.offsets.data.nbytes
+        finally:
+            with self._lock:
+                self._free.append(engine)
         starts = np.asarray(encoded.offsets.data, dtype=np.int64)
         ids = np.asarray(encoded.content.data, dtype=np.uint32)
         return (starts, ids) if starts[0] == 0 else (starts - starts[0], ids[starts[0] : starts[-1]])
 
-    def _current(self, num_bytes: int) -> Any:
+    def _take(self) -> _Engine:
+        """A tokenizer that nobody else uses, renewed when its caches have grown."""
         with self._lock:
-            now = anonymous_bytes()
-            self._least = min(self._least, now)
-            if self._bytes > RENEW_BYTES or (self._busy_s > PATIENCE_S and now > self._least + GROWN_BYTES):
-                self._tokenizer = None  # the old memory goes before the new comes, once the last call is done with it
-                self._tokenizer = self._load()
-                self._bytes, self._busy_s, self._least = 0, 0.0, anonymous_bytes()
-            self._bytes += num_bytes
-            return self._tokenizer
+            engine = self._free.pop() if self._free else None
+        if engine is None:
+            return self._load()
+        if engine.num_bytes > RENEW_BYTES or (engine.busy_s > PATIENCE_S and engine.grown_bytes > GROWN_BYTES):
+            del engine  # the old memory goes before the new comes
+            engine = self._load()
+        return engine
 
-    def _load(self) -> Any:
+    def _load(self) -> _Engine:
         import gigatoken  # with awkward a quarter of a second, for those who encode
 
-        return gigatoken.Tokenizer.from_json(self._definition)
+        return _Engine(gigatoken.Tokenizer.from_json(self._definition))
+
+
+_kept: tuple[str, FastEngine] | None = None
+_keeping = threading.Lock()
+
+
+def engine_of(definition: str) -> FastEngine:
+    """The engine of a tokenizer.json. The last one is kept: a run loads its tokenizer for every dataset and every held-out set."""
+    global _kept
+    with _keeping:
+        if _kept is None or _kept[0] != definition:
+            _kept = None
+            _kept = (definition, FastEngine(definition))
+        return _kept[1]
 
 
 def anonymous_bytes() -> int:

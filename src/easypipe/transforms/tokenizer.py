@@ -6,6 +6,7 @@ special   the tokens that the tokenizer's own post-processor puts before and aft
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.transforms import proof
-from easypipe.transforms.fast import FastEngine
+from easypipe.transforms.fast import FastEngine, engine_of
 from easypipe.transforms.fast import version as fast_version
 from easypipe.transforms.proof import Verdict
 from easypipe.transforms.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -114,7 +115,7 @@ class Tokenizer:
         self.name = config.name_or_path
         self.origin = files.origin
         self._definition = files.definition
-        self._reference: Any = _load_reference(files)
+        self._reference: Any = _load_reference(files.definition, files.origin)
         ids = self._reference.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids, default=-1) + 1
         named = {kind: self._named(kind, files.options) for kind in ("bos_token", "eos_token", "pad_token")}
@@ -218,7 +219,7 @@ class Tokenizer:
         if verdict is not None and not verdict.equal:
             return self._use_reference(verdict.why, fallback=True)
         try:
-            engine = FastEngine(self._definition)
+            engine = engine_of(self._definition)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
@@ -285,30 +286,29 @@ class Tokenizer:
         return added[found[0]]
 
 
-def _load_reference(files: TokenizerFiles) -> Any:
+@functools.lru_cache(maxsize=1)  # a run loads its tokenizer for every dataset and every held-out set; nothing changes it
+def _load_reference(definition: str, origin: str) -> Any:
     import tokenizers
 
     try:
-        reference = tokenizers.Tokenizer.from_str(files.definition)
+        reference = tokenizers.Tokenizer.from_str(definition)
     except Exception as error:  # noqa: BLE001 (tokenizers raises plain Exception)
         try:
-            json.loads(files.definition)
+            json.loads(definition)
             cause = f"not a tokenizer: {error}"
         except ValueError as broken:
             cause = f"not JSON: {broken}"
-        raise TokenizerError(
-            at=files.origin, problem=cause, fix="Give the tokenizer.json that `tokenizers` or transformers wrote."
-        ) from None
+        raise TokenizerError(at=origin, problem=cause, fix="Give the tokenizer.json that `tokenizers` or transformers wrote.") from None
     reference.no_truncation()  # a tokenizer.json may carry both; length and padding are this project's own options
     reference.no_padding()
     if getattr(reference.model, "dropout", None):
         raise TokenizerError(
-            at=files.origin,
+            at=origin,
             problem=f"its dropout of {reference.model.dropout} makes tokens random",
             fix="Set model.dropout to null in the file.",
         )
     if reference.get_vocab_size(with_added_tokens=True) == 0:
-        raise TokenizerError(at=files.origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
+        raise TokenizerError(at=origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
     return reference
 
 
