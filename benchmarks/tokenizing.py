@@ -1,7 +1,7 @@
 """Parquet text → tokenized parquet (zstd): `tokenize_and_save` against `datasets.map(batched, num_proc=2)` + `to_parquet`, same files.
 
 Both write every document's ids. The peer keeps its Arrow copy of the text between rounds (its first, untimed round makes it); easypipe
-starts every round without tokens in its cache. `--memory 1000` measures RssAnon instead, on real text and on text that does not repeat itself.
+starts every round without tokens in its cache. `--memory 1000` measures RssAnon instead, on real text and on text without repetitions.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class LoadStageConfig:
 
     batch_size: rows of the global batch, over all processes.
     prefetch_enabled: make batches ahead in `prefetch_workers` threads, at most `prefetch_buffer_size` of them; else each is made when it
-        is asked for, and nothing watches for a stall.
+        is asked for, and nothing watches for a stall. One thread lays out some hundred million slots a second; more help slow reads.
     shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the seed; None keeps the order of the plan.
         Blocks are counted over the whole run, so one may hold the end of an epoch and the start of the next.
     drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh, on a mesh filled up with rows of padding
@@ -45,8 +45,8 @@ class LoadStageConfig:
 
     batch_size: int = 8
     prefetch_enabled: bool = True
-    prefetch_workers: int = 2
-    prefetch_buffer_size: int = 4
+    prefetch_workers: int = 1
+    prefetch_buffer_size: int = 8
     shuffle_buffer_size: int | None = None
     drop_last: bool = True
     prefetch_to_device: bool = False

@@ -23,6 +23,8 @@ from easypipe.core.errors import StallError
 
 T = TypeVar("T")
 
+# A consumer that waits is woken for every single item, which costs as much as to make a small one. One that sleeps finds several.
+BREATH_S = 0.0002
 JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish the item at hand
 
 log = logging.getLogger("easypipe")
@@ -68,6 +70,8 @@ class Prefetcher(Generic[T]):
         if not self._finalizer.alive:
             raise StopIteration
         worker = self._workers[self._index % len(self._workers)]
+        if worker.made.empty():
+            time.sleep(BREATH_S)
         try:
             item, error = worker.made.get(timeout=self._stall_timeout_s)
         except Empty:
