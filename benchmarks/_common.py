@@ -161,12 +161,6 @@ class AnonymousMemory(threading.Thread):
     def peak(self) -> int:
         return max(size for _, size in self.samples)
 
-    def growth(self) -> float:
-        """Peak of the last quarter over peak of the second quarter: 1.0 is flat."""
-        sizes = [size for _, size in self.samples]
-        quarter = max(1, len(sizes) // 4)
-        return max(sizes[-quarter:]) / max(sizes[quarter : 2 * quarter] or sizes)
-
 
 def anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -412,7 +412,7 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(tmp_path: 
                 ids[:] = ids ^ 1
             return offsets, ids
 
-    monkeypatch.setattr("easypipe.transforms.tokenizer.FastEngine", Errs)
+    monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", Errs)
     monkeypatch.setattr(cache_writer, "SAMPLE_ROWS", 8)
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(

@@ -148,7 +148,7 @@ def test_gigatoken_is_renewed_and_tokens_stay(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gigatoken_is_renewed_when_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fast, "SLOW_S", -1.0)
     memory = iter(range(0, 1 << 60, 2 * fast.GROWN_BYTES))
     monkeypatch.setattr(fast, "anonymous_bytes", lambda: next(memory))
     made = []

@@ -22,6 +22,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # at most, of one range
 AUDITED_BYTES = 1 << 14  # texts are taken while they stay below this, or a thousandth of the range's bytes; else the shortest is
+CALL_BYTES = 4 << 20  # of text encoded at a time, so that the encoder's memory is looked at often
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
 
@@ -39,15 +40,14 @@ class Documents:
 
 
 def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-    """batch_size: texts encoded at a time; decides memory and speed, never tokens.
+    """batch_size: most texts encoded at a time; decides memory and speed, never tokens.
 
     audit_key: a digest that says which texts are encoded again with the reference; None audits none.
     Raises TokenizerError where the fast backend differs from the reference, SourceError for a text of more than 2^31 tokens.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     ids, lengths, truncated, added = [], [], [], 0
-    edges = [*range(0, len(texts.texts), batch_size), len(texts.texts)]
-    for first, last in itertools.pairwise(edges):
+    for first, last in itertools.pairwise(_edges(texts, batch_size)):
         encoded = tokenizer.encode_column(texts.texts.slice(first, last - first))
         ids.append(encoded.ids.astype(dtype))
         lengths.append(np.diff(encoded.offsets))
@@ -85,6 +85,19 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         tokens=tokens,
         content=documents_hash(batch),
     )
+
+
+def _edges(texts: Texts, batch_size: int) -> list[int]:
+    """0 to all texts, in steps of at most `batch_size` texts and about CALL_BYTES bytes."""
+    count = len(texts.texts)
+    if not count:
+        return [0]
+    ends = np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8)
+    edges = [0]
+    while edges[-1] < count:
+        full = int(np.searchsorted(ends, ends[edges[-1]] + CALL_BYTES, side="right")) - 1
+        edges.append(min(count, edges[-1] + batch_size, max(full, edges[-1] + 1)))
+    return edges
 
 
 def documents_hash(batch: pa.RecordBatch) -> str:

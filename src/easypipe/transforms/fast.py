@@ -14,9 +14,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer (0.1 s) gives the memory back.
-RENEW_BYTES = 256 << 20  # of text
-GROWN_BYTES = 64 << 20  # of memory while it worked; what other threads take and return in that time evens out ...
-PATIENCE_S = 0.25  # ... but not before so much work: words that are new are slow as well, so renewing stays cheap beside them
+RENEW_BYTES = 128 << 20  # of text
+GROWN_BYTES = 64 << 20  # of this process's anonymous memory, whoever took it ...
+SLOW_S = 0.4  # ... and after so much time beyond what words met before take: new words are slow, and it is they that are remembered
+KNOWN_S_PER_BYTE = 10e-9  # text of known words takes 3 to 10 ns a byte, random text 40
 
 
 def version() -> str:
@@ -29,8 +30,7 @@ class _Engine:
 
     tokenizer: Any
     num_bytes: int = 0
-    grown_bytes: int = 0  # of this process's anonymous memory while it encoded, less what it returned
-    busy_s: float = 0.0
+    slow_s: float = 0.0
 
 
 class FastEngine:
@@ -43,6 +43,7 @@ class FastEngine:
     def __init__(self, definition: str) -> None:
         self._definition = definition
         self._lock = threading.Lock()
+        self._least = anonymous_bytes()  # seen since a tokenizer was last renewed
         self._free = [self._load()]
 
     def encode(self, texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
@@ -59,12 +60,12 @@ class FastEngine:
         layout = awkward.contents.ListOffsetArray(awkward.index.Index64(offsets), characters, parameters={"__array__": "string"})
         engine = self._take()
         try:
-            started, before = time.thread_time(), anonymous_bytes()
+            started = time.thread_time()
             # One thread per call: the callers are threads themselves.
             encoded: Any = engine.tokenizer.encode_batch(awkward.Array(layout), parallel=False).layout
-            engine.busy_s += time.thread_time() - started
-            engine.num_bytes += int(offsets[-1] - offsets[0])
-            engine.grown_bytes += anonymous_bytes() - before - encoded.content.data.nbytes - encoded.offsets.data.nbytes
+            num_bytes = int(offsets[-1] - offsets[0])
+            engine.num_bytes += num_bytes
+            engine.slow_s += max(0.0, time.thread_time() - started - num_bytes * KNOWN_S_PER_BYTE)
         finally:
             with self._lock:
                 self._free.append(engine)
@@ -75,12 +76,17 @@ class FastEngine:
     def _take(self) -> _Engine:
         """A tokenizer that nobody else uses, renewed when its caches have grown."""
         with self._lock:
+            now = anonymous_bytes()
+            self._least = min(self._least, now)
+            grown = now > self._least + GROWN_BYTES
             engine = self._free.pop() if self._free else None
         if engine is None:
             return self._load()
-        if engine.num_bytes > RENEW_BYTES or (engine.busy_s > PATIENCE_S and engine.grown_bytes > GROWN_BYTES):
+        if engine.num_bytes > RENEW_BYTES or (grown and engine.slow_s > SLOW_S):
             del engine  # the old memory goes before the new comes
             engine = self._load()
+            with self._lock:
+                self._least = anonymous_bytes()
         return engine
 
     def _load(self) -> _Engine:
