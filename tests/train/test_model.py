@@ -209,7 +209,7 @@ for shape in [(2, 2, 2), (1, 2, 4)]:
         assert specs["['layers']['down']['kernel'].value"] == P(None, "tensor", "fsdp"), specs
         share = p["layers"]["gate"]["kernel"].get_value().addressable_shards[0].data.size * 4
         assert share == p["layers"]["gate"]["kernel"].get_value().size, "a device holds its share only"
-    assert all(abs(a - b).max() < 1e-6 for a, b in zip(as_numpy(p), as_numpy(params))), "the same parameters on every mesh"  # up to rounding
+    assert all(abs(a - b).max() < 1e-6 for a, b in zip(as_numpy(p), as_numpy(params))), "the same on every mesh, up to rounding"
     assert abs(float(l) / float(loss) - 1) < 1e-5
     ratios = [float(np.vdot(a, b) / np.vdot(b, b)) for a, b in zip(as_numpy(g), as_numpy(grads))]
     assert max(abs(ratio - 1) for ratio in ratios) < 1e-4, (shape, ratios)

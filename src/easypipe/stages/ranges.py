@@ -24,7 +24,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 
 # Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file is cut follows from that file alone.
 LEAST_BYTES = 4 << 20
-MOST_BYTES = 16 << 20
+MOST_BYTES = 8 << 20
 PIECES = 16
 ROWS_OF_UNKNOWN_SIZE = 1 << 16
 

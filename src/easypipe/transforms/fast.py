@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 # gigatoken remembers every word it meets: random text costs six times its size. A new tokenizer (0.1 s) gives the memory back.
 RENEW_BYTES = 128 << 20  # of text
-GROWN_BYTES = 64 << 20  # of this process's anonymous memory, whoever took it ...
-SLOW_S = 0.4  # ... and after so much time beyond what words met before take: new words are slow, and it is they that are remembered
+GROWN_BYTES = 48 << 20  # of this process's anonymous memory, whoever took it ...
+SLOW_S = 0.2  # ... and after so much time beyond what words met before take: new words are slow, and it is they that are remembered
 KNOWN_S_PER_BYTE = 10e-9  # text of known words takes 3 to 10 ns a byte, random text 40
 
 
