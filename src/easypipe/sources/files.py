@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, did_you_mean
@@ -127,6 +129,8 @@ def open_binary(file: FileRef) -> Any:
         with LocalFile(file):
             return open(file.path, "rb")
     fs, name = filesystem(file.path, dict(file.storage_options or {}))
+    if isinstance(fs, MemoryFileSystem):  # it hands every caller the same file object, whose cursor threads would share
+        return io.BytesIO(reading(file, lambda: fs.cat_file(name)))
     return reading(file, lambda: fs.open(name, "rb"))
 
 
