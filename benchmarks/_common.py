@@ -94,14 +94,17 @@ class Report:
         print(f"written to {path}")
 
 
-def alternate(report: Report, contenders: Mapping[str, Callable[[], float]], rounds: int) -> None:
+def alternate(
+    report: Report, contenders: Mapping[str, Callable[[], float]], rounds: int, clear: Callable[[str], None] = lambda name: None
+) -> None:
     """Runs all contenders once untimed, then `rounds` times in alternation, in an order that turns from round to round.
 
-    A contender returns how much work it did, in the unit of the report without its "/s".
+    A contender returns how much work it did, in the unit of the report without its "/s". clear: called with its name before each, untimed.
     """
     names = list(contenders)
     for turn in range(-1, rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            clear(name)
             gc.collect()
             os.sync()  # what one has written is not flushed in the time of the next
             start = time.perf_counter()

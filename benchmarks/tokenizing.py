@@ -31,8 +31,6 @@ HIGH_ENTROPY_BYTES = 20_000  # per document: base64 of random bytes, in words of
 def ours(files: list[Path], tokenizer: Path, scratch: Path) -> None:
     from easypipe import tokenize_and_save
 
-    for made in ("out", "cache/tokens", "cache/ranges", "cache/manifests"):  # the proof of the tokenizer, made once, stays
-        shutil.rmtree(scratch / made, ignore_errors=True)
     os.environ["EASYPIPE_CACHE"] = str(scratch / "cache")
     tokenize_and_save(
         data_files=[str(file) for file in files], tokenizer=str(tokenizer), output_path=str(scratch / "out"), output_format="parquet"
@@ -42,7 +40,6 @@ def ours(files: list[Path], tokenizer: Path, scratch: Path) -> None:
 def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path) -> None:
     import datasets
 
-    shutil.rmtree(scratch, ignore_errors=True)
     rows = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train", cache_dir=str(arrow_copy))
     encode = functools.partial(_encode, path=str(tokenizer / "tokenizer.json"))
     scratch.mkdir(parents=True)
@@ -87,7 +84,12 @@ def compare(options: Any) -> None:
             theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
             return megabytes
 
-        alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs}, options.rounds)
+        def clear(name: str) -> None:  # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the text
+            ours = ("ours/out", "ours/cache/tokens", "ours/cache/ranges", "ours/cache/manifests")
+            for made in ours if name == "easypipe" else ("theirs",):
+                shutil.rmtree(scratch / made, ignore_errors=True)
+
+        alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs}, options.rounds, clear)
         mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
         report.facts |= {
             "text MB": round(megabytes, 1),
@@ -147,7 +149,7 @@ def memory(options: Any) -> None:
                 folder_of = scratch / f"{kind}-{megabytes}"
                 folder_of.mkdir()
                 files = write(folder_of, num_bytes=megabytes * 1_000_000)
-                result = measured(files, tokenizer, scratch / "out")
+                result = measured(files, tokenizer, folder_of / "made")
                 shutil.rmtree(folder_of)
                 peaks.append(result["peak_rss_anon_gb"])
                 report.seconds[f"{kind}, {megabytes} MB"] = [result["seconds"]]

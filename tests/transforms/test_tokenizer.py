@@ -135,8 +135,9 @@ def test_many_threads_share_a_tokenizer() -> None:
             assert found == expected
 
 
-def test_gigatoken_is_renewed_and_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "RENEW_BYTES", 4000)
+def test_gigatoken_is_renewed_by_bytes_where_memory_is_not_known_and_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "BLIND_BYTES", 4000)
+    monkeypatch.setattr(fast, "anonymous_bytes", lambda: 0)  # a system that does not tell
     made = []
     load = fast.FastEngine._load
     monkeypatch.setattr(fast.FastEngine, "_load", lambda self: made.append(threading.get_ident()) or load(self))

@@ -30,7 +30,7 @@ from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, Sha
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity, write_manifest
 from easypipe.stages.ranges import Range, Record, ranges_of, read_record, recipe_of, record_path, write_record
-from easypipe.stages.text_rows import Texts, raw_row, read_texts, require_text
+from easypipe.stages.text_rows import raw_row, read_texts, require_text
 from easypipe.stages.token_rows import Documents, documents_hash, encode_texts
 from easypipe.transforms.tokenizer import Tokenizer
 
@@ -60,12 +60,13 @@ def prepare(
 
     on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
         file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
-    num_workers: threads, each with a range in memory; None takes one per core. batch_size: texts encoded at a time.
+    num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size: texts encoded at a time.
     Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each names file and row where one is to blame.
     """
     if max_bad_rows is not None and on_error == "error":
         raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
     require_text(source, content_field, dataset)
+    workers = num_workers or _cores()
     job = _Job(
         source=source,
         tokenizer=tokenizer,
@@ -74,6 +75,7 @@ def prepare(
         cache_dir=Path(cache_dir),
         recipe=recipe_of(tokenizer, content_field, refuted=tokenizer.refuted(Path(cache_dir))),
         batch_size=batch_size,
+        at_work=threading.Semaphore(workers),
     )
     ranges = ranges_of(source, job.recipe)
     key = digest("manifest", FORMAT, [r.key for r in ranges], on_error, max_bad_rows)
@@ -87,7 +89,7 @@ def prepare(
     started = time.perf_counter()
     totals = _Totals(dataset, content_field, on_error, max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
-    with contextlib.closing(_run(job, ranges, num_workers or _cores())) as records:
+    with contextlib.closing(_run(job, ranges, workers)) as records:
         for piece, record in zip(ranges, records, strict=True):
             totals.add(piece, record)
             progress(ProgressEvent(stage="tokenize", dataset=dataset, done=totals.rows, total=rows, unit="rows"))
@@ -135,6 +137,7 @@ class _Job:
     cache_dir: Path
     recipe: str
     batch_size: int
+    at_work: threading.Semaphore
     done: Counter[str] = dataclasses.field(default_factory=Counter)
     lock: Any = dataclasses.field(default_factory=threading.Lock)
     proving: Any = dataclasses.field(default_factory=threading.Lock)
@@ -160,10 +163,13 @@ def _open(path: Path, dataset: str) -> TokenCache | None:
 
 
 def _run(job: _Job, ranges: Sequence[Range], workers: int) -> Generator[Record]:
-    """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way."""
+    """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way.
+
+    One thread more than work at a time: committing is waiting for the disk.
+    """
     under_way: deque[Future[Record]] = collections.deque()
     waiting = iter(ranges)
-    pool = ThreadPoolExecutor(max(1, min(workers, len(ranges))), thread_name_prefix="easypipe-tokenize")
+    pool = ThreadPoolExecutor(max(1, min(workers + 1, len(ranges))), thread_name_prefix="easypipe-tokenize")
     try:
         for _ in ranges:
             while len(under_way) < 2 * workers and (following := next(waiting, None)) is not None:
@@ -184,8 +190,7 @@ def _process(job: _Job, piece: Range) -> Record:
             return record
         if job.stop.is_set():
             raise CacheError(at=name, problem="tokenizing was stopped")
-        texts = read_texts(job.source, piece.shard, piece.start, piece.stop, job.content_field)
-        record = _stored(job, piece, name, texts)
+        record = _stored(job, piece, name)
         write_record(job.record_path(piece), record)
         return record
     except Exception as error:
@@ -218,29 +223,33 @@ def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
         job.count(proved=1)
 
 
-def _stored(job: _Job, piece: Range, name: str, texts: Texts) -> Record:
+def _stored(job: _Job, piece: Range, name: str) -> Record:
     """The record of a range, with its token file in place: written now, or found under the name that its content gives it."""
-    text = texts.content_hash()
-    identity = digest("tokens", job.recipe, text)
-    file = f"{identity[:2]}/{identity}.arrow"
-    path = job.cache_dir / "tokens" / file
-    stats = _stats_of(path)
-    if stats is None:
-        _prove(job, texts.texts)
-        documents = encode_texts(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
-        job.count(documents_encoded=len(texts.texts), ranges_written=1)
-        stats = _stats(documents, str(job.tokenizer.backend.name))
-        stamp = _write_tokens(path, documents.batch, stats) if documents.batch.num_rows else storage.Stamp(num_bytes=0, checksum="")
-    else:
+    with job.at_work:
+        texts = read_texts(job.source, piece.shard, piece.start, piece.stop, job.content_field)
+        text, text_bytes, rejects = texts.content_hash(), texts.num_bytes, list(texts.rejects)
+        identity = digest("tokens", job.recipe, text)
+        file = f"{identity[:2]}/{identity}.arrow"
+        path = job.cache_dir / "tokens" / file
+        stats, documents = _stats_of(path), None
+        if stats is None:
+            _prove(job, texts.texts)
+            documents = encode_texts(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
+            job.count(documents_encoded=len(texts.texts), ranges_written=1)
+            stats = _stats(documents, str(job.tokenizer.backend.name))
+        del texts  # they are larger than their tokens
+    if documents is None:
         job.count(ranges_found_by_content=1)
         stamp = storage.checksum(path)
-    rejects = sorted([*texts.rejects, *(Reject(**reject) for reject in stats.pop("rejects"))], key=lambda reject: reject.row)
+    else:
+        stamp = _write_tokens(path, documents.batch, stats) if documents.batch.num_rows else storage.Stamp(num_bytes=0, checksum="")
+    rejects = sorted([*rejects, *(Reject(**reject) for reject in stats.pop("rejects"))], key=lambda reject: reject.row)
     return Record(
         shard_name=name,
         start=piece.start,
         stop=piece.stop,
         text=text,
-        text_bytes=texts.num_bytes,
+        text_bytes=text_bytes,
         file=file if stats["docs"] else "",
         num_bytes=stamp.num_bytes,
         checksum=stamp.checksum,

@@ -21,7 +21,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # at most, of one range
-AUDITED_BYTES = 1 << 14  # texts are taken while they stay below this, or a thousandth of the range's bytes; else the shortest is
+AUDITED_BYTES = 1 << 14  # expected for a range, or a thousandth of its bytes where that is more
 CALL_BYTES = 4 << 20  # of text encoded at a time, so that the encoder's memory is looked at often
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
@@ -119,7 +119,10 @@ def _ends_with(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], tok
 
 
 def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], tokenizer: Tokenizer, key: str, at: str) -> None:
-    """Encodes one text in a thousand again with the reference. Which ones follows from their content alone."""
+    """Encodes one text in a thousand again with the reference. Which ones follows from their content alone.
+
+    A text longer than what is left of the budget has its turn with probability left / length, so long ones are looked at too.
+    """
     count = len(texts.texts)
     if not count or tokenizer.backend.name == "tokenizers":
         return
@@ -128,9 +131,10 @@ def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.i
     budget = max(AUDITED_BYTES, int(sizes.sum()) // AUDITED_SHARE)
     chosen: list[int] = []
     for i in picks.tolist():  # few rows
-        if sizes[i] <= budget:
+        size = int(sizes[i])
+        if size <= budget or fold(0, "audit a long text", key, i) % size < budget:
             chosen.append(i)
-            budget -= int(sizes[i])
+        budget = max(0, budget - size)
     for i in chosen or [int(sizes.argmin())]:  # the reference takes one text at a time
         expected = tokenizer.reference_encode(texts.texts[i].as_py())
         if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):

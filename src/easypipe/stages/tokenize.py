@@ -32,7 +32,7 @@ class TokenizeStageConfig:
     default_tokenizer: for datasets that name none; itself in place of the pipeline's default_tokenizer.
     max_length: most tokens of a document, for tokenizers that name none of their own; None keeps all.
     batch_size: texts encoded at a time; decides memory and speed, never tokens.
-    num_workers: threads that read, encode and write, each with a range of rows in memory; None takes one per core.
+    num_workers: ranges of rows that are read and encoded at a time, each held in memory; None takes one per core.
     """
 
     default_tokenizer: TokenizerConfig | str | None = None

@@ -115,9 +115,8 @@ class Tokenizer:
         self.name = config.name_or_path
         self.origin = files.origin
         self._definition = files.definition
-        self._reference: Any = _load_reference(files.definition, files.origin)
-        ids = self._reference.get_vocab(with_added_tokens=True).values()
-        self.vocab_size: int = max(ids, default=-1) + 1
+        self._reference: Any
+        self._reference, self.vocab_size = _load_reference(files.definition, files.origin)
         named = {kind: self._named(kind, files.options) for kind in ("bos_token", "eos_token", "pad_token")}
         self.bos_token_id, self.pad_token_id = named["bos_token"], named["pad_token"]
         self.eos_token_id = named["eos_token"] if named["eos_token"] is not None else self._likely_eos(files.options)
@@ -287,7 +286,8 @@ class Tokenizer:
 
 
 @functools.lru_cache(maxsize=1)  # a run loads its tokenizer for every dataset and every held-out set; nothing changes it
-def _load_reference(definition: str, origin: str) -> Any:
+def _load_reference(definition: str, origin: str) -> tuple[Any, int]:
+    """The tokenizer, and its highest id + 1."""
     import tokenizers
 
     try:
@@ -307,9 +307,10 @@ def _load_reference(definition: str, origin: str) -> Any:
             problem=f"its dropout of {reference.model.dropout} makes tokens random",
             fix="Set model.dropout to null in the file.",
         )
-    if reference.get_vocab_size(with_added_tokens=True) == 0:
+    vocab_size = max(reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if vocab_size == 0:
         raise TokenizerError(at=origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
-    return reference
+    return reference, vocab_size
 
 
 def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
