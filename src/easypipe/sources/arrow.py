@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef, LocalFile, open_binary, read_range
+from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.files import FileRef, LocalFile, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
 FILE_MAGIC = b"ARROW1"
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first message
-
-
-class ArrowShardedSource(FileSource):
-    """Rows of Arrow IPC files and streams. Options are those of FileSource."""
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            data_files,
-            ArrowFormat(),
-            kind="arrow",
-            columns=columns,
-            on_error=on_error,
-            storage_options=storage_options,
-            index_dir=index_dir,
-        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +63,12 @@ class ArrowFormat:
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         return None
+
+
+class ArrowShardedSource(FileSource):
+    """Rows of Arrow IPC files and streams. Options are those of FileSource."""
+
+    reader = ArrowFormat
 
 
 def _survey_file(opened: pa.NativeFile) -> _Batches:

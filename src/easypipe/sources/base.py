@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -78,7 +78,7 @@ class Format(Protocol):
 
 
 class FileSource:
-    """Rows of one or many files of one format; implements ScanningSource. One shard per file.
+    """Rows of one or many files of one format; implements ScanningSource. One shard per file. A subclass names its `reader`.
 
     columns: names to read, in this order; None reads all. A column that no file has is a SourceError that lists those there are.
     on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return the good rows and list the bad ones in
@@ -89,12 +89,12 @@ class FileSource:
     Safe to use from many threads at once.
     """
 
+    reader: ClassVar[type[Format]]
+
     def __init__(
         self,
         data_files: DataFiles,
-        reader: Format,
         *,
-        kind: str,
         columns: Sequence[str] | None = None,
         on_error: OnError = "error",
         storage_options: Mapping[str, Any] | None = None,
@@ -105,8 +105,8 @@ class FileSource:
             raise ConfigError(at="on_error", problem=f"{on_error!r} is not an option", have=have, fix=did_you_mean(str(on_error), have))
         self.on_error = on_error
         self.columns = _names(columns)
-        self.files: tuple[FileRef, ...] = tuple(resolve(data_files, storage_options, extensions=[kind]))
-        self._format = reader
+        self._format = type(self).reader()
+        self.files: tuple[FileRef, ...] = tuple(resolve(data_files, storage_options, extensions=[self._format.name]))
         self._index_dir = None if index_dir is None else Path(index_dir)
         self._lock = threading.Lock()
         self._opened: _Opened | None = None

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,39 +18,13 @@ import pyarrow.csv as pc
 from easypipe.core.errors import SourceError
 from easypipe.core.protocols import Reject
 from easypipe.sources import records
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
-from easypipe.sources.files import COMPRESSIONS, DataFiles, FileRef
+from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.files import COMPRESSIONS, FileRef
 from easypipe.sources.records import Layout, RecordIndex, Records
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
 HEADER_BYTES = 1 << 20  # a header is looked for in so many first bytes
-
-
-class CsvShardedSource(FileSource):
-    """Records of CSV (comma) and .tsv (tab) files with a header line; every column is large_string. Options are those of FileSource.
-
-    Row 0 is the first record behind the header. Reasons of rejects: blank_line (benign), wrong_fields, invalid_utf8.
-    """
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            data_files,
-            CsvFormat(),
-            kind="csv",
-            columns=columns,
-            on_error=on_error,
-            storage_options=storage_options,
-            index_dir=index_dir,
-        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +74,15 @@ class CsvFormat:
         found: _Found = survey.detail
         piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
         return piece.record(0).decode("utf-8", "replace")
+
+
+class CsvShardedSource(FileSource):
+    """Records of CSV (comma) and .tsv (tab) files with a header line; every column is large_string. Options are those of FileSource.
+
+    Row 0 is the first record behind the header. Reasons of rejects: blank_line (benign), wrong_fields, invalid_utf8.
+    """
+
+    reader = CsvFormat
 
 
 def _parse(piece: Records, found: _Found, names: list[str]) -> tuple[pa.Table, np.ndarray, list[Reject]]:

@@ -7,9 +7,7 @@ Whether a row is good is decided by that row alone, never by its neighbours.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ import pyarrow.json as pj
 
 from easypipe.core.protocols import Reject
 from easypipe.sources import records
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef
+from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.files import FileRef
 from easypipe.sources.jsonarray import array_layout
 from easypipe.sources.jsontypes import Observer, schema_of
 from easypipe.sources.records import Layout, RecordIndex, Records
@@ -29,33 +27,6 @@ from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
 KIND_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object"}
-
-
-class JsonShardedSource(FileSource):
-    """Rows of JSON lines files and of files that are one JSON array. Options are those of FileSource.
-
-    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does not have is null.
-    Reasons of rejects: blank_line (benign), unparsable, not_an_object, not_a_string, wrong_type, invalid_utf8.
-    """
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            data_files,
-            JsonFormat(),
-            kind="json",
-            columns=columns,
-            on_error=on_error,
-            storage_options=storage_options,
-            index_dir=index_dir,
-        )
 
 
 @dataclass(frozen=True)
@@ -111,6 +82,16 @@ class JsonFormat:
         found: _Found = survey.detail
         piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
         return piece.record(0).decode("utf-8", "replace").strip()
+
+
+class JsonShardedSource(FileSource):
+    """Rows of JSON lines files and of files that are one JSON array. Options are those of FileSource.
+
+    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does not have is null.
+    Reasons of rejects: blank_line (benign), unparsable, not_an_object, not_a_string, wrong_type, invalid_utf8.
+    """
+
+    reader = JsonFormat
 
 
 def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa.Table, np.ndarray, list[Reject]]:

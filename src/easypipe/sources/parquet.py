@@ -6,10 +6,9 @@ covers a part of a large group streams through it, so that memory is bounded how
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, place
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef, open_binary, read_range
+from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.files import FileRef, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
 SMALL_GROUP_BYTES = 32 << 20  # a group up to this size (decoded, columns that are read) is decoded whole
@@ -30,29 +29,6 @@ STREAMED_BYTES = 4 << 20  # of a large group, decoded at a time
 KEPT_STREAMS = 4  # places in large groups from which reading can go on, per file
 CUT_BYTES = 16 << 20  # a large group has cuts about this far apart
 MAGIC = b"PAR1"
-
-
-class ParquetShardedSource(FileSource):
-    """Rows of parquet files. Options are those of FileSource."""
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            data_files,
-            ParquetFormat(),
-            kind="parquet",
-            columns=columns,
-            on_error=on_error,
-            storage_options=storage_options,
-            index_dir=index_dir,
-        )
 
 
 @dataclass(frozen=True)
@@ -162,6 +138,12 @@ class ParquetFormat:
             streams.append(stream)
             del streams[:-KEPT_STREAMS]
         return pa.concat_tables(taken)
+
+
+class ParquetShardedSource(FileSource):
+    """Rows of parquet files. Options are those of FileSource."""
+
+    reader = ParquetFormat
 
 
 def _open_stream(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Stream:

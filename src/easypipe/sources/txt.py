@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from easypipe.core.protocols import Reject
 from easypipe.sources import records
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef
+from easypipe.sources.base import FileSource, Rows, Survey
+from easypipe.sources.files import FileRef
 from easypipe.sources.records import Layout, RecordIndex, Records
 from easypipe.sources.streams import check_compression
 
 TEXT = "text"
 BOM = b"\xef\xbb\xbf"
-
-
-class TextShardedSource(FileSource):
-    """Lines of text files, without their line breaks, in the column `text`. Options are those of FileSource.
-
-    Reasons of rejects: blank_line (benign; white space only), invalid_utf8.
-    """
-
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(
-            data_files,
-            TextFormat(),
-            kind="txt",
-            columns=columns,
-            on_error=on_error,
-            storage_options=storage_options,
-            index_dir=index_dir,
-        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +60,15 @@ class TextFormat:
         found: _Found = survey.detail
         piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
         return piece.record(0).decode("utf-8", "replace")
+
+
+class TextShardedSource(FileSource):
+    """Lines of text files, without their line breaks, in the column `text`. Options are those of FileSource.
+
+    Reasons of rejects: blank_line (benign; white space only), invalid_utf8.
+    """
+
+    reader = TextFormat
 
 
 def _lines(piece: Records) -> tuple[pa.Array, np.ndarray, list[Reject]]:
