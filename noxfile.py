@@ -1,4 +1,4 @@
-"""Every check of this repository as a session: `nox -s tests`, `nox -s lint types docs`, `nox -s bench -- tokenize`."""
+"""Every check of this repository as a session: `nox -s tests`, `nox -s lint types docs`, `nox -s bench -- tokenizing`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def laws(session: nox.Session) -> None:
-    """Only the test files that call the checks of tests/laws.py, with more Hypothesis examples."""
+    """Only the test files that call the checks of tests/laws.py, with ten times the Hypothesis examples."""
     session.install(".[test]")
     imports_laws = re.compile(r"^\s*(from|import) laws\b", re.MULTILINE)
     files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if imports_laws.search(path.read_text())]
     if not files:
         session.error("no test file imports tests/laws.py")
-    session.run("pytest", *files, *session.posargs, env=TEST_ENV)
+    session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_EXAMPLES": "10"})
 
 
 @nox.session
@@ -71,7 +71,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """All benchmarks, or `nox -s bench -- tokenize --megabytes 20` for one with its options."""
+    """All benchmarks, or `nox -s bench -- tokenizing --megabytes 20` for one with its options."""
     session.install(".[bench]")
     named = [Path("benchmarks") / f"{session.posargs[0]}.py"] if session.posargs else sorted(Path("benchmarks").glob("[!_]*.py"))
     for script in named:

@@ -8,7 +8,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("easypipe", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+from strategies import examples
+
+settings.register_profile(
+    "easypipe", examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 settings.load_profile("easypipe")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

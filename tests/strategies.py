@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pyarrow as pa
+from hypothesis import settings
 from hypothesis import strategies as st
 
 # Text that has broken tokenizers and line readers before: line separators that are not newlines, combining marks, astral planes, controls.
 HOSTILE = "\u2028\u2029\x85\x0b\x0c\x1c\u200d\ufe0f\u0301👩‍👩‍👧🏽Å😀𝔘ﷺ\ufeff\u202e０"
+
+
+def examples(count: int) -> settings:
+    """A decorator: so many examples, times what `nox -s laws` asks for."""
+    return settings(max_examples=count * int(os.environ.get("EASYPIPE_EXAMPLES", "1")))
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
 from easypipe.kernels import chunked, reference
 from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
+from strategies import examples
 
 WIDTH, VOCAB = 6, 19
 FAST = ["chunked"]
@@ -57,7 +58,7 @@ def test_the_reference_is_the_textbook_formula():
 
 
 @pytest.mark.parametrize("implementation", FAST)
-@settings(max_examples=15)
+@examples(15)
 @given(
     tokens=st.integers(1, 21),
     chunk_size=st.integers(1, 24),

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.config import from_dict
@@ -19,6 +19,7 @@ from easypipe.loader.loader import AsyncDataLoader, Loader, LoadStageConfig
 from easypipe.loader.state import LoaderState
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batches
 from loader_support import MemoryCache, plan_rows, some_docs
+from strategies import examples
 
 LENGTHS = np.random.Generator(np.random.PCG64(3)).integers(1, 60, 90)
 CACHE = MemoryCache(some_docs(LENGTHS))
@@ -75,7 +76,7 @@ def test_exact_resume_at_every_batch(prefetch):
     assert_exact_resume(make, len(make()))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     hops=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     shuffle=st.sampled_from([None, 1, 5, 1000]),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import CacheError, PlanError
@@ -11,6 +11,7 @@ from easypipe.loader.collate import BATCH_COLUMNS, collate
 from easypipe.loader.rows import PlannedRows
 from laws import assert_labels, assert_rows_well_formed
 from loader_support import EOS, PAD, MemoryCache, plan_rows, slow_labels, slow_rows, some_docs
+from strategies import examples
 
 
 @st.composite
@@ -29,7 +30,7 @@ def datasets(draw):
     return caches
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     caches=datasets(), seq_length=st.sampled_from([1, 7, 32, 64]), strategy=st.sampled_from(["greedy", "pool", "first_fit"]), data=st.data()
 )
@@ -53,7 +54,7 @@ def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data):
     assert_labels(batch, expected[LOSS_MASK])
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(caches=datasets(), data=st.data())
 def test_rows_that_are_documents_equal_the_slow_way(caches, data):
     rows = plan_rows(caches, seq_length=None)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError, PlacementError, SourceError
@@ -18,6 +18,7 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.stored import StoredRows
 from laws import assert_exact_resume, assert_rows_well_formed, assert_same_batch, assert_same_batches
 from loader_support import EOS, PAD, MemoryCache, plan_rows, some_docs
+from strategies import examples
 
 MASKS = [np.arange(30) % 3 > 0 for _ in range(150)]
 PLANNED = plan_rows([MemoryCache(some_docs([30] * 150), masks=MASKS)])
@@ -78,7 +79,7 @@ def test_arrays_in_memory_are_rows():
     assert rows.identity == StoredRows(dict(PACKED), pad_token_id=PAD).identity
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
     masked=st.booleans(),

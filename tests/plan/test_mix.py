@@ -6,12 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import PlanError
 from easypipe.plan import mix, reference
 from easypipe.plan.mix import MAX_WEIGHT_SUM, Stop, integer_weights
+from strategies import examples
 from strategies import weights as random_weights
 
 small_weights = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -48,7 +49,7 @@ def bound(num_datasets: int) -> Fraction:
 
 
 @given(weights=random_weights(max_datasets=12), chunks=st.lists(st.integers(1, 400), min_size=1, max_size=4))
-@settings(max_examples=60)
+@examples(60)
 def test_counts_stay_within_the_bound_at_every_prefix(weights: dict[str, float], chunks: list[int]) -> None:
     whole = integer_weights(weights)
     drawn, _ = draw(whole, [1] * len(whole), "restart", 1500, chunks)

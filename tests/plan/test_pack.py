@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import PlanError
 from easypipe.core.random import permute
 from easypipe.plan import reference
 from easypipe.plan.pack import MAX_SEQ_LENGTH, OVERSIZE, STRATEGIES, Layout, PackSpec, one_row_each, pack_window
+from strategies import examples
 from strategies import lengths as random_lengths
 
 specs = st.builds(
@@ -31,7 +32,7 @@ def as_rows(layout: Layout) -> list[list[tuple[int, int, int]]]:
 
 
 @given(lengths=any_lengths, spec=specs, key=st.integers(0, (1 << 64) - 1))
-@settings(max_examples=300)
+@examples(300)
 def test_layouts_equal_the_oracle(lengths: np.ndarray, spec: PackSpec, key: int) -> None:
     layout = pack_window(lengths, spec, key)
     expected = reference.pack(lengths.tolist(), spec)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import PlanError, StateError
@@ -19,6 +19,7 @@ from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import OVERSIZE, STRATEGIES, PackSpec
 from easypipe.plan.windows import MARK_EVERY, Pieces, Plan, PlanDataset, PlanSpec, WindowState, window_docs
+from strategies import examples
 
 FIRST_ROWS = 150  # looked at where there is no end
 
@@ -76,7 +77,7 @@ def look(plan: Plan, rows: list[int]) -> list[list[reference.Piece]]:
 
 
 @given(made=plans(), cache_bytes=st.sampled_from([0, 1 << 20]), shuffler=st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@examples(150)
 def test_any_row_equals_the_forward_scan(made: tuple[list[PlanDataset], PlanSpec], cache_bytes: int, shuffler: random.Random) -> None:
     """In any order, alone or together, with windows kept or not."""
     expected = forward(*made)
@@ -99,7 +100,7 @@ def test_any_row_equals_the_forward_scan(made: tuple[list[PlanDataset], PlanSpec
 
 
 @given(made=plans(), data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanDataset], PlanSpec], data: st.DataObject) -> None:
     expected = forward(*made)
     row = data.draw(st.integers(0, len(expected) - 1))
@@ -122,7 +123,7 @@ def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanD
 
 
 @given(made=plans(), keep=st.lists(st.booleans(), min_size=1, max_size=5))
-@settings(max_examples=60)
+@examples(60)
 def test_checkpoints_change_no_row(made: tuple[list[PlanDataset], PlanSpec], keep: list[bool]) -> None:
     expected = forward(*made)
     first = Plan(*made)
@@ -148,7 +149,7 @@ def test_a_checkpoint_at_the_end_spares_the_scan() -> None:
 
 
 @given(made=plans(), more=st.integers(1, 3))
-@settings(max_examples=60)
+@examples(60)
 def test_more_epochs_only_add_rows(made: tuple[list[PlanDataset], PlanSpec], more: int) -> None:
     datasets, spec = made
     if spec.num_epochs is None:
@@ -183,7 +184,7 @@ def books(datasets: list[PlanDataset], spec: PlanSpec, rows: list[list[reference
 
 
 @given(made=plans(), data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_the_tally_conserves(made: tuple[list[PlanDataset], PlanSpec], data: st.DataObject) -> None:
     datasets, spec = made
     expected = forward(*made)

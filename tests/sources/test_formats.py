@@ -14,7 +14,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import SourceError
@@ -24,7 +24,7 @@ from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
-from strategies import row_cuts, text_tables
+from strategies import examples, row_cuts, text_tables
 
 
 def _jsonl(table: pa.Table) -> bytes:
@@ -149,7 +149,7 @@ def expected(path: Path, table: pa.Table) -> list[dict]:
     return rows
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(table=text_tables(min_rows=1, max_rows=30), cuts=row_cuts())
 def test_stateless_reads(written: Callable[..., Path], small_steps: None, table: pa.Table, cuts: list[int]) -> None:
     path = written(table)
@@ -195,7 +195,7 @@ def test_a_column_that_is_not_read_spoils_no_row(tmp_path: Path) -> None:
     assert LimitedSource(source, 2).select(["text"]).read(0, 0, 2).column("text").to_pylist() == ["a", "b"]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(tables=st.lists(text_tables(min_rows=1, max_rows=12), min_size=1, max_size=3), limit=st.integers(1, 40), cuts=row_cuts())
 def test_limited(tmp_path: Path, tables: list[pa.Table], limit: int, cuts: list[int]) -> None:
     files = []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from easypipe.core.errors import SourceError
@@ -17,6 +17,7 @@ from easypipe.sources import jsonkeys, records
 from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.jsontypes import merge_json
 from laws import assert_stateless_reads
+from strategies import examples
 
 
 def lines_of(tmp_path: Path, rows: list, name: str = "a.jsonl") -> Path:
@@ -145,7 +146,7 @@ values = st.recursive(
 dicts = st.dictionaries(st.sampled_from(["a", "b", "text", "\u00fc\\"]), values, max_size=4)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(
     rows=st.lists(st.one_of(dicts, st.sampled_from(["", "  ", "[1]", "{", '{"a": }', '{"a": 01}', '{"a"'])), min_size=1, max_size=20),
     cuts=st.lists(st.integers(0, 30), max_size=5),

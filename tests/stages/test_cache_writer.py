@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import strategies
 from easypipe.core import storage
@@ -25,6 +25,7 @@ from easypipe.stages import cache_writer
 from easypipe.stages.cache_writer import prepare
 from easypipe.stages.ranges import cut
 from laws import assert_conserved, assert_no_new_threads, assert_stateless_reads
+from strategies import examples
 from token_support import CountingTokenizer, ShardedTexts, WithIdentity, small_tokenizer, small_tokenizer_folder, texts
 
 TESTS = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ def facts(cache: TokenCache) -> dict:
 # What comes out
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(strategies.shards())
 def test_tokens_order_ledger_and_reads(tmp_path_factory: pytest.TempPathFactory, tables: list[pa.Table]) -> None:
     shards = [table.column("text").to_pylist() for table in tables]

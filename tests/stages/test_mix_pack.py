@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
@@ -17,6 +17,7 @@ from easypipe import ConfigError, DatasetConfig, MixStageConfig, PackStageConfig
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
 from easypipe.stages.mix import block_weights
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
+from strategies import examples
 
 STOPS = ("first_exhausted", "all_exhausted")
 
@@ -217,7 +218,7 @@ def test_loss_masks_travel_with_their_tokens(tmp_path: Path) -> None:
                 assert mask == position % 2
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     code=st.integers(1, 40),
     docs=st.integers(1, 40),

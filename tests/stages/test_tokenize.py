@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 import strategies
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
@@ -15,12 +15,13 @@ from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 from laws import assert_stateless_reads
+from strategies import examples
 from token_support import CountingTokenizer, ShardedTexts, small_tokenizer, small_tokenizer_folder, texts
 
 SMALL = str(small_tokenizer_folder())
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(tables=strategies.shards(), cuts=strategies.row_cuts())
 def test_stateless_reads(tmp_path_factory: pytest.TempPathFactory, tables: list[pa.Table], cuts: list[int]) -> None:
     shards = [[*table.column("text").to_pylist(), None, "", "last"] for table in tables]

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from easypipe.core.schema import IGNORE
 from easypipe.train.model import Decoder, ModelConfig, loss_sums
+from strategies import examples
 
 VOCAB, LENGTH = 53, 24
 CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2)
@@ -49,7 +50,7 @@ def rows(groups, slots=LENGTH):
     return data
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(lengths=lengths_of_a_row, seed=st.integers(0, 99), choice=st.integers(0, 5))
 def test_perturbing_one_segment_changes_no_other(lengths, seed, choice):
     params, value_and_grad, hidden = programs()
@@ -70,7 +71,7 @@ def test_perturbing_one_segment_changes_no_other(lengths, seed, choice):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(jnp.abs(a).max()))
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(lengths=lengths_of_a_row, seed=st.integers(0, 99))
 def test_packed_loss_and_gradients_equal_unpacked(lengths, seed):
     params, value_and_grad, _ = programs()

@@ -17,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.transforms import fast, proof
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from strategies import examples
 from token_support import FAST, TOKENIZERS, small_tokenizer, small_tokenizer_folder, texts
 
 
@@ -99,7 +100,7 @@ def tokenizer_of_length(max_length: int | None) -> Tokenizer:
     return small_tokenizer(max_length=max_length)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(strategies.texts(), max_size=30), st.lists(st.integers(0, 30), max_size=4), st.sampled_from([None, 1, 5]))
 def test_row_wise_and_equal_to_the_reference(rows: list[str], cuts: list[int], max_length: int | None) -> None:
     tokenizer = tokenizer_of_length(max_length)
