@@ -9,6 +9,7 @@ import nox
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "types", "tests"]
+nox.options.error_on_missing_interpreters = True
 
 # One jax line per Python: 0.10 is the last for 3.11, accelerator machines in use run 0.11, and 0.12 is what pip resolves today.
 JAX_LINES = [("3.11", "0.10"), ("3.12", "0.11"), ("3.13", "0.12")]
