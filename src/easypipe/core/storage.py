@@ -99,18 +99,18 @@ def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -
         raise StorageError(at=str(path), problem=f"not JSON: {error}", fix="Delete the file and run again.") from error
 
 
-def commit_bytes(path: str | Path, data: bytes) -> Stamp:
-    with commit_file(path) as (temporary, stamp):
+def commit_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None) -> Stamp:
+    with commit_file(path, storage_options) as (temporary, stamp):
         temporary.write_bytes(data)
     return stamp()
 
 
-def commit_json(path: str | Path, value: Any) -> Stamp:
-    return commit_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+def commit_json(path: str | Path, value: Any, storage_options: dict[str, Any] | None = None) -> Stamp:
+    return commit_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode(), storage_options)
 
 
 @contextlib.contextmanager
-def commit_file(path: str | Path) -> Generator[tuple[Path, Callable[[], Stamp]]]:
+def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None) -> Generator[tuple[Path, Callable[[], Stamp]]]:
     """`with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits it, an exception discards it.
 
     `stamp()` tells size and checksum once the block is left. Raises StorageError where the bytes cannot be written.
@@ -137,8 +137,7 @@ def commit_file(path: str | Path) -> Generator[tuple[Path, Callable[[], Stamp]]]
             stamp = checksum(temporary)
             _step("rename", target)
             if remote:
-                fs, name = filesystem(target)
-                fs.put_file(str(temporary), name)
+                _put(temporary, target, storage_options)
             else:
                 os.replace(temporary, target)
                 _sync(Path(target).parent)
@@ -153,6 +152,18 @@ def commit_file(path: str | Path) -> Generator[tuple[Path, Callable[[], Stamp]]]
             shutil.rmtree(folder, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> None:
+    fs, name = filesystem(target, storage_options)
+    try:
+        fs.put_file(str(file), name)
+    except OSError:
+        raise
+    except Exception as error:  # each store's client has errors of its own: missing credentials, a bucket that is not there
+        raise StorageError(
+            at=target, problem=f"cannot be written: {type(error).__name__}: {error}", fix="Check the address, storage_options and permissions."
+        ) from error
 
 
 def checksum(path: str | Path) -> Stamp:
