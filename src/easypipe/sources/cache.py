@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from easypipe.core import locks
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard
@@ -52,6 +53,8 @@ class TokenCache:
     def __init__(self, path: str | Path, *, dataset: str | None = None) -> None:
         """path: a manifest. dataset: the name to report under, where it is not the one the cache was prepared as."""
         self.path = Path(path)
+        # Held for as long as this object lives, so that nobody clears what it maps.
+        self._mark = locks.mark_reader(self.path.parent.parent, self.path.stem) if self.path.exists() else None
         self.manifest: Manifest = read_manifest(self.path)
         self.dataset = dataset or self.manifest.dataset
         self._folder = self.path.parent.parent / "tokens"

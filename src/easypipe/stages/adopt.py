@@ -13,7 +13,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from easypipe.core import storage
+from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
 from easypipe.core.protocols import PipelineContext, ProgressEvent, Shard, ShardedSource, scan
@@ -60,16 +60,33 @@ class AdoptedTokens:
 
     @functools.cached_property
     def _cache(self) -> TokenCache:
-        folder = self.context.cache_dir
         ranges = ranges_of(self.source, self._key)
+        opened = self._open(path := self._path(ranges))
+        if opened is not None:
+            return opened
+        with locks.preparing(self.context.cache_dir, path.stem, self.name) as waited:
+            return (self._open(path) if waited else None) or self._fill(ranges, path)
+
+    @property
+    def cache_path(self) -> Path:
+        """Where the manifest of its token cache stands, or will. Reads no rows."""
+        return self._path(ranges_of(self.source, self._key))
+
+    def _path(self, ranges: Sequence[Range]) -> Path:
         key = digest("adopted", [piece.key for piece in ranges])
-        path = folder / "manifests" / f"{key}.json"
+        return self.context.cache_dir / "manifests" / f"{key}.json"
+
+    def _open(self, path: Path) -> TokenCache | None:
         try:
             return TokenCache(path, dataset=self.name)
         except MissingFileError:
             log.debug("dataset %s: its tokens are taken into the cache", self.name)
         except CacheError as error:
             log.warning("dataset %s: its token cache is made again: %s", self.name, error)
+        return None
+
+    def _fill(self, ranges: Sequence[Range], path: Path) -> TokenCache:
+        folder = self.context.cache_dir
         rows, total = 0, sum(piece.stop - piece.start for piece in ranges)
         parts, rejects = [], Counter()
         for piece in ranges:
@@ -78,7 +95,7 @@ class AdoptedTokens:
             rejects.update(refused)
             rows += piece.stop - piece.start
             self.context.progress(ProgressEvent(stage="adopt", dataset=self.name, done=rows, total=total, unit="rows"))
-        write_manifest(path, self._manifest(key, parts, rejects))
+        write_manifest(path, self._manifest(path.stem, parts, rejects))
         return TokenCache(path, dataset=self.name)
 
     def _part(self, piece: Range, folder: Path) -> tuple[Part, Counter[str]]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from easypipe.core import storage
+from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import BudgetError, CacheError, ConfigError, MissingFileError, SourceError, StorageError, place
 from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
@@ -78,14 +78,33 @@ def prepare(
         at_work=threading.Semaphore(workers),
     )
     ranges = ranges_of(source, job.recipe)
-    key = digest("manifest", FORMAT, [r.key for r in ranges], on_error, max_bad_rows)
-    path = job.cache_dir / "manifests" / f"{key}.json"
+    path = manifest_path(job.cache_dir, ranges, on_error, max_bad_rows)
     opened = _open(path, dataset)
     if opened is not None:
         logger.info("dataset %s: token cache %s is complete, nothing is tokenized", dataset, path.stem)
         return opened
-    if job.cache_dir.exists():
-        storage.sweep(job.cache_dir)
+    with locks.preparing(job.cache_dir, path.stem, dataset) as waited:
+        return (_open(path, dataset) if waited else None) or _fill(job, ranges, path, workers, on_error, max_bad_rows, progress)
+
+
+def manifest_path(cache_dir: Path, ranges: Sequence[Range], on_error: OnError, max_bad_rows: int | None) -> Path:
+    """Where the manifest of a dataset stands, or will."""
+    key = digest("manifest", FORMAT, [r.key for r in ranges], on_error, max_bad_rows)
+    return cache_dir / "manifests" / f"{key}.json"
+
+
+def _fill(
+    job: _Job,
+    ranges: Sequence[Range],
+    path: Path,
+    workers: int,
+    on_error: OnError,
+    max_bad_rows: int | None,
+    progress: ProgressListener,
+) -> TokenCache:
+    """Whatever is missing of the ranges, then the manifest."""
+    source, tokenizer, dataset, content_field = job.source, job.tokenizer, job.dataset, job.content_field
+    storage.sweep(job.cache_dir)
     started = time.perf_counter()
     totals = _Totals(dataset, content_field, on_error, max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
@@ -98,7 +117,7 @@ def prepare(
     seconds = time.perf_counter() - started
     manifest = Manifest(
         dataset=dataset,
-        key=key,
+        key=path.stem,
         content_field=content_field,
         tokenizer=_identity(tokenizer),
         shard_names=tuple(shard.name for shard in source.shards),

@@ -16,8 +16,8 @@ from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.limit import select
-from easypipe.stages.cache_writer import OnError, prepare
-from easypipe.stages.ranges import recipe_of
+from easypipe.stages.cache_writer import OnError, manifest_path, prepare
+from easypipe.stages.ranges import ranges_of, recipe_of
 from easypipe.stages.text_rows import read_texts, require_text
 from easypipe.stages.token_rows import encode_texts
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -109,6 +109,12 @@ class TokenizedShardedSource:
         documents = encode_texts(texts, self.tokenizer, batch_size=self._batch_size, at=self.shards[shard].name)
         rejects = sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row)
         return Scan(documents.batch, tuple(rejects))
+
+    @property
+    def cache_path(self) -> Path:
+        """Where the manifest of its token cache stands, or will. Reads no rows."""
+        recipe = recipe_of(self.tokenizer, self.content_field, refuted=self.tokenizer.refuted(self._cache_dir))
+        return manifest_path(self._cache_dir, ranges_of(self.source, recipe), self.on_error, self._rest["max_bad_rows"])
 
     def materialize(self) -> TokenCache:
         """The token cache of all rows: opened, finished or made on the first call, the same object afterwards. See `prepare` for errors."""

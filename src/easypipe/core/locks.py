@@ -1,0 +1,148 @@
+# pyright: strict
+"""Who is at work in a cache folder, told by locks of the operating system: a process that dies, however it dies, lets go of its own.
+
+cache_dir/locks/
+  work.lock             shared by whoever prepares or repairs; exclusive for whoever clears
+  <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for whoever removes it
+  <key>.writer.lock     exclusive for the one process that prepares the manifest <key>
+
+flock(2): a lock belongs to an open file, so two readers in one process are two as well. Over NFS the server has to support locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import time
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from easypipe.core.errors import StallError, StorageError
+
+FOLDER = "locks"
+POLL_S = 0.02
+REMIND_S = 60.0
+
+log = logging.getLogger("easypipe")
+
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class Hold:
+    """A lock that is held until `release()`, the end of a `with` block, or the end of this object."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def release(self) -> None:
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+def work_lock(cache_dir: Path) -> Path:
+    return cache_dir / FOLDER / "work.lock"
+
+
+def reader_lock(cache_dir: Path, key: str) -> Path:
+    return cache_dir / FOLDER / f"{key}.reader.lock"
+
+
+def writer_lock(cache_dir: Path, key: str) -> Path:
+    return cache_dir / FOLDER / f"{key}.writer.lock"
+
+
+def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
+    """None where somebody holds `path` in a way that does not go together. Raises StorageError where the file system has no locks."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise StorageError(at=str(path), problem=f"cannot be locked: {error}", fix="Check permissions of the cache folder.") from error
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return None
+            raise StorageError(
+                at=str(path), problem=f"this file system has no locks: {error}", fix="Put the cache on another one."
+            ) from error
+        if _is(path, descriptor):
+            return Hold(descriptor)
+        os.close(descriptor)  # removed, by one who held it alone, between opening and locking
+
+
+def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = None) -> Hold:
+    """Waits until `path` is free. what: named while waiting, and by the StallError after `timeout_s` (None: for as long as it takes)."""
+    began = reminded = time.monotonic()
+    first = True
+    while (held := try_hold(path, exclusive=exclusive)) is None:
+        now = time.monotonic()
+        if timeout_s is not None and now - began > timeout_s:
+            raise StallError(at=str(path), problem=f"waited {timeout_s:g} s for {what}", fix="Try again when it has ended.")
+        if first or now - reminded > REMIND_S:
+            log.info("waiting for %s (%s)", what, path)
+            first, reminded = False, now
+        time.sleep(POLL_S)
+    return held
+
+
+def mark_reader(cache_dir: Path, key: str) -> Hold | None:
+    """What an open reader of `key` holds. None, with a warning, where the folder is read-only or knows no locks: reading goes on."""
+    try:
+        return hold(reader_lock(cache_dir, key), exclusive=False, what="another process that clears the cache", timeout_s=60.0)
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in _READ_ONLY:
+            log.warning("%s: `easypipe cache clear` will not know that it is read: %s", cache_dir, error.problem)
+        else:  # who may not write here may not clear either; whoever owns it should ask before clearing
+            log.debug("%s is read-only, its reader leaves no mark", cache_dir)
+        return None
+
+
+@contextlib.contextmanager
+def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
+    """While the manifest `key` is prepared: nobody clears the folder, and whoever wants the same waits and then finds it done.
+
+    Yields whether there was such a wait. Where the file system has no locks this warns, and goes on: two processes that prepare the same
+    do it twice, each range committed whole.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            work = hold(work_lock(cache_dir), exclusive=False, what="another process that clears the cache", timeout_s=60.0)
+            stack.enter_context(work)
+            what = f"another process that prepares dataset {dataset!r}"
+            path, waited = writer_lock(cache_dir, key), False
+            alone = try_hold(path, exclusive=True)
+            if alone is None:
+                alone, waited = hold(path, exclusive=True, what=what), True
+            stack.enter_context(alone)
+        except StorageError as error:
+            log.warning("dataset %s: prepared without locks, others may prepare or clear it at the same time: %s", dataset, error)
+            waited = False
+        yield waited
+
+
+def remove(path: Path) -> None:
+    """Removes a lock file; only for whoever holds it alone."""
+    path.unlink(missing_ok=True)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        there, here = os.stat(path), os.fstat(descriptor)
+    except FileNotFoundError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
