@@ -47,6 +47,16 @@ def assert_same_batch(a: Mapping[str, Any], b: Mapping[str, Any], *, what: str =
         assert x.tobytes() == y.tobytes(), f"{what}, {column}: first difference at {np.argwhere(x != y)[:1].tolist()}"
 
 
+def assert_rows_by_number(rows: Any, numbers: np.ndarray, width: int) -> None:
+    """What a row holds depends on its number alone: not on the rows beside it, their order, or how often it was asked for."""
+    together = rows.gather(numbers, width)
+    for i in reversed(range(len(numbers))):
+        alone = rows.gather(numbers[i : i + 1], width)
+        assert_same_batch({name: column[i : i + 1] for name, column in together.items()}, alone, what=f"row {numbers[i]}")
+    for name, column in rows.batch(numbers[::-1].copy(), width).items():
+        np.testing.assert_array_equal(column[::-1], rows.batch(numbers, width)[name])
+
+
 # Law 2: exact resume
 
 
@@ -125,7 +135,8 @@ def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7
         if isinstance(source, ScanningSource):
             scanned = source.scan(shard, 0, total)
             _assert_equal_tables([scanned.batch], whole, f"{info.name}: scan and read differ")
-            assert scanned.batch.num_rows + len(scanned.rejects) == total, f"{info.name}: rows lost without a reject"
+            refused = sum(reject.count for reject in scanned.rejects)
+            assert scanned.batch.num_rows + refused == total, f"{info.name}: rows lost without a reject"
 
 
 def _assert_row_numbers(batch: pa.RecordBatch, start: int, stop: int, name: str) -> None:

@@ -31,12 +31,16 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Reject:
-    """A row that was read and not passed on. `benign` rows (a blank line in a text file) are counted, never charged."""
+    """A row that was read and not passed on. `benign` rows (a blank line in a text file, what a filter leaves out) are counted, never charged.
+
+    count: how many rows of the range went the same way; above 1 only where they are benign, and `row` is the first of them.
+    """
 
     row: int
     reason: str  # a short fixed word, the ledger's key: "null", "empty", "not_a_string", "unparsable", ...
     detail: str = ""  # for people: what was wrong with this very row
     benign: bool = False
+    count: int = 1
 
 
 class Scan(NamedTuple):
@@ -86,12 +90,23 @@ def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
 
 
 class Transform(Protocol):
-    """RecordBatch → RecordBatch, row by row.
+    """RecordBatch → RecordBatch, row by row. easypipe.transforms.base.ColumnTransform is the base of those that compose with `>>`.
 
-    Law: applying it to a whole batch equals applying it to the pieces of any cut. A transform that drops rows keeps ROW_NUMBER.
+    Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch has it, stays with its row: what
+    drops rows keeps the numbers of the others. Law: every batch has exactly `schema(before)`, which is known without reading rows.
+
+    Where it has them, two methods and three attributes say more:
+    scan(batch) -> Scan: the batch and the rows on which it failed, by ROW_NUMBER, else by position; `__call__` raises for those.
+    narrow(columns, before) -> (Transform, columns): what gives only `columns`, and what that reads (None: everything).
+    drops: whether it may give fewer rows than it is given (True where it does not say).
+    fan_out: most rows that come of one (1). Above 1 the i-th row of row r has number `r * fan_out + i`.
+    cacheable: whether `fingerprint` will be the same in the next process (True).
     """
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of everything that decides what comes out."""
+        ...
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
     def schema(self, before: pa.Schema) -> pa.Schema: ...

@@ -130,7 +130,9 @@ class AdoptedTokens:
         ids, offsets = block.columns[INPUT_IDS], block.offsets
         self._check(ids, offsets, block.columns.get(SEGMENT_IDS), rows, name)
         full = np.diff(offsets) > 0
-        refused = Counter(reject.reason for reject in rejects)
+        refused: Counter[str] = Counter()
+        for reject in rejects:
+            refused[reject.reason] += reject.count
         refused["empty"] += int((~full).sum())
         offsets, rows = np.concatenate([[0], offsets[1:][full]]).astype(np.int64), rows[full]  # an empty row moves no offset
         eos = self.tokens.eos_token_id

@@ -327,7 +327,7 @@ class _Totals:
 
     def add(self, piece: Range, record: Record) -> None:
         for reject in record.rejects:
-            self.reasons[reject.reason] += 1
+            self.reasons[reject.reason] += reject.count
             if not reject.benign:
                 self.bad += 1
                 self._charge(record.shard_name, reject)
