@@ -1,75 +1,39 @@
 """The loader: global batch `t` is rows `t * batch_size` onward, made ahead by threads, laid out on the mesh.
 
-batch    global, the same whoever reads it; a process makes only its rows of it
+batch    global, the same whoever reads it; a process makes only its rows of it. Steps (steps.py) says which rows
 row      counted over the whole run (rows.py)
 position a row's place in the order of reading; another than its number only within a block of `shuffle_buffer_size`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.config import config, digest
+from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StateError
 from easypipe.core.random import fold
 from easypipe.loader.collate import CollateConfig, row_width, with_attention_mask
-from easypipe.loader.placement import Placement, check_axes, local_mesh
+from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
+from easypipe.loader.row_transforms import MappedRows, RowTransform
 from easypipe.loader.rows import Rows
 from easypipe.loader.state import LoaderState
+from easypipe.loader.steps import Steps
 from easypipe.plan.order import permute
 
-
-@config
-class LoadStageConfig:
-    """How rows become batches, and where the batches go.
-
-    batch_size: rows of the global batch, over all processes.
-    prefetch_enabled: make batches ahead in `prefetch_workers` threads, at most `prefetch_buffer_size` of them; else each is made when it
-        is asked for, and nothing watches for a stall. One thread lays out some hundred million slots a second; more help slow reads.
-    shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the seed; None keeps the order of the plan.
-        Blocks are counted over the whole run, so one may hold the end of an epoch and the start of the next.
-    drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh, on a mesh filled up with rows of padding
-        (segment 0, labels -100), which weigh nothing.
-    prefetch_to_device: without a mesh, put batches on a one-axis mesh of this process's devices; with a mesh they always go there.
-    num_epochs: passes over the data; None goes on forever.
-    mesh: `{axis: size}`, one size may be -1, or a jax Mesh. partition_spec: how batches lie on it; None splits rows over its axes `data`
-        and `fsdp`.
-    stall_timeout_s: how long one batch may take before StallError names the stage it is in.
-    """
-
-    batch_size: int = 8
-    prefetch_enabled: bool = True
-    prefetch_workers: int = 1
-    prefetch_buffer_size: int = 8
-    shuffle_buffer_size: int | None = None
-    drop_last: bool = True
-    prefetch_to_device: bool = False
-    num_epochs: int | None = 1
-    mesh: Any = None
-    partition_spec: Any = None
-    stall_timeout_s: float = 300.0
-
-    def check(self) -> None:
-        for name in ("batch_size", "prefetch_workers", "prefetch_buffer_size", "shuffle_buffer_size", "num_epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
-        if not self.stall_timeout_s > 0:
-            raise ConfigError(at="stall_timeout_s", problem=f"{self.stall_timeout_s} is no time to wait", fix="Give seconds above 0.")
-        if isinstance(self.mesh, Mapping):
-            check_axes(self.mesh)
-        if self.partition_spec is not None and self.mesh is None and not self.prefetch_to_device:
-            raise ConfigError(at="partition_spec", problem="there is no mesh to lie on", fix="Set mesh, for example {'data': -1}.")
+__all__ = ["AsyncDataLoader", "Batches", "LoadStageConfig", "Loader"]
 
 
 class Loader:
     """Batches `{column: Int32[batch, slots]}`: NumPy arrays, or jax.Arrays where there is a mesh.
+
+    With `accumulation_steps` A above 1 they are Int32[A, batch / A, slots].
 
     Law (determinism): batch `t` is byte-equal for any number of processes, workers and batches in flight. Law (exact resume): after
     `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
@@ -91,7 +55,9 @@ class Loader:
         self.config = config or LoadStageConfig()
         self.collate = collate or CollateConfig()
         self.batch_size = self.config.batch_size
+        self.accumulation_steps = self.config.accumulation_steps
         self.name = name
+        self._seed = seed
         if rows.num_epochs != self.config.num_epochs:
             raise ConfigError(
                 at="load.num_epochs",
@@ -99,7 +65,8 @@ class Loader:
                 fix=f"Set num_epochs={rows.num_epochs}, or make the rows for {self.config.num_epochs}.",
             )
         self._shuffle_key = None if self.config.shuffle_buffer_size is None else fold(seed, "loader", "shuffle")
-        self._placement = self._place()
+        self._steps = Steps(self.batch_size, self.config.batch_size_schedule)
+        self._placements = self._place()
         self._width = self._fixed_width()
         self._yielded = 0  # batches before the next one of the newest iteration
         self._restored: LoaderState | None = None  # for the next iteration
@@ -110,7 +77,7 @@ class Loader:
         self._entry, self._restored = self._restored, None
         self._yielded = 0 if self._entry is None else self._entry.batch
         self._newest += 1
-        return Batches(self, self._yielded, self._newest)
+        return Batches(self, self._yielded, self._newest, self._counted())
 
     def __len__(self) -> int:
         """Batches from the first to the last. Raises TypeError where they never end."""
@@ -120,22 +87,66 @@ class Loader:
                 "this loader never ends, so it has no len(): its num_epochs is None, or its mixture restarts. "
                 "Count steps instead (max_steps), or set num_epochs and a stop_strategy that ends."
             )
-        return num_rows // self.batch_size if self.config.drop_last else -(-num_rows // self.batch_size)
+        steps = self._counted()
+        return steps.full(num_rows) if self.config.drop_last else steps.needed(num_rows)
+
+    def rows_of(self, step: int) -> range:
+        """The rows, counted over the run, whose positions batch `step` (from 0) holds: fewer than its size where it is a short last one,
+        which on a mesh is filled up with rows of padding behind them; none behind the end.
+        """
+        steps = self._counted()
+        start, size = steps.start(step), steps.size(step)
+        count = self.rows.available(start, start + size)
+        return range(start, start + (0 if count < size and self.config.drop_last else count))
+
+    def map_rows(self, transform: RowTransform, *, version: str) -> Loader:
+        """A loader over the same rows, each changed by `transform(columns, key)`: token dropout, masking at random and the like.
+
+        columns: Int32[slots] each: `input_ids` and `loss_mask`, which it may write to or return anew, `segment_ids` and `position_ids`,
+        which it may read. Labels are made from what it leaves. key: 64 random bits that depend on the seed, the epoch and the row
+        alone, so that batches do not depend on processes, workers, or where a run was resumed. version: names what the function does; the
+        states of a loader carry it, and are refused by a loader whose transforms are others. The cost is one call for every row.
+        """
+        return Loader(
+            MappedRows(self.rows, transform, version, self._seed), self.config, seed=self._seed, collate=self.collate, name=self.name
+        )
 
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight."""
-        row = self._row()
-        hint = self.rows.hint(self._first(row))
-        return LoaderState(batch=self._yielded, row=row, components=self._components, config=self._settings, hint=hint)
+        return self.state_at(self._yielded)
 
-    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any]) -> None:
-        """Makes the next iteration go on behind `state`, given as it is or as its JSON. Raises StateError naming what changed since."""
+    def state_at(self, batch: int) -> LoaderState:
+        """The state after the first `batch` batches, computed from the plan: `restore` goes there without reading what stands before."""
+        row = self._row(batch)
+        return LoaderState(
+            batch=batch,
+            row=row,
+            components=self._components,
+            config=self._settings,
+            hint=self.rows.hint(self._first(row)),
+            changes=() if self._entry is None else self._entry.changes,
+        )
+
+    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any], allow_changed: Collection[str] = ()) -> None:
+        """Makes the next iteration go on behind `state`, given as it is or as its JSON.
+
+        allow_changed: components ("sources", "tokenizer", "config", "plan") that may be others than when it was saved. Rows are then
+        counted on from the state's own row in what there is now, and this state and all later ones record the change.
+        Raises StateError naming what changed since.
+        """
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
-        state.check(self._components, self._settings)
+        saved, state = state, state.check(self._components, self._settings, allow_changed)
         if state.hint is not None:
             self.rows.seek(state.hint)
-        short = state.batch * self.batch_size - state.row
+        if state is not saved and self.rows.available(state.row - 1, state.row) == 0 < state.row:
+            raise StateError(
+                at="loader state",
+                problem=f"it stands at row {state.row}, and there are fewer rows now",
+                fix="Start a new run.",
+            )
+        steps = self._counted(state)
+        short = steps.start(state.batch) - state.row
         if short and self.rows.available(state.row, state.row + 1):
             raise StateError(
                 at="loader state",
@@ -146,16 +157,27 @@ class Loader:
         self._yielded = state.batch
         self._newest += 1  # an iteration under way no longer moves `state()`
 
-    def _row(self) -> int:
-        """The row behind the batch last yielded."""
-        if self._entry is not None and self._yielded == self._entry.batch:
+    def _counted(self, entry: LoaderState | None = None) -> Steps:
+        """How the newest iteration counts, or one that begins at `entry`."""
+        entry = entry or self._entry
+        if entry is None or not entry.changes:
+            return self._steps
+        return Steps(self.batch_size, self.config.batch_size_schedule, entry.begin)
+
+    def _row(self, batch: int) -> int:
+        """The row behind the first `batch` batches."""
+        if self._entry is not None and batch == self._entry.batch:
             return self._entry.row  # what stands before it may lie in a window that this process never looks at
-        last = (self._yielded - 1) * self.batch_size  # its first row; it may be a short one
-        return last + self.rows.available(last, last + self.batch_size) if self._yielded else 0
+        if batch == 0:
+            return 0
+        steps = self._counted()
+        start, stop = steps.start(batch - 1), steps.start(batch)  # of the last of them, which may be a short one
+        return start + self.rows.available(start, stop)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """What decides the content of batches, and nothing that does not: mesh, workers and buffers are free to change."""
+        """What decides the content of batches, and nothing that does not: mesh, micro-batches, workers and buffers are free to change."""
+        schedule, transforms = self.config.batch_size_schedule, self.rows.transforms if isinstance(self.rows, MappedRows) else ()
         return {
             "batch_size": self.batch_size,
             "drop_last": self.config.drop_last,
@@ -164,20 +186,25 @@ class Loader:
             "padding": self.collate.padding,
             "max_length": self.collate.max_length,
             "attention_mask": self.collate.attention_mask,
+            **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
+            **({"row_transforms": [list(transform) for transform in transforms]} if transforms else {}),
         }
 
     @cached_property
     def _components(self) -> dict[str, str]:
         return {**self.rows.identity, "config": digest(self._settings)}
 
-    def _place(self) -> Placement | None:
+    def _place(self) -> dict[int, Placement]:
+        """Where batches of every size go; nothing without a mesh."""
         mesh = self.config.mesh
         if mesh is None:
             if not self.config.prefetch_to_device:
-                return None
+                return {}
             mesh = local_mesh()
+        mesh = make_mesh(mesh)
         fixed = self.rows.seq_length is not None or self.collate.padding == "max_length"
-        return Placement(mesh, self.config.partition_spec, self.batch_size, fixed_width=fixed)
+        place = partial(Placement, mesh, self.config.partition_spec, fixed_width=fixed, accumulation_steps=self.accumulation_steps)
+        return {size: place(size) for size in self._steps.sizes}
 
     def _fixed_width(self) -> int | None:
         """Slots of every batch, where they can be known before the rows are."""
@@ -192,7 +219,8 @@ class Loader:
             return packed
         if self.collate.padding == "max_length":
             return self.collate.max_length
-        if self._placement is not None and not self.rows.lengths_are_free and len(self._placement.local_rows) < self.batch_size:
+        shared = any(len(placement.local_rows) < size for size, placement in self._placements.items())
+        if shared and not self.rows.lengths_are_free:
             raise PlacementError(
                 at="padding",
                 problem="the longest row of a global batch is known only to the processes that read it",
@@ -205,14 +233,15 @@ class Loader:
         size = self.config.shuffle_buffer_size
         return row if size is None else row // size * size
 
-    def _make(self, batch: int, enter: Callable[[str], None]) -> dict[str, Any] | None:
+    def _make(self, batch: int, enter: Callable[[str], None], steps: Steps | None = None) -> dict[str, Any] | None:
         """Batch number `batch` as this process sees it, or None past the last. Any thread, any order."""
-        start = batch * self.batch_size
+        steps = self._steps if steps is None else steps
+        start, size = steps.start(batch), steps.size(batch)
         stage = "plan"
         try:
             enter(stage)
-            count = self.rows.available(start, start + self.batch_size)
-            if count == 0 or (count < self.batch_size and self.config.drop_last):
+            count = self.rows.available(start, start + size)
+            if count == 0 or (count < size and self.config.drop_last):
                 return None
             rows = self._order(start, start + count)
             width = self._width
@@ -220,9 +249,14 @@ class Loader:
                 stage = "lengths"
                 enter(stage)
                 width = row_width(self.rows.lengths(rows), self.collate)
-            if self._placement is not None:
-                padding = np.full(self.batch_size - count, -1, dtype=np.int64)
-                rows = np.concatenate([rows, padding])[self._placement.local_rows]
+            placement = self._placements.get(size)
+            pieces = self.accumulation_steps
+            if count < size and (placement is not None or pieces > 1):
+                rows = np.concatenate([rows, np.full(size - count, -1, dtype=np.int64)])
+            if pieces > 1:
+                rows = rows.reshape(-1, pieces).T.reshape(-1)  # micro-batch after micro-batch
+            if placement is not None:
+                rows = rows[placement.local_rows]
             if self._width is not None and self.rows.seq_length is None:
                 stage = "lengths"
                 enter(stage)
@@ -232,13 +266,15 @@ class Loader:
             made = self.rows.batch(rows, width)
             if self.collate.attention_mask:
                 made = with_attention_mask(made)
-            if self._placement is None:
+            if pieces > 1:
+                made = {name: column.reshape(pieces, -1, width) for name, column in made.items()}
+            if placement is None:
                 return made
             stage = "place"
             enter(stage)
-            return self._placement.place(made)
+            return placement.place(made)
         except Exception as error:
-            error.add_note(f"{self.name}: batch {batch}, rows {start}:{start + self.batch_size}, stage {stage!r}")
+            error.add_note(f"{self.name}: batch {batch}, rows {start}:{start + size}, stage {stage!r}")
             raise
 
     def _order(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -261,12 +297,12 @@ AsyncDataLoader = Loader  # the name that EasyDeL's API uses
 class Batches(Iterator[dict[str, Any]]):
     """One iteration over a loader. `close()` ends its threads; so does dropping it, as a `break` out of a for loop does."""
 
-    def __init__(self, loader: Loader, start: int, number: int) -> None:
+    def __init__(self, loader: Loader, start: int, number: int, steps: Steps) -> None:
         settings = loader.config
         self._loader = loader
         self._number = number
         self._index = start
-        make = loader._make
+        make = partial(loader._make, steps=steps)
         if settings.prefetch_enabled:
             self._made: Prefetcher[dict[str, Any]] | InOrder[dict[str, Any]] = Prefetcher(
                 make,

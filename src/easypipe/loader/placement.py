@@ -1,6 +1,7 @@
 """Host batches → `jax.Array`s on a mesh. The one file of the data path that imports jax, and only when a mesh is asked for.
 
-B rows of the global batch · T slots of a row.  Every column is Int32[B, T] and gets the same PartitionSpec.
+B rows of the global batch · T slots of a row · A micro-batches.  Every column is Int32[B, T] and gets the same PartitionSpec; where
+gradients are accumulated it is Int32[A, B/A, T], the axis in front whole on every device.
 """
 
 from __future__ import annotations
@@ -83,42 +84,51 @@ class Placement:
 
     partition_spec: a PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`): first the batch's axes, then those of
     the slots. None: the batch over those of the axes `data` and `fsdp` that the mesh has. fixed_width: all batches have one shape, so that
-    a program compiled for it pays.
+    a program compiled for it pays. accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
     Raises PlacementError where an axis is unknown or the batch does not divide.
     """
 
-    def __init__(self, mesh: Any, partition_spec: Any, batch_size: int, *, fixed_width: bool = False) -> None:
+    def __init__(self, mesh: Any, partition_spec: Any, batch_size: int, *, fixed_width: bool = False, accumulation_steps: int = 1) -> None:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
         self.mesh = make_mesh(mesh)
         self.partition_spec = _partition_spec(partition_spec, self.mesh)
         self.batch_size = batch_size
-        self.sharding = NamedSharding(self.mesh, self.partition_spec)
+        self._leading = () if accumulation_steps == 1 else (accumulation_steps,)
+        self._micro_size = batch_size // accumulation_steps
+        self.sharding = NamedSharding(self.mesh, PartitionSpec(*(None for _ in self._leading), *self.partition_spec))
         ways, self._slot_ways = self._ways(0), self._ways(1)
-        if batch_size % ways:
-            below = batch_size // ways * ways
+        if self._micro_size % ways:
+            unit = ways * accumulation_steps
+            below = batch_size // unit * unit
+            each = f" in {accumulation_steps} micro-batches" if self._leading else ""
             raise PlacementError(
                 at="batch_size",
-                problem=f"{batch_size} rows do not divide over {self._named(0)} = {ways} ways",
-                fix=f"Set batch_size to {f'{below} or {below + ways}' if below else ways}, or change the mesh.",
+                problem=f"{batch_size} rows{each} do not divide over {self._named(0)} = {ways} ways",
+                fix=f"Set batch_size to {f'{below} or {below + unit}' if below else unit}, or change the mesh.",
             )
         if not self.sharding.addressable_devices:
             raise PlacementError(
                 at="mesh", problem="no device of this process is in it", fix="Make the mesh over devices of every process."
             )
-        self.local_rows = self._local_rows()
+        self._micro_rows = self._local_rows()
+        # Of the batch's rows, micro-batch after micro-batch.
+        self.local_rows = np.concatenate([a * self._micro_size + self._micro_rows for a in range(accumulation_steps)])
         # Columns travel as one array and are parted on the devices: a call of a compiled program costs the interpreter a fraction of what
         # putting four arrays does. Not over several processes, whose worker threads would launch it in another order on each.
-        whole = NamedSharding(self.mesh, PartitionSpec(None, *self.partition_spec))
+        whole = NamedSharding(self.mesh, PartitionSpec(None, *self.sharding.spec))
         one_program = fixed_width and self.sharding.is_fully_addressable
         self._part = jax.jit(tuple, in_shardings=whole, out_shardings=self.sharding) if one_program else None
 
     def place(self, batch: Mapping[str, NDArray[np.int32]]) -> dict[str, Any]:
-        """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that order, all slots of each."""
+        """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that order, all slots of each.
+
+        With micro-batches jax.Array[A, B/A, T] from [A, rows, T].
+        """
         import jax
 
-        num_slots = next(iter(batch.values())).shape[1]
+        num_slots = next(iter(batch.values())).shape[-1]
         if num_slots % self._slot_ways:
             raise self._uneven_slots(num_slots)
         stack = as_stack(batch) if self._part is not None else None
@@ -126,26 +136,26 @@ class Placement:
             return dict(zip(batch, self._part(stack), strict=True))
         if self.sharding.is_fully_addressable:
             return jax.device_put(dict(batch), self.sharding)
-        shape = (self.batch_size, num_slots)
+        shape = (*self._leading, self._micro_size, num_slots)
         pieces, devices, names = [], [], list(batch)
         for device, index in self.sharding.addressable_devices_indices_map(shape).items():
-            assert index is not None, "a two-dimensional sharding indexes two dimensions"
-            rows, slots = index
-            start, stop, _ = rows.indices(self.batch_size)
-            first = int(np.searchsorted(self.local_rows, start))
+            assert index is not None, "a sharding indexes every dimension"
+            rows, slots = index[-2:]
+            start, stop, _ = rows.indices(self._micro_size)
+            first = int(np.searchsorted(self._micro_rows, start))
             for name in names:
-                pieces.append(batch[name][first : first + stop - start, slots])
+                pieces.append(batch[name][..., first : first + stop - start, slots])
                 devices.append(device)
         put = jax.device_put(pieces, devices)
         return {name: jax.make_array_from_single_device_arrays(shape, self.sharding, put[i :: len(names)]) for i, name in enumerate(names)}
 
     def _local_rows(self) -> NDArray[np.int64]:
-        """Rows of the global batch that stand on a device of this process, ascending."""
-        mine = np.zeros(self.batch_size, dtype=bool)
-        shape = (self.batch_size, self._slot_ways)  # the fewest slots that divide; rows do not depend on how many
+        """Rows of a micro-batch that stand on a device of this process, ascending."""
+        mine = np.zeros(self._micro_size, dtype=bool)
+        shape = (*self._leading, self._micro_size, self._slot_ways)  # the fewest slots that divide; rows do not depend on how many
         for index in self.sharding.addressable_devices_indices_map(shape).values():
-            assert index is not None, "a two-dimensional sharding indexes two dimensions"
-            mine[index[0]] = True
+            assert index is not None, "a sharding indexes every dimension"
+            mine[index[-2]] = True
         return np.flatnonzero(mine)
 
     def _uneven_slots(self, num_slots: int) -> PlacementError:

@@ -54,6 +54,10 @@ class Rows(Protocol):
         """Tokens of each row, 0 for -1."""
         ...
 
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The pass over the data that each row belongs to, from 0; 0 for -1 and where there are no passes."""
+        ...
+
     def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
         """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids, and loss_mask where a dataset has one.
 
@@ -138,6 +142,9 @@ class PlannedRows:
         real = np.flatnonzero(rows >= 0)
         pieces = self.plan.pieces(rows[real])
         return np.bincount(real[pieces.row], weights=pieces.length, minlength=len(rows)).astype(np.int32)
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.array([0 if row < 0 else self.plan.window_at(row).state.epoch for row in rows.tolist()], dtype=np.int64)
 
     def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows) if width is None else width

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from easypipe.core.config import digest
-from easypipe.core.errors import StateError
+from easypipe.core.errors import ConfigError, StateError, did_you_mean
+from easypipe.loader.steps import Begin
 
 VERSION = 1
 COMPONENTS = ("sources", "tokenizer", "config", "plan")
+MAX_CHANGES = 12  # of one run: each is kept in every later state, which has to stay small
+SHORT = 8  # hex digits of a digest that a change keeps
+
+log = logging.getLogger("easypipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,8 @@ class LoaderState:
     batch: batches that were yielded. row: the first row of the next one, counted over the whole run.
     components: a digest each of sources, tokenizer, config and plan, so that a refusal can say which changed. config: the settings that
     decide what stands in a batch, in plain words for the same reason. hint: where the plan's scan may start; it changes speed, never a
-    result.
+    result. changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row": 40, "sources": [was, is]}`
+    with the beginnings of the two digests. Batches are counted on from the last of them.
     """
 
     batch: int
@@ -29,10 +36,18 @@ class LoaderState:
     components: Mapping[str, str]
     config: Mapping[str, Any] = field(default_factory=dict)
     hint: Any = None
+    changes: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def begin(self) -> Begin:
+        """Where batches are counted from: the start of the run, or where it last went on with something changed."""
+        return Begin(self.changes[-1]["batch"], self.changes[-1]["row"]) if self.changes else Begin()
 
     def to_json(self) -> str:
         """One line of JSON, at most 4 KiB, with a checksum."""
         values = {"version": VERSION, **asdict(self)}
+        if not self.changes:
+            del values["changes"]
         return json.dumps(values | {"checksum": digest(values)}, separators=(",", ":"))
 
     @classmethod
@@ -54,21 +69,38 @@ class LoaderState:
         if checksum != digest(values):
             raise StateError(at="loader state", problem="damaged: its checksum does not fit", fix="Restore from another checkpoint.")
         del values["version"]
+        values["changes"] = tuple(values.get("changes", ()))
         return cls(**values)
 
-    def check(self, components: Mapping[str, str], config: Mapping[str, Any]) -> None:
-        """Raises StateError naming every component that is another one now than when the state was saved."""
+    def check(self, components: Mapping[str, str], config: Mapping[str, Any], allow_changed: Collection[str] = ()) -> LoaderState:
+        """This state, or what it becomes where a component is another one now than when it was saved, and `allow_changed` names it.
+
+        Raises StateError naming every component that changed, and ConfigError for a name in `allow_changed` that is none.
+        """
+        for name in allow_changed:
+            if name not in COMPONENTS:
+                fix = did_you_mean(name, COMPONENTS)
+                raise ConfigError(at="allow_changed", problem=f"a state has no component {name!r}", have=COMPONENTS, fix=fix)
         changed = [name for name in COMPONENTS if self.components.get(name) != components[name]]
         if not changed:
-            return
+            return self
         details = [
             f"{key} was {self.config.get(key)!r}, is {config.get(key)!r}"
             for key in sorted({*self.config, *config})
             if self.config.get(key) != config.get(key)
         ]
-        problem = f"{' and '.join(changed)} changed since this state was saved"
-        raise StateError(
-            at="loader state",
-            problem=problem + (f": {'; '.join(details)}" if details else ""),
-            fix="Restore into the pipeline that saved it, or start a new run.",
-        )
+        problem = f"{' and '.join(changed)} changed since this state was saved" + (f": {'; '.join(details)}" if details else "")
+        if not set(changed) <= set(allow_changed):
+            raise StateError(
+                at="loader state",
+                problem=problem,
+                fix="Restore into the pipeline that saved it, start a new run, "
+                f"or go on from row {self.row} of what there is now with restore(state, allow_changed={changed}).",
+            )
+        if len(self.changes) == MAX_CHANGES:
+            raise StateError(at="loader state", problem=f"this run was changed {MAX_CHANGES} times already", fix="Start a new run.")
+        log.warning("loader state: %s; going on behind batch %d, from row %d of what there is now", problem, self.batch, self.row)
+        digests = {name: [self.components.get(name, "")[:SHORT], components[name][:SHORT]] for name in changed}
+        change = {"batch": self.batch, "row": self.row, **digests}
+        hint = None if {"sources", "plan"} & set(changed) else self.hint  # it would lead into another plan
+        return replace(self, components=components, config=config, hint=hint, changes=(*self.changes, change))

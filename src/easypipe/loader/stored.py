@@ -126,6 +126,9 @@ class StoredRows:
                 out[i] = found.stop - found.start
         return out
 
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(rows, 0) // max(int(self._index.first_row[-1]), 1)
+
     def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows) if width is None else width
         masked = LOSS_MASK in self._names or LABELS in self._names

@@ -1,0 +1,117 @@
+"""Random changes to single rows, the same whoever makes them.
+
+row     counted over the whole run (rows.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.random import fold
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.collate import collate
+from easypipe.loader.rows import Rows
+
+CHANGEABLE = (INPUT_IDS, LOSS_MASK)
+
+
+class RowTransform(Protocol):
+    """A function of one row and of random bits.
+
+    Law: what it makes of a row depends on its arguments alone. It is called on several threads at once.
+    """
+
+    def __call__(self, columns: dict[str, NDArray[np.int32]], key: int, /) -> Mapping[str, NDArray[np.integer]] | None:
+        """columns: Int32[slots] each, `input_ids` and `loss_mask` to write to, `segment_ids` and `position_ids` to read. key: 64 bits,
+        for example of `np.random.Generator(np.random.PCG64(key))`. Returns those of the first two that it made anew, or None.
+        """
+        ...
+
+
+class MappedRows:
+    """The rows of another Rows, each changed by one function.
+
+    The key of a row is `fold(seed, "row_transform", n, epoch, row)`, n counting the transforms below this one. Reading raises SourceError
+    naming the row where the function returns what is no column of it.
+    """
+
+    def __init__(self, rows: Rows, transform: RowTransform, version: str, seed: int) -> None:
+        if not callable(transform):
+            raise ConfigError(at="map_rows", problem=f"{transform!r} is no function", fix="Give a function of (columns, key).")
+        if not isinstance(version, str) or not version:
+            raise ConfigError(
+                at="map_rows.version", problem=f"{version!r} names no version", fix="Give text, and another when the function changes."
+            )
+        below = rows.transforms if isinstance(rows, MappedRows) else ()
+        self.transforms: tuple[tuple[str, str], ...] = (*below, (_name(transform), version))
+        self.seq_length = rows.seq_length
+        self.pad_token_id = rows.pad_token_id
+        self.num_epochs = rows.num_epochs
+        self.lengths_are_free = rows.lengths_are_free
+        self._rows = rows
+        self._transform = transform
+        self._seed = seed
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._rows.num_rows
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        return self._rows.identity
+
+    def available(self, start: int, stop: int) -> int:
+        return self._rows.available(start, stop)
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        return self._rows.lengths(rows)
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._rows.epochs(rows)
+
+    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+        columns = self._rows.gather(rows, width)
+        columns.setdefault(LOSS_MASK, (columns[SEGMENT_IDS] > 0).astype(np.int32))
+        epochs = self._rows.epochs(rows)
+        for i, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):  # the function takes one row
+            if row < 0:
+                continue
+            one = {name: columns[name][i] for name in (*CHANGEABLE, SEGMENT_IDS, POSITION_IDS)}
+            one[SEGMENT_IDS].flags.writeable = one[POSITION_IDS].flags.writeable = False
+            try:
+                made = self._transform(one, fold(self._seed, "row_transform", len(self.transforms) - 1, epoch, row))
+            except Exception as error:
+                error.add_note(f"row transform {self.transforms[-1][0]!r}, epoch {epoch}, row {row}")
+                raise
+            for name, values in (made or {}).items():
+                columns[name][i] = self._checked(name, values, columns[INPUT_IDS].shape[1], row)
+        return columns
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
+        return collate(self.gather(rows, width))
+
+    def hint(self, row: int) -> Any:
+        return self._rows.hint(row)
+
+    def seek(self, hint: Any) -> None:
+        self._rows.seek(hint)
+
+    def _checked(self, name: str, values: Any, width: int, row: int) -> NDArray[np.integer]:
+        array = np.asarray(values)
+        if name not in CHANGEABLE or array.shape != (width,) or array.dtype.kind not in "iub":
+            what = f"column {name!r}, {array.dtype} of shape {array.shape}"
+            raise SourceError(
+                at=f"row transform {self.transforms[-1][0]!r}, row {row}",
+                problem=f"returned {what}",
+                fix=f"Return integers of shape ({width},) for {' and '.join(CHANGEABLE)}, or None.",
+            )
+        return array
+
+
+def _name(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"

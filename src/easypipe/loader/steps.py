@@ -1,0 +1,69 @@
+"""Which rows stand in which batch: arithmetic over the sizes of batches.
+
+step    the number of a batch, from 0: one batch is one training step
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Begin(NamedTuple):
+    """Where counting begins: batch `batch` starts at row `row`."""
+
+    batch: int = 0
+    row: int = 0
+
+
+class Steps:
+    """Batches of `batch_size` rows; from step `s` on of `n` rows, for every `(s, n)` of `schedule`, whose steps ascend.
+
+    begin: (0, 0), or where a run goes on after its configuration was changed.
+    """
+
+    def __init__(self, batch_size: int, schedule: Sequence[tuple[int, int]] = (), begin: Begin | None = None) -> None:
+        points = [(0, batch_size), *schedule]
+        self.begin = begin or Begin()
+        self._first = [step for step, _ in points]
+        self._sizes = [size for _, size in points]
+        self._rows = [0]  # before the first step of each point, were they counted from step 0
+        for (step, size), (after, _) in itertools.pairwise(points):
+            self._rows.append(self._rows[-1] + (after - step) * size)
+        self._skip = self.begin.row - self._before(self.begin.batch)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every size there is, ascending."""
+        return tuple(sorted(set(self._sizes)))
+
+    def size(self, step: int) -> int:
+        return self._sizes[0] if len(self._sizes) == 1 else self._sizes[bisect_right(self._first, step) - 1]
+
+    def start(self, step: int) -> int:
+        """The first row of batch `step`."""
+        return self._skip + self._before(step)
+
+    def full(self, num_rows: int) -> int:
+        """Batches, from the first on, that `num_rows` rows fill."""
+        i, left = self._point(num_rows)
+        return self._first[i] + left // self._sizes[i]
+
+    def needed(self, num_rows: int) -> int:
+        """Batches that hold all of `num_rows` rows, the last of them full or not."""
+        i, left = self._point(num_rows)
+        return self._first[i] - -left // self._sizes[i]
+
+    def _before(self, step: int) -> int:
+        if len(self._sizes) == 1:
+            return step * self._sizes[0]
+        i = bisect_right(self._first, step) - 1
+        return self._rows[i] + (step - self._first[i]) * self._sizes[i]
+
+    def _point(self, num_rows: int) -> tuple[int, int]:
+        """The point in whose steps the rows end, and how many of them stand there."""
+        rows = max(num_rows - self._skip, 0)
+        i = bisect_right(self._rows, rows) - 1
+        return i, rows - self._rows[i]
