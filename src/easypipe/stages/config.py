@@ -1,0 +1,102 @@
+"""The config of a whole pipeline: every dataset and every stage, and what has to be right between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+from pathlib import Path
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
+from easypipe.loader.loader import LoadStageConfig
+from easypipe.stages.mix import MixStageConfig, check_weights
+from easypipe.stages.pack import PackStageConfig
+from easypipe.stages.save import SaveStageConfig
+from easypipe.stages.source import DatasetConfig
+from easypipe.stages.tokenize import TokenizeStageConfig
+from easypipe.transforms.tokenizer import TokenizerConfig
+
+
+@config
+class OrderConfig:
+    """In which order the documents of each dataset are drawn.
+
+    shuffle: a new keyed permutation every epoch; False keeps the order of the files.
+    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote storage stay large. Needs shuffle.
+    """
+
+    shuffle: bool = True
+    block_rows: int = 1
+
+    def check(self) -> None:
+        if self.block_rows < 1:
+            raise ConfigError(at="block_rows", problem=f"{self.block_rows} is no block of rows", fix="Give at least 1.")
+        if self.block_rows > 1 and not self.shuffle:
+            raise ConfigError(at="block_rows", problem="has no effect without shuffle", fix="Leave it out, or set shuffle.")
+
+
+@config
+class PipelineConfig:
+    """Everything a pipeline knows. Stages that are called without a config of their own take theirs from here.
+
+    default_tokenizer: for datasets without one, where the tokenize stage names none either.
+    seed: of every order in the pipeline; None draws one, logs it and keeps it in `pipeline.get_context().seed`.
+    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE, else the user's cache folder.
+    """
+
+    datasets: tuple[DatasetConfig, ...]
+    default_tokenizer: TokenizerConfig | str | None = None
+    seed: int | None = None
+    cache_dir: str | Path | None = None
+    order: OrderConfig = field(default_factory=OrderConfig)
+    tokenize: TokenizeStageConfig | None = None
+    mix: MixStageConfig | None = None
+    pack: PackStageConfig | None = None
+    save: SaveStageConfig | None = None
+    load: LoadStageConfig | None = None
+
+    def validate(self) -> list[str]:
+        """What is wrong between the parts; each part has checked itself when it was made. `Pipeline.from_config` raises the first."""
+        return [str(problem) for problem in self.problems()]
+
+    def named(self) -> PipelineConfig:
+        """The same with a name for every dataset."""
+        named = [
+            dataset if dataset.name is not None else dataclasses.replace(dataset, name=f"dataset{i}")
+            for i, dataset in enumerate(self.datasets, start=1)
+        ]
+        return dataclasses.replace(self, datasets=tuple(named))
+
+    def problems(self) -> list[ConfigError]:
+        """The errors that `validate` tells of."""
+        problems: list[ConfigError] = []
+        if not self.datasets:
+            problems.append(ConfigError(at="datasets", problem="there is none", fix="Give at least one dataset."))
+        names = [dataset.name or f"dataset{i}" for i, dataset in enumerate(self.datasets, start=1)]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                problems.append(
+                    ConfigError(at=f"datasets[{i}].name", problem=f"{name!r} names an earlier dataset too", fix="Give each its own name.")
+                )
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
+        if self.mix is not None:
+            try:
+                check_weights(self.mix.weights, names)
+            except ConfigError as error:
+                problems.append(error)
+            if self.mix.stop_strategy == "restart" and self.save is not None and self.save.enabled:
+                problems.append(
+                    ConfigError(
+                        at="save",
+                        problem="the mixture never ends: its stop_strategy is 'restart'",
+                        fix="Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+                    )
+                )
+        saved = self.save is not None and self.save.enabled and self.save.output_dir is None
+        if saved and any(dataset.save_path is None for dataset in self.datasets):
+            name = next(name for name, dataset in zip(names, self.datasets, strict=True) if dataset.save_path is None)
+            problems.append(
+                ConfigError(at="save.output_dir", problem=f"no folder for dataset {name!r}", fix="Set it, or the dataset's save_path.")
+            )
+        return problems
