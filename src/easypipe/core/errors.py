@@ -36,11 +36,18 @@ class EasypipeError(Exception):
         self.fix = fix
         super().__init__(at, problem)
 
+    def __reduce__(self) -> tuple[object, ...]:  # errors cross processes whole, notes included
+        return _remade, (type(self), self.at, self.problem, self.have, self.fix), self.__dict__
+
     def __str__(self) -> str:
         text = f"{self.at}: {self.problem}" if self.at else self.problem
         if self.have is not None:
             text += f" (have: {', '.join(self.have) or 'none'})"
         return f"{text}. {self.fix}" if self.fix else text
+
+
+def _remade(kind: type[EasypipeError], at: str, problem: str, have: list[str] | None, fix: str | None) -> EasypipeError:
+    return kind(at=at, problem=problem, have=have, fix=fix)
 
 
 class ConfigError(EasypipeError, ValueError):

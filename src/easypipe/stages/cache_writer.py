@@ -19,19 +19,20 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
-from easypipe.core.errors import BudgetError, CacheError, ConfigError, MissingFileError, SourceError, StorageError, place
+from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
 from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
 from easypipe.sources.cache import TokenCache
-from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity, write_manifest
+from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity, write_manifest
 from easypipe.stages.ranges import Range, Record, ranges_of, read_record, recipe_of, record_path, write_record
 from easypipe.stages.text_rows import raw_row, read_texts, require_text
 from easypipe.stages.token_rows import Documents, documents_hash, encode_texts
+from easypipe.stages.totals import OnError, Totals
 from easypipe.transforms.tokenizer import Tokenizer
 
 logger = logging.getLogger("easypipe")
@@ -39,8 +40,6 @@ logger = logging.getLogger("easypipe")
 SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
 SAMPLE_BYTES = 128 << 10
 _STATS = b"easypipe"  # key of a token file's metadata: what the record needs to know of it
-
-OnError = Literal["error", "skip", "quarantine"]
 
 
 def prepare(
@@ -63,6 +62,58 @@ def prepare(
     num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size: texts encoded at a time.
     Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each names file and row where one is to blame.
     """
+    job, ranges = _begin(
+        source, tokenizer, dataset=dataset, content_field=content_field, cache_dir=cache_dir, on_error=on_error,
+        max_bad_rows=max_bad_rows, num_workers=num_workers, batch_size=batch_size,
+    )  # fmt: skip
+    path = manifest_path(job.cache_dir, ranges, on_error, max_bad_rows)
+    opened = _open(path, dataset)
+    if opened is not None:
+        logger.info("dataset %s: token cache %s is complete, nothing is tokenized", dataset, path.stem)
+        return opened
+    with locks.preparing(job.cache_dir, path.stem, dataset) as waited:
+        return (_open(path, dataset) if waited else None) or _fill(job, ranges, path, progress)
+
+
+def prepare_part(
+    source: ShardedSource, tokenizer: Tokenizer, *, part: Sequence[int], progress: ProgressListener = silent, **options: Any
+) -> int:
+    """Tokenizes and commits the ranges whose numbers `part` lists and writes no manifest: `prepare` finds them done, on any machine.
+
+    options: those of `prepare`, with its errors; bad rows are charged to the budget by `prepare`, in their order. Returns how many rows
+    were gone through.
+    """
+    job, ranges = _begin(source, tokenizer, **options)
+    mine = [ranges[number] for number in part]
+    totals = Totals(job.dataset, job.content_field, job.on_error, None)
+    rows = sum(piece.stop - piece.start for piece in mine)
+    with contextlib.closing(_run(job, mine)) as records:
+        for piece, record in zip(mine, records, strict=True):
+            totals.add(piece, record)
+            progress(ProgressEvent(stage="tokenize", dataset=job.dataset, done=totals.rows, total=rows, unit="rows"))
+    return rows
+
+
+def pending(source: ShardedSource, tokenizer: Tokenizer, **options: Any) -> tuple[list[int], int]:
+    """(numbers of the ranges that nobody has committed, how many ranges there are); none once the manifest stands. Reads no text."""
+    job, ranges = _begin(source, tokenizer, **options)
+    if manifest_path(job.cache_dir, ranges, job.on_error, job.max_bad_rows).is_file():
+        return [], len(ranges)
+    return [number for number, piece in enumerate(ranges) if read_record(job.record_path(piece)) is None], len(ranges)
+
+
+def _begin(
+    source: ShardedSource,
+    tokenizer: Tokenizer,
+    *,
+    dataset: str,
+    content_field: str = "text",
+    cache_dir: Path,
+    on_error: OnError = "error",
+    max_bad_rows: int | None = None,
+    num_workers: int | None = None,
+    batch_size: int = 1000,
+) -> tuple[_Job, list[Range]]:
     if max_bad_rows is not None and on_error == "error":
         raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
     require_text(source, content_field, dataset)
@@ -74,17 +125,13 @@ def prepare(
         content_field=content_field,
         cache_dir=Path(cache_dir),
         recipe=recipe_of(tokenizer, content_field, refuted=tokenizer.refuted(Path(cache_dir))),
+        on_error=on_error,
+        max_bad_rows=max_bad_rows,
         batch_size=batch_size,
+        workers=workers,
         at_work=threading.Semaphore(workers),
     )
-    ranges = ranges_of(source, job.recipe)
-    path = manifest_path(job.cache_dir, ranges, on_error, max_bad_rows)
-    opened = _open(path, dataset)
-    if opened is not None:
-        logger.info("dataset %s: token cache %s is complete, nothing is tokenized", dataset, path.stem)
-        return opened
-    with locks.preparing(job.cache_dir, path.stem, dataset) as waited:
-        return (_open(path, dataset) if waited else None) or _fill(job, ranges, path, workers, on_error, max_bad_rows, progress)
+    return job, ranges_of(source, job.recipe)
 
 
 def manifest_path(cache_dir: Path, ranges: Sequence[Range], on_error: OnError, max_bad_rows: int | None) -> Path:
@@ -93,27 +140,19 @@ def manifest_path(cache_dir: Path, ranges: Sequence[Range], on_error: OnError, m
     return cache_dir / "manifests" / f"{key}.json"
 
 
-def _fill(
-    job: _Job,
-    ranges: Sequence[Range],
-    path: Path,
-    workers: int,
-    on_error: OnError,
-    max_bad_rows: int | None,
-    progress: ProgressListener,
-) -> TokenCache:
+def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressListener) -> TokenCache:
     """Whatever is missing of the ranges, then the manifest."""
     source, tokenizer, dataset, content_field = job.source, job.tokenizer, job.dataset, job.content_field
     storage.sweep(job.cache_dir)
     started = time.perf_counter()
-    totals = _Totals(dataset, content_field, on_error, max_bad_rows)
+    totals = Totals(dataset, content_field, job.on_error, job.max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
-    with contextlib.closing(_run(job, ranges, workers)) as records:
+    with contextlib.closing(_run(job, ranges)) as records:
         for piece, record in zip(ranges, records, strict=True):
             totals.add(piece, record)
             progress(ProgressEvent(stage="tokenize", dataset=dataset, done=totals.rows, total=rows, unit="rows"))
     totals.require_documents()
-    quarantine = _write_quarantine(job, ranges, path) if on_error == "quarantine" and totals.bad else ""
+    quarantine = _write_quarantine(job, ranges, path) if job.on_error == "quarantine" and totals.bad else ""
     seconds = time.perf_counter() - started
     manifest = Manifest(
         dataset=dataset,
@@ -155,7 +194,10 @@ class _Job:
     content_field: str
     cache_dir: Path
     recipe: str
+    on_error: OnError
+    max_bad_rows: int | None
     batch_size: int
+    workers: int
     at_work: threading.Semaphore
     done: Counter[str] = dataclasses.field(default_factory=Counter)
     lock: Any = dataclasses.field(default_factory=threading.Lock)
@@ -181,17 +223,17 @@ def _open(path: Path, dataset: str) -> TokenCache | None:
         return None
 
 
-def _run(job: _Job, ranges: Sequence[Range], workers: int) -> Generator[Record]:
+def _run(job: _Job, ranges: Sequence[Range]) -> Generator[Record]:
     """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way.
 
     One thread more than work at a time: committing is waiting for the disk.
     """
     under_way: deque[Future[Record]] = collections.deque()
     waiting = iter(ranges)
-    pool = ThreadPoolExecutor(max(1, min(workers + 1, len(ranges))), thread_name_prefix="easypipe-tokenize")
+    pool = ThreadPoolExecutor(max(1, min(job.workers + 1, len(ranges))), thread_name_prefix="easypipe-tokenize")
     try:
         for _ in ranges:
-            while len(under_way) < 2 * workers and (following := next(waiting, None)) is not None:
+            while len(under_way) < 2 * job.workers and (following := next(waiting, None)) is not None:
                 under_way.append(pool.submit(_process, job, following))
             yield under_way.popleft().result()
     finally:
@@ -312,57 +354,6 @@ def _stats_of(path: Path) -> dict[str, Any] | None:
         logger.warning("%s: written again, it is damaged: its tokens have another hash than was committed", path)
         return None
     return stats
-
-
-class _Totals:
-    """Sums over the records in order, and the budget of bad rows."""
-
-    def __init__(self, dataset: str, content_field: str, on_error: OnError, max_bad_rows: int | None) -> None:
-        self.dataset, self.content_field, self.on_error, self.max_bad_rows = dataset, content_field, on_error, max_bad_rows
-        self.rows = self.bad = self.text_bytes = 0
-        self.sums: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-        self.parts: list[Part] = []
-        self.encoders: set[str] = set()
-
-    def add(self, piece: Range, record: Record) -> None:
-        for reject in record.rejects:
-            self.reasons[reject.reason] += reject.count
-            if not reject.benign:
-                self.bad += 1
-                self._charge(record.shard_name, reject)
-        self.rows += piece.stop - piece.start
-        self.text_bytes += record.text_bytes
-        self.encoders.add(record.encoder)
-        self.sums.update({name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated")})
-        self.parts.append(record.part(piece.shard))
-
-    def counts(self) -> Counts:
-        s = self.sums
-        return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
-                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"])  # fmt: skip
-
-    def require_documents(self) -> None:
-        if not self.sums["docs"]:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "there is none"
-            raise SourceError(
-                at=place(f"dataset {self.dataset!r}", column=self.content_field),
-                problem=f"not one of {self.rows} rows became a document: {reasons}",
-                fix="Check content_field and the files.",
-            )
-
-    def _charge(self, file: str, reject: Reject) -> None:
-        at = place(file, row=reject.row, column=self.content_field)
-        if self.on_error == "error":
-            raise SourceError(
-                at=at, problem=f"{reject.reason}: {reject.detail}", fix="Correct the row, or set on_error to 'skip' or 'quarantine'."
-            )
-        if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
-            raise BudgetError(
-                at=at,
-                problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and max_bad_rows is {self.max_bad_rows}",
-                fix="Correct the rows, or raise max_bad_rows.",
-            )
 
 
 def _write_quarantine(job: _Job, ranges: Sequence[Range], manifest: Path) -> str:

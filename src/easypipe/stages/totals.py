@@ -1,0 +1,64 @@
+"""Sums over the ranges of a dataset, in their order, and its budget of bad rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from easypipe.core.errors import BudgetError, SourceError, place
+from easypipe.core.protocols import Reject
+from easypipe.sources.manifest import Counts, Part
+from easypipe.stages.ranges import Range, Record
+
+OnError = Literal["error", "skip", "quarantine"]
+
+
+class Totals:
+    """Sums over the records in order, and the budget of bad rows."""
+
+    def __init__(self, dataset: str, content_field: str, on_error: OnError, max_bad_rows: int | None) -> None:
+        self.dataset, self.content_field, self.on_error, self.max_bad_rows = dataset, content_field, on_error, max_bad_rows
+        self.rows = self.bad = self.text_bytes = 0
+        self.sums: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.parts: list[Part] = []
+        self.encoders: set[str] = set()
+
+    def add(self, piece: Range, record: Record) -> None:
+        for reject in record.rejects:
+            self.reasons[reject.reason] += reject.count
+            if not reject.benign:
+                self.bad += 1
+                self._charge(record.shard_name, reject)
+        self.rows += piece.stop - piece.start
+        self.text_bytes += record.text_bytes
+        self.encoders.add(record.encoder)
+        self.sums.update({name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated")})
+        self.parts.append(record.part(piece.shard))
+
+    def counts(self) -> Counts:
+        s = self.sums
+        return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
+                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"])  # fmt: skip
+
+    def require_documents(self) -> None:
+        if not self.sums["docs"]:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "there is none"
+            raise SourceError(
+                at=place(f"dataset {self.dataset!r}", column=self.content_field),
+                problem=f"not one of {self.rows} rows became a document: {reasons}",
+                fix="Check content_field and the files.",
+            )
+
+    def _charge(self, file: str, reject: Reject) -> None:
+        at = place(file, row=reject.row, column=self.content_field)
+        if self.on_error == "error":
+            raise SourceError(
+                at=at, problem=f"{reject.reason}: {reject.detail}", fix="Correct the row, or set on_error to 'skip' or 'quarantine'."
+            )
+        if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
+            raise BudgetError(
+                at=at,
+                problem=f"bad row number {self.bad} ({reject.reason}: {reject.detail}), and max_bad_rows is {self.max_bad_rows}",
+                fix="Correct the rows, or raise max_bad_rows.",
+            )
