@@ -16,7 +16,7 @@ from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.limit import select
-from easypipe.stages.cache_writer import OnError, manifest_path, prepare
+from easypipe.stages.cache_writer import OnError, manifest_path, pending, prepare, prepare_part
 from easypipe.stages.ranges import ranges_of, recipe_of
 from easypipe.stages.text_rows import read_texts, require_text
 from easypipe.stages.token_rows import encode_texts
@@ -77,7 +77,16 @@ class TokenizedShardedSource:
         self.on_error: OnError = on_error
         self._cache_dir = Path(cache_dir)
         self._batch_size = batch_size
-        self._rest: dict[str, Any] = {"max_bad_rows": max_bad_rows, "num_workers": num_workers, "progress": progress}
+        self._progress = progress
+        self._options: dict[str, Any] = {
+            "dataset": dataset,
+            "content_field": content_field,
+            "cache_dir": self._cache_dir,
+            "on_error": on_error,
+            "max_bad_rows": max_bad_rows,
+            "num_workers": num_workers,
+            "batch_size": batch_size,
+        }
         self._lock = threading.Lock()
         self._cache: TokenCache | None = None
 
@@ -114,23 +123,22 @@ class TokenizedShardedSource:
     def cache_path(self) -> Path:
         """Where the manifest of its token cache stands, or will. Reads no rows."""
         recipe = recipe_of(self.tokenizer, self.content_field, refuted=self.tokenizer.refuted(self._cache_dir))
-        return manifest_path(self._cache_dir, ranges_of(self.source, recipe), self.on_error, self._rest["max_bad_rows"])
+        return manifest_path(self._cache_dir, ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"])
 
     def materialize(self) -> TokenCache:
         """The token cache of all rows: opened, finished or made on the first call, the same object afterwards. See `prepare` for errors."""
         with self._lock:
             if self._cache is None:
-                self._cache = prepare(
-                    self.source,
-                    self.tokenizer,
-                    dataset=self.dataset,
-                    content_field=self.content_field,
-                    cache_dir=self._cache_dir,
-                    on_error=self.on_error,
-                    batch_size=self._batch_size,
-                    **self._rest,
-                )
+                self._cache = prepare(self.source, self.tokenizer, progress=self._progress, **self._options)
             return self._cache
+
+    def pending(self) -> tuple[list[int], int]:
+        """(numbers of the ranges of rows that are not tokenized yet, how many ranges there are). Reads no text."""
+        return pending(self.source, self.tokenizer, **self._options)
+
+    def prepare_part(self, part: Sequence[int]) -> int:
+        """Tokenizes the ranges that `part` numbers, so that `materialize` finds them done, here or elsewhere. Returns how many rows."""
+        return prepare_part(self.source, self.tokenizer, part=part, progress=self._progress, **self._options)
 
 
 class TokenizeStage(BaseStage):
