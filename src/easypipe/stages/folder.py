@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from easypipe.core import storage
@@ -23,6 +23,8 @@ class Run:
     manifest: SavedManifest | None  # of a complete run
     replaces: Sequence[str]  # shard files of an older run, removed after the commit
     claimed: bool
+    edges: tuple[int, ...] | None = None  # the rows of its shards, where an earlier process planned them
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
 
     @property
     def prefix(self) -> str:
@@ -41,32 +43,36 @@ class Run:
         return {name: shard for name, shard in found.items() if shard is not None and self._stands(shard)}
 
     def record(self, shard: SavedShard) -> None:
-        storage.commit_json(self._record_path(shard.name), asdict(shard))
+        storage.commit_json(self._record_path(shard.name), asdict(shard), self.storage_options)
 
     def commit(self, manifest: SavedManifest) -> None:
         """The manifest last; then what was only needed on the way, and what it replaces, goes."""
-        storage.commit_json(join(self.folder, MANIFEST), manifest.to_json())
+        storage.commit_json(join(self.folder, MANIFEST), manifest.to_json(), self.storage_options)
         self.tidy()
 
     def tidy(self) -> None:
         """Removes what a complete run does not need: what it replaced, its claim and its records. A killed process may have left them."""
-        fs, root = storage.filesystem(self.folder)
+        fs, root = storage.filesystem(self.folder, self.storage_options)
         for name in [*self.replaces, RUN]:
             if fs.exists(join(root, name)):
                 fs.rm_file(join(root, name))
         if fs.exists(join(root, RECORDS)):
             fs.rm(join(root, RECORDS), recursive=True)
 
-    def claim(self) -> None:
-        """Says whose the folder is, before the first shard is written."""
-        if not self.claimed:
-            storage.commit_json(join(self.folder, RUN), {"fingerprint": self.fingerprint, "replaces": list(self.replaces)})
+    def claim(self, edges: Sequence[int]) -> None:
+        """Says whose the folder is and which rows its shards hold, before the first one is written.
+
+        The edges are kept because sizes on disk are measured: the next process may have another version of the codec.
+        """
+        if not self.claimed or self.edges is None:
+            claim = {"fingerprint": self.fingerprint, "replaces": list(self.replaces), "edges": [int(edge) for edge in edges]}
+            storage.commit_json(join(self.folder, RUN), claim, self.storage_options)
         if not storage.is_remote(self.folder):
             storage.sweep(self.folder.removeprefix("file://"))
 
     def _recorded(self, name: str) -> SavedShard | None:
         path = self._record_path(name)
-        return SavedShard(**storage.read_json(path)) if storage.exists(path) else None
+        return SavedShard(**storage.read_json(path, self.storage_options)) if storage.exists(path, self.storage_options) else None
 
     def _stands(self, shard: SavedShard) -> bool:
         path = join(self.folder, shard.name)
@@ -76,9 +82,9 @@ class Run:
 
     def _has_size(self, shard: SavedShard) -> bool:
         path = join(self.folder, shard.name)
-        if not storage.exists(path):
+        if not storage.exists(path, self.storage_options):
             return False
-        fs, name = storage.filesystem(path)
+        fs, name = storage.filesystem(path, self.storage_options)
         return int(fs.size(name) or 0) == shard.num_bytes
 
     def _record_path(self, name: str) -> str:
@@ -89,52 +95,77 @@ def prefix_of(fingerprint: str) -> str:
     return f"part-{fingerprint[:8]}-"
 
 
-def open_run(folder: str, fingerprint: str, *, overwrite: bool) -> Run:
+def open_run(
+    folder: str, fingerprint: str, *, overwrite: bool, before: str | None = None, storage_options: dict[str, Any] | None = None
+) -> Run:
     """What `fingerprint` finds in the folder: nothing, its earlier claim, or its complete run. Changes nothing.
 
+    before: what easypipe 0.1 called the same config, so that a refusal can say why its folder is not taken for this run.
     Raises ConfigError where something else is there and `overwrite` is False. Files that no run wrote are never removed.
     """
-    names = _names(folder)
-    manifest, claim = _manifest(folder, names, overwrite), _claim(folder, names)
+    names = _names(folder, storage_options)
+    manifest, claim = _manifest(folder, names, overwrite, storage_options), _claim(folder, names, storage_options)
     if claim is not None and claim["fingerprint"] == fingerprint:
         own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
-        return Run(folder=folder, fingerprint=fingerprint, manifest=own, replaces=claim["replaces"], claimed=True)
+        edges = claim.get("edges")
+        return Run(
+            folder=folder,
+            fingerprint=fingerprint,
+            manifest=own,
+            replaces=claim["replaces"],
+            claimed=True,
+            edges=None if edges is None else tuple(edges),
+            storage_options=storage_options,
+        )
     if manifest is not None and manifest.fingerprint == fingerprint and claim is None:
-        return Run(folder=folder, fingerprint=fingerprint, manifest=manifest, replaces=(), claimed=False)
+        return Run(
+            folder=folder,
+            fingerprint=fingerprint,
+            manifest=manifest,
+            replaces=(),
+            claimed=False,
+            edges=manifest.edges,
+            storage_options=storage_options,
+        )
     if names and not overwrite:
-        raise _occupied(folder, names, manifest, claim)
+        raise _occupied(folder, names, manifest, claim, before)
     replaces = {shard.name for shard in manifest.shards} if manifest is not None else set()
     if claim is not None:
         replaces |= {name for name in names if name.startswith(prefix_of(claim["fingerprint"]))}
     replaces = sorted(name for name in replaces if not name.startswith(prefix_of(fingerprint)))
-    return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=replaces, claimed=False)
+    return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=replaces, claimed=False, storage_options=storage_options)
 
 
-def _names(folder: str) -> list[str]:
-    fs, root = storage.filesystem(folder)
+def _names(folder: str, storage_options: dict[str, Any] | None) -> list[str]:
+    fs, root = storage.filesystem(folder, storage_options)
+    fs.invalidate_cache()  # stores remember listings; another process may have written since
     if not fs.exists(root):
         return []
     found = [str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
     return sorted(name for name in found if name and not name.startswith(storage.TEMPORARY))
 
 
-def _manifest(folder: str, names: Sequence[str], overwrite: bool) -> SavedManifest | None:
+def _manifest(folder: str, names: Sequence[str], overwrite: bool, storage_options: dict[str, Any] | None) -> SavedManifest | None:
     if MANIFEST not in names:
         return None
     try:
-        return read_manifest(folder)
+        return read_manifest(folder, storage_options)
     except CacheError:
         if overwrite:
             return None  # what cannot be read is replaced, as asked
         raise
 
 
-def _claim(folder: str, names: Sequence[str]) -> dict[str, Any] | None:
-    return storage.read_json(join(folder, RUN)) if RUN in names else None
+def _claim(folder: str, names: Sequence[str], storage_options: dict[str, Any] | None) -> dict[str, Any] | None:
+    return storage.read_json(join(folder, RUN), storage_options) if RUN in names else None
 
 
-def _occupied(folder: str, names: Sequence[str], manifest: SavedManifest | None, claim: Mapping[str, Any] | None) -> ConfigError:
-    if manifest is not None:
+def _occupied(
+    folder: str, names: Sequence[str], manifest: SavedManifest | None, claim: Mapping[str, Any] | None, before: str | None
+) -> ConfigError:
+    if manifest is not None and manifest.fingerprint == before:
+        what = "holds the same rows in shards of another size: max_shard_size counted bytes before compression when they were written"
+    elif manifest is not None:
         what = f"holds another saved run: {manifest.num_rows:,} rows in {len(manifest.shards)} {manifest.format} shards"
     elif claim is not None:
         what = f"holds an unfinished run of something else (fingerprint {claim['fingerprint'][:8]})"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Shard, ShardedSource
+from easypipe.core.protocols import Scan, Shard, ShardedSource, scan
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.stages.shard_writer import row_bytes
 
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
+BATCH_BYTES = 16 << 20  # of one row group or record batch, before compression
 MEASURED_ROWS = 4096  # rows whose sizes are held at a time
+
+Sizes = Iterable[tuple[int, NDArray[np.int64] | NDArray[np.float64]]]  # (first row, bytes of each row from there on), in order
 
 
 def locate(shards: Sequence[Shard], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -23,6 +30,22 @@ def locate(shards: Sequence[Shard], start: int, stop: int) -> Iterator[tuple[int
         if a < b:
             yield index, a - base, b - base
         base += rows
+
+
+def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
+    """Rows `start` to `stop` of the source as a whole, as they are written: about BATCH_BYTES at a time, judged by the first rows."""
+    step = _batch_rows(source, start, stop)
+    for shard, a, b in locate(source.shards, start, stop):
+        for at in range(a, b, step):
+            yield scan(source, shard, at, min(at + step, b))
+
+
+def _batch_rows(source: ShardedSource, start: int, stop: int) -> int:
+    for shard, a, b in locate(source.shards, start, stop):
+        probe = source.read(shard, a, min(b, a + 64))
+        if probe.num_rows:
+            return max(1, BATCH_BYTES // max(1, probe.nbytes // probe.num_rows))
+    return MEASURED_ROWS
 
 
 def count_rows(shards: Sequence[Shard]) -> int:
@@ -38,71 +61,71 @@ def default_shard_bytes(shards: Sequence[Shard]) -> int:
     return min(max(sum(shard.num_bytes for shard in shards) // 8, LEAST_SHARD_BYTES), MOST_SHARD_BYTES)
 
 
-def shard_edges(source: ShardedSource, *, num_shards: int | None, max_bytes: int | None) -> np.ndarray:
-    """Int64[shards + 1] row numbers. With `num_shards` rows are dealt evenly; else a shard takes rows until `max_bytes` are full.
-
-    Raises ConfigError where there are fewer rows than shards, or where a shard of the asked number would pass `max_bytes`.
-    """
-    total = count_rows(source.shards)
-    if num_shards is not None and num_shards > max(1, total):
-        raise ConfigError(at="save.num_shards", problem=f"{num_shards} shards for {total} rows", fix=f"Ask for at most {max(1, total)}.")
-    if num_shards is None:
-        assert max_bytes is not None
-        return _edges_by_size(source, total, max_bytes)
-    edges = np.arange(num_shards + 1, dtype=np.int64) * total // num_shards
-    if max_bytes is not None:
-        _check_sizes(source, edges, max_bytes)
-    return edges
+def even_edges(total: int, num_shards: int) -> NDArray[np.int64]:
+    """Int64[shards + 1]: rows dealt evenly."""
+    return np.arange(num_shards + 1, dtype=np.int64) * total // num_shards
 
 
-def _edges_by_size(source: ShardedSource, total: int, max_bytes: int) -> np.ndarray:
-    edges, room = [0], max_bytes
-    for base, sizes in _sizes(source):
+def edges_by_size(sizes: Sizes, total: int, limit: float) -> NDArray[np.int64]:
+    """Int64[shards + 1]: a shard takes rows until `limit` is full; a row above the limit has a shard of its own."""
+    edges, room = [0], limit
+    for base, block in sizes:
         at = 0
-        while at < sizes.size:
-            fit = int(np.searchsorted(np.cumsum(sizes[at:]), room, side="right"))
+        while at < block.size:
+            fit = int(np.searchsorted(np.cumsum(block[at:]), room, side="right"))
             if fit == 0 and base + at == edges[-1]:
-                fit = 1  # a row larger than the limit has a shard of its own
-            if at + fit == sizes.size:
-                room -= int(sizes[at:].sum())
+                fit = 1
+            if at + fit == block.size:
+                room -= float(block[at:].sum())
                 break
             at += fit
             edges.append(base + at)
-            room = max_bytes
+            room = limit
     return np.array([*edges, total], dtype=np.int64)
 
 
-def _check_sizes(source: ShardedSource, edges: np.ndarray, max_bytes: int) -> None:
-    bytes_of = np.zeros(len(edges) - 1, dtype=np.int64)
-    for base, sizes in _sizes(source):
-        shard = np.searchsorted(edges, base + np.arange(sizes.size), side="right") - 1
-        np.add.at(bytes_of, shard, sizes)
-    largest = int(bytes_of.max())
-    if largest > max_bytes:
-        raise ConfigError(
-            at="save.max_shard_size",
-            problem=f"of {len(edges) - 1} shards one would hold {largest:,} bytes, the limit is {max_bytes:,}",
-            fix=f"Give max_shard_size={largest}, more shards, or leave num_shards out.",
-        )
+def edges_by_bytes(sizes: Sizes, total: int, num_shards: int, num_bytes: float) -> NDArray[np.int64]:
+    """Int64[shards + 1]: so many shards of about equal bytes, of `num_bytes` in all; none of them without a row."""
+    each, edges, before = num_bytes / num_shards, [0], 0.0
+    for base, block in sizes:
+        ends = before + np.cumsum(block)
+        while len(edges) < num_shards and ends.size and ends[-1] >= each * len(edges):
+            edges.append(base + int(np.searchsorted(ends, each * len(edges), side="left")) + 1)
+        before = float(ends[-1]) if ends.size else before
+    edges += [total] * (num_shards + 1 - len(edges))
+    ranks = np.arange(num_shards + 1)
+    spread = np.maximum.accumulate(np.array(edges, np.int64) - ranks) + ranks  # each one row at least behind the one before
+    return np.minimum(spread, total - num_shards + ranks)
 
 
-def _sizes(source: ShardedSource) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, Int64[n] bytes) over all rows. Rows that a source refuses take no bytes, but keep their place."""
-    base = 0
+def raw_blocks(
+    source: ShardedSource, start: int, stop: int, block_bytes: int
+) -> Iterator[tuple[int, NDArray[np.int64], Callable[[], pa.RecordBatch]]]:
+    """(first row, bytes of the values of each row, a way to read them): blocks of about `block_bytes` that cover rows `start` to `stop`.
+
+    Rows that a source refuses take no bytes, but keep their place. Sources that tell `bytes_per_row` are not read for their sizes.
+    """
     constant = getattr(source, "bytes_per_row", None)
+    step = MEASURED_ROWS if constant is None else max(1, min(MEASURED_ROWS, block_bytes // max(1, constant)))
+    base = 0
     for index, shard in enumerate(source.shards):
         rows = shard.num_rows or 0
-        for start in range(0, rows, MEASURED_ROWS):
-            stop = min(start + MEASURED_ROWS, rows)
+        last = min(stop - base, rows)
+        for at in range(max(start - base, 0), last, step):
+            end = min(at + step, last)
             if constant is not None:
-                yield base + start, np.full(stop - start, constant, dtype=np.int64)
+                yield base + at, np.full(end - at, constant, np.int64), lambda i=index, a=at, b=end: source.read(i, a, b)
                 continue
-            batch = source.read(index, start, stop)
-            sizes = row_bytes(batch)
-            if batch.num_rows < stop - start:
-                numbers = batch.column("__row_number__").to_numpy() - start
-                placed = np.zeros(stop - start, dtype=np.int64)
+            batch = source.read(index, at, end)
+            numbers, sizes = np.arange(end - at), row_bytes(batch)
+            if batch.num_rows < end - at:
+                numbers = batch.column(ROW_NUMBER).to_numpy() - at
+                placed = np.zeros(end - at, np.int64)
                 placed[numbers] = sizes
                 sizes = placed
-            yield base + start, sizes
+            full = np.cumsum(sizes) // block_bytes
+            cuts = np.flatnonzero(np.diff(full, prepend=0)) + 1
+            for x, y in itertools.pairwise(np.unique(np.concatenate([[0], cuts, [end - at]])).tolist()):
+                i, j = np.searchsorted(numbers, [x, y]).tolist()
+                yield base + at + x, sizes[x:y], lambda batch=batch, i=i, j=j: batch.slice(i, j - i)
         base += rows

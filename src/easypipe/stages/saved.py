@@ -8,6 +8,7 @@ _easypipe.json                          the manifest, committed last; without it
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -60,6 +61,12 @@ class SavedManifest:
     @property
     def num_rows(self) -> int:
         return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Row numbers of the source at which its shards begin, and the end."""
+        rows = [shard.num_rows + sum(shard.rejected.values()) for shard in self.shards]
+        return tuple(itertools.accumulate(rows, initial=0))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -45,22 +45,25 @@ def check_codec(format: str, compression: str | None) -> str:
 
 
 @contextlib.contextmanager
-def open_writer(path: Path, format: str, compression: str, schema: pa.Schema) -> Iterator[BatchWriter]:
-    """Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8, one object a line)."""
+def open_writer(sink: Path | pa.NativeFile, format: str, compression: str, schema: pa.Schema) -> Iterator[BatchWriter]:
+    """Writes a file, or to a sink that stays open.
+
+    Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8, one object a line).
+    """
     if format == "parquet":
         # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of datasets are the opposite.
         dictionary: Any = [SOURCE] if SOURCE in schema.names else False
-        parquet = pq.ParquetWriter(path, schema, compression=compression, use_dictionary=dictionary, write_statistics=False)
+        parquet = pq.ParquetWriter(sink, schema, compression=compression, use_dictionary=dictionary, write_statistics=False)
         with parquet:
             yield lambda batch: parquet.write_batch(batch, row_group_size=max(1, batch.num_rows))
     elif format == "arrow":
         options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as arrow:
+        with _binary_sink(sink) as file, pa.ipc.new_file(file, schema, options=options) as arrow:
             yield lambda batch: arrow.write_batch(batch)
     else:
         check_json(schema)
-        with _text_sink(path, compression) as sink:
-            yield lambda batch: sink.write(_lines(batch))
+        with _binary_sink(sink) as file, _packed(file, compression) as text:
+            yield lambda batch: text.write(_lines(batch))
 
 
 def check_json(schema: pa.Schema) -> None:
@@ -77,17 +80,20 @@ def check_json(schema: pa.Schema) -> None:
             )
 
 
+def _binary_sink(sink: Path | pa.NativeFile) -> contextlib.AbstractContextManager[Any]:
+    return pa.OSFile(str(sink), "wb") if isinstance(sink, Path) else contextlib.nullcontext(sink)
+
+
 @contextlib.contextmanager
-def _text_sink(path: Path, compression: str) -> Iterator[Any]:
-    with open(path, "wb") as file:
-        if compression == "none":
-            yield file
-        elif compression == "gzip":
-            with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:  # no date: same rows, same bytes
-                yield packed
-        else:
-            with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as packed:
-                yield packed
+def _packed(file: Any, compression: str) -> Iterator[Any]:
+    if compression == "none":
+        yield file
+    elif compression == "gzip":
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:  # no date: same rows, same bytes
+            yield packed
+    else:
+        with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as packed:
+            yield packed
 
 
 def _lines(batch: pa.RecordBatch) -> bytes:
