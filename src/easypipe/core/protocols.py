@@ -31,7 +31,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Reject:
-    """A row that was read and not passed on. `benign` rows (a blank line in a text file, what a filter leaves out) are counted, never charged.
+    """A row that was read and not passed on. `benign` rows (a blank line, what a filter leaves out) are counted, never charged.
 
     count: how many rows of the range went the same way; above 1 only where they are benign, and `row` is the first of them.
     """

@@ -1,8 +1,8 @@
 """What transforms share: rows keep their numbers, `>>` chains them, and a transform of a source is a source.
 
-    clean = Rename({"body": "text"}) >> FilterNonEmpty("text") >> Select("text")
-    clean(batch)      # a RecordBatch
-    clean(source)     # a TransformedSource: lazy, nothing is read before it is asked for
+clean = Rename({"body": "text"}) >> FilterNonEmpty("text") >> Select("text")
+clean(batch)      # a RecordBatch
+clean(source)     # a TransformedSource: lazy, nothing is read before it is asked for
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, ShardedSource, Transform
+from easypipe.core.protocols import Reject, Scan, Transform
 from easypipe.core.schema import ROW_NUMBER
 
 
@@ -53,7 +53,7 @@ class ColumnTransform(ABC):
     def rows(self, rows: Rows) -> Rows:
         """What becomes of rows. Only rows on which it failed are rejects; what it drops on purpose is in neither."""
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:  # noqa: ARG002
+    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
         """A transform with the same rows that needs to give only `columns`, and what it reads; None where that is everything."""
         return self, None
 
@@ -76,10 +76,6 @@ class ColumnTransform(ABC):
             arrays = [*arrays, pa.array(after.numbers, pa.int64())]
         return Scan(pa.RecordBatch.from_arrays(arrays, schema=schema), after.rejects)
 
-    @overload
-    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch: ...
-    @overload
-    def __call__(self, batch: ShardedSource) -> ShardedSource: ...
     def __call__(self, batch: Any) -> Any:
         """A batch gives a batch, a source a TransformedSource. Raises SourceError for the first row on which it failed."""
         if not isinstance(batch, pa.RecordBatch):
@@ -113,9 +109,7 @@ class Chain(ColumnTransform):
             if not is_transform(step):
                 fix = "Wrap a function: Map(function)." if callable(step) else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
                 raise ConfigError(at="transform", problem=f"{step!r} is no transform", fix=fix)
-        self.steps: tuple[Transform, ...] = tuple(
-            inner for step in steps for inner in (step.steps if isinstance(step, Chain) else (step,))
-        )
+        self.steps: tuple[Transform, ...] = tuple(inner for step in steps for inner in (step.steps if isinstance(step, Chain) else (step,)))
         self.drops = any(getattr(step, "drops", True) for step in self.steps)
         self.fan_out = int(np.prod([fan_out_of(step) for step in self.steps], dtype=np.int64))
         self.cacheable = all(getattr(step, "cacheable", True) for step in self.steps)
