@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import platformdirs
 
@@ -31,6 +31,9 @@ from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.tokenize import TokenizeStage, TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
+
+if TYPE_CHECKING:
+    from easypipe.stages.plan_report import PlanReport
 
 log = logging.getLogger("easypipe")
 T = TypeVar("T")
@@ -171,6 +174,23 @@ class Pipeline:
         books.check()
         return SaveReport(folders=tuple(folders), ledger=books)
 
+    def plan(self, steps: int | None = None, *, prepare: bool = True) -> PlanReport:
+        """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and why, disk. From lengths; reads no tokens.
+
+        steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet (`report.prepared` names it); False
+        raises CacheError there. Batches are those of `load()`, or of the config's `load` where the chain has no load() yet.
+        """
+        from easypipe.stages.plan_report import plan_report
+
+        self._require_source()
+        last, context = self._plan[-1], self._context
+        [(name, source)] = self._only(last).items()
+        load = last.stage.config if isinstance(last.stage, LoadStage) else context.config.load or LoadStageConfig()
+        saves = any(isinstance(step.stage, SaveStage) for step in self._plan) or (
+            context.config.save is not None and context.config.save.enabled
+        )
+        return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves)
+
     def ledger(self) -> Ledger:
         """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
         self._require_source()
@@ -250,14 +270,17 @@ def tokenize_and_save(
     return Pipeline(config, progress=progress).source().tokenize().save().build()
 
 
-def chain(config: PipelineConfig, *, progress: ProgressListener = silent) -> Pipeline:
-    """The stages that `config` describes, up to and without load(): several datasets are mixed; packed and saved where it says so."""
+def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: bool = True) -> Pipeline:
+    """The stages that `config` describes, up to and without load(): several datasets are mixed; packed and saved where it says so.
+
+    save: False leaves out save(), for those who only look.
+    """
     pipeline = Pipeline(config, progress=progress).source().tokenize()
     if config.mix is not None or len(config.datasets) > 1:
         pipeline.mix()
     if config.pack is not None:
         pipeline.pack()
-    if config.save is not None:
+    if save and config.save is not None:
         pipeline.save()
     return pipeline
 

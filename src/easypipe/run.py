@@ -11,7 +11,7 @@ from typing import Any
 
 from easypipe.core import storage
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
-from easypipe.core.errors import ConfigError, StateError
+from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.pipeline import Pipeline, PipelineConfig, Prepared, prepare_data
@@ -20,11 +20,10 @@ from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
+from easypipe.train.record import RECORD, recorded_seed
 from easypipe.train.trainer import Trainer, TrainResult
 
 log = logging.getLogger("easypipe")
-
-RECORD = "run.json"  # in train.output_dir: the configuration as it was resolved
 
 
 @config
@@ -118,15 +117,10 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
 
 def _seeded(run: RunConfig) -> RunConfig:
     """A run without a data seed takes the one that its folder records, so that it goes on with the batches it began with."""
-    record = Path(run.train.output_dir).expanduser() / RECORD
     if run.data.seed is not None:
         return run
-    if not record.exists():
+    seed = recorded_seed(run.train.output_dir)
+    if seed is None:
         return run
-    saved = storage.read_json(record)
-    try:
-        seed = int(saved["data"]["seed"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed.") from error
-    log.info("data.seed: none was given, going on with %d of %s", seed, record)
+    log.info("data.seed: none was given, going on with %d of the run in %s", seed, run.train.output_dir)
     return dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed))

@@ -1,0 +1,53 @@
+"""What `plan` and `explain` read of a config: its data, and of a run config the steps and the seed. No jax is loaded for this."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from easypipe.cli.prepare import data_of
+from easypipe.core.config import apply_overrides, load_yaml
+from easypipe.core.errors import ConfigError
+from easypipe.loader.loader import LoadStageConfig
+from easypipe.pipeline import Pipeline, PipelineConfig, chain
+from easypipe.train.record import recorded_seed
+
+
+@dataclass(frozen=True)
+class Described:
+    """steps: of the run, where its config says so."""
+
+    data: PipelineConfig
+    steps: int | None
+
+    def pipeline(self, **options: Any) -> Pipeline:
+        """The chain up to where batches are made; nothing is saved and nothing put on a device."""
+        return chain(self.data, save=False, **options)
+
+    @property
+    def load(self) -> LoadStageConfig:
+        """How batches are made, without what decides only where they go."""
+        load = self.data.load or LoadStageConfig()
+        return dataclasses.replace(load, mesh=None, partition_spec=None, prefetch_to_device=False)
+
+
+def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -> Described:
+    """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither the config nor its run has a seed."""
+    values = apply_overrides(load_yaml(config), overrides)
+    data, _ = data_of(values)
+    train = values.get("train") if "data" in values else None
+    train = train if isinstance(train, dict) else {}
+    steps = train.get("steps")
+    if steps is not None and not isinstance(steps, int):
+        raise ConfigError(at="train.steps", problem=f"{steps!r} is no number of steps")
+    if data.seed is None and train.get("output_dir"):
+        data = dataclasses.replace(data, seed=recorded_seed(train["output_dir"]))
+    if data.seed is None and needs_seed:
+        raise ConfigError(
+            at="data.seed" if "data" in values else "seed",
+            problem="none is given, so every run draws its own order",
+            fix="Set the seed that the run logged, or keep the run's train.output_dir.",
+        )
+    return Described(data, steps)

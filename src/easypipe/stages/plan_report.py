@@ -1,0 +1,340 @@
+"""What a run would do, told before it does anything: from lengths, weights and row counts alone.
+
+step  one batch. A run has as many as it asks for, or as the data gives
+draw  a document taken for the run; a dataset that is drawn more often than it has documents begins its next epoch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from easypipe.core.errors import CacheError, ConfigError, StageOrderError
+from easypipe.core.protocols import PipelineContext, ShardedSource
+from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
+from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.steps import Steps
+from easypipe.plan.tally import DatasetTally, Tally
+from easypipe.plan.windows import Plan
+from easypipe.sources.cache import TokenCache
+from easypipe.stages.mix import MixedShardedSource
+from easypipe.stages.mixture import Mixture
+from easypipe.stages.pack import PackedShardedSource, single
+from easypipe.stages.saved import SavedSource
+from easypipe.stages.tokens import token_info
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPlan:
+    """One dataset over the run. Shares are of documents drawn; `requested` follows from the weights.
+
+    documents, tokens: what the dataset holds, tokens as they are stored. drawn, epochs: documents taken, and how often that is each one.
+    rejected: source rows that became no document, by reason. tokens_cut: what the tokenizer's max_length cut off, of the whole dataset.
+    The other counts are of the run: tokens_placed stand in its rows; documents longer than a row are documents_dropped or
+    documents_truncated (with tokens_dropped, tokens_truncated); documents_empty have no token; tokens_pending were drawn in the last window
+    of the plan but stand behind the last row. cache_bytes: its token cache on this disk.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    requested: float
+    realised: float
+    token_share: float
+    drawn: int
+    epochs: float
+    tokens_placed: int
+    tokens_truncated: int = 0
+    tokens_dropped: int = 0
+    tokens_pending: int = 0
+    documents_truncated: int = 0
+    documents_dropped: int = 0
+    documents_empty: int = 0
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    tokens_cut: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def never_drawn(self) -> bool:
+        return self.drawn == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A run of `steps` batches over `rows` rows.
+
+    steps_available: batches that the data gives; None where it never ends. rows_left_over: rows at the end of the data that fill no batch.
+    slots = tokens + padding, `fill` is the part of them that holds tokens. saved_bytes: what save() would write before compression, of one
+    epoch; None without save(). prepared: datasets that had to be tokenized for this report. notes: what to know before starting.
+    """
+
+    name: str
+    datasets: tuple[DatasetPlan, ...]
+    steps: int
+    steps_available: int | None
+    batch_size: int
+    rows: int
+    rows_left_over: int
+    seq_length: int | None
+    slots: int
+    padding: int
+    fill: float
+    cache_bytes: int
+    saved_bytes: int | None
+    prepared: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """A table for people."""
+        head = ("dataset", "documents", "tokens", "requested", "realised", "of tokens", "drawn", "epochs", "cache")
+        lines = [head] + [
+            (
+                d.name, f"{d.documents:,}", f"{d.tokens:,}", f"{d.requested:.4%}", f"{d.realised:.4%}", f"{d.token_share:.4%}",
+                f"{d.drawn:,}", f"{d.epochs:.3f}", _megabytes(d.cache_bytes),
+            )
+            for d in self.datasets
+        ]  # fmt: skip
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        pad = [str.ljust, *[str.rjust] * (len(head) - 1)]
+        text = ["  ".join(to(value, width) for to, value, width in zip(pad, line, widths, strict=True)) for line in lines]
+        ends = "never ends" if self.steps_available is None else f"the data gives {self.steps_available:,}"
+        slots = "documents as rows" if self.seq_length is None else f"of {self.seq_length:,} slots, {self.fill:.3%} filled"
+        text += [
+            f"steps   {self.steps:,} of {self.batch_size:,} rows ({ends})",
+            f"rows    {self.rows:,} {slots}; {self.rows_left_over:,} left over at the end",
+            f"tokens  {self.slots - self.padding:,}, and {self.padding:,} slots of padding",
+            f"disk    {_megabytes(self.cache_bytes)} of token cache"
+            + ("" if self.saved_bytes is None else f", {_megabytes(self.saved_bytes)} to save, before compression"),
+        ]
+        return "\n".join(text + [f"note    {note}" for note in self.notes])
+
+
+def plan_report(
+    name: str,
+    source: ShardedSource,
+    load: LoadStageConfig,
+    context: PipelineContext,
+    *,
+    steps: int | None = None,
+    prepare: bool = True,
+    saves: bool = False,
+) -> PlanReport:
+    """The report of a run that reads `source` as `load` says.
+
+    steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet; else that raises CacheError.
+    Raises ConfigError where the data never ends and no steps are given, StageOrderError for text.
+    """
+    began = time.perf_counter()
+    if steps is not None and steps < 1:
+        raise ConfigError(at="steps", problem=f"{steps} steps are no run", fix="Give at least 1.")
+    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
+        return _stored(name, source, load, steps, saves, began)
+    if INPUT_IDS not in source.schema.names:
+        raise StageOrderError(at="", problem=f"Call tokenize() before plan(): dataset {name!r} has no column {INPUT_IDS!r}")
+    planned = isinstance(source, MixedShardedSource | PackedShardedSource)
+    mixture = source.mixture if planned else single(name, source, context, stage="plan")
+    prepared = require_prepared(mixture, prepare=prepare)
+    num_epochs = None if mixture.endless else load.num_epochs
+    plan = source.plan(num_epochs) if isinstance(source, PackedShardedSource) else mixture.plan(None, num_epochs=num_epochs)
+    run = _Run.of(load, plan.num_rows, steps)
+    tally = plan.tally(run.rows)
+    mixture.remember(plan)
+    datasets = _datasets(mixture, tally)
+    notes = [*run.notes(name, load), *_notes(datasets, mixture, plan)]
+    if prepared:
+        notes.insert(0, f"{', '.join(prepared)}: tokenized for this report")
+    saved = None
+    if saves:
+        packed = isinstance(source, PackedShardedSource) and not mixture.endless
+        saved = source.shards[0].num_bytes if packed else sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.caches)
+    return PlanReport(
+        name=name,
+        datasets=datasets,
+        steps=run.steps,
+        steps_available=run.available,
+        batch_size=load.batch_size,
+        rows=run.rows,
+        rows_left_over=run.left_over,
+        seq_length=None if plan.spec.pack is None else plan.spec.pack.seq_length,
+        slots=tally.slots,
+        padding=tally.padding,
+        fill=tally.fill,
+        cache_bytes=sum(dataset.cache_bytes for dataset in datasets),
+        saved_bytes=saved,
+        prepared=prepared,
+        notes=tuple(notes),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
+    """Opens or makes the token caches; the names of those that were made. Raises CacheError where one is missing and `prepare` is False."""
+    missing = [name for name, part in mixture.parts.items() if not _stands(part)]
+    if missing and not prepare:
+        raise CacheError(
+            at=f"dataset {missing[0]!r}",
+            problem="is not tokenized yet" + (f", nor are {', '.join(missing[1:])}" if missing[1:] else ""),
+            fix="Run `easypipe prepare` first, or allow preparing.",
+        )
+    _ = mixture.caches
+    return tuple(missing)
+
+
+def _stands(source: ShardedSource) -> bool:
+    """Whether its token cache can be opened as it is. A source of one's own that does not say where that is has to know itself."""
+    path = getattr(source, "cache_path", None)
+    if path is None:
+        return True
+    try:
+        TokenCache(path)
+    except (CacheError, FileNotFoundError):
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Run:
+    """steps of rows 0 to `rows`; `available` batches are there, and `left_over` rows behind the last of them."""
+
+    steps: int
+    rows: int
+    available: int | None
+    left_over: int
+    asked: int | None
+
+    @classmethod
+    def of(cls, load: LoadStageConfig, num_rows: int | None, asked: int | None) -> _Run:
+        counted = Steps(load.batch_size, load.batch_size_schedule)
+        if num_rows is None:
+            if asked is None:
+                raise ConfigError(at="steps", problem="this data never ends", fix="Say how many steps, or set train.steps.")
+            return cls(asked, counted.start(asked), None, 0, asked)
+        available = counted.full(num_rows) if load.drop_last else counted.needed(num_rows)
+        steps = available if asked is None else min(asked, available)
+        return cls(steps, min(num_rows, counted.start(steps)), available, max(0, num_rows - counted.start(available)), asked)
+
+    def notes(self, name: str, load: LoadStageConfig) -> list[str]:
+        found = []
+        if self.asked is not None and self.available is not None and self.asked > self.available:
+            ends = f"{self.asked:,} steps are asked for, the data ends after {self.available:,}"
+            found.append(f"{ends}: raise load.num_epochs, or set it to null")
+        if self.left_over and self.steps == self.available:
+            found.append(f"{self.left_over:,} rows at the end fill no batch of {load.batch_size:,} and are left out (load.drop_last)")
+        if self.steps == 0:
+            found.append(f"{name!r} fills no batch of {load.batch_size:,}: nothing would be trained")
+        size = load.shuffle_buffer_size
+        if size is not None and self.rows % size and self.steps != self.available:
+            found.append(f"the run ends inside a block of {size:,} shuffled rows; it is counted as if that block were in order")
+        return found
+
+
+def _datasets(mixture: Mixture, tally: Tally) -> tuple[DatasetPlan, ...]:
+    draws, placed = sum(t.draws for t in tally.datasets.values()), sum(t.tokens_placed for t in tally.datasets.values())
+    weights = dict(zip(mixture.parts, mixture.weights, strict=True))
+    return tuple(
+        _dataset(name, cache, tally.datasets[name], weights[name] / sum(mixture.weights), draws, placed)
+        for name, cache in zip(mixture.parts, mixture.caches, strict=True)
+    )
+
+
+def _dataset(name: str, cache: TokenCache, counted: DatasetTally, requested: float, draws: int, placed: int) -> DatasetPlan:
+    counts = cache.manifest.counts
+    return DatasetPlan(
+        name=name,
+        documents=cache.num_docs,
+        tokens=cache.total_tokens,
+        requested=requested,
+        realised=counted.draws / draws if draws else 0.0,
+        token_share=counted.tokens_placed / placed if placed else 0.0,
+        drawn=counted.draws,
+        epochs=counted.draws / cache.num_docs if cache.num_docs else 0.0,
+        tokens_placed=counted.tokens_placed,
+        tokens_truncated=counted.tokens_truncated,
+        tokens_dropped=counted.tokens_dropped,
+        tokens_pending=counted.tokens_pending,
+        documents_truncated=counted.docs_truncated,
+        documents_dropped=counted.docs_dropped,
+        documents_empty=counted.docs_empty,
+        rejected=dict(counts.rejects),
+        tokens_cut=counts.truncated,
+        cache_bytes=sum({part.file: part.num_bytes for part in cache.manifest.parts}.values()),
+    )
+
+
+def _notes(datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan) -> list[str]:
+    found = []
+    length = None if plan.spec.pack is None else plan.spec.pack.seq_length
+    for d in datasets:
+        if d.never_drawn:
+            found.append(f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: raise its weight, or leave it out")
+        if d.epochs > 1:
+            found.append(f"{d.name} is read {d.epochs:.2f} times")
+        if d.documents_dropped:
+            found.append(f"{d.name}: {d.documents_dropped:,} documents of {d.tokens_dropped:,} tokens are longer than {length} and dropped")
+        if d.documents_truncated:
+            found.append(f"{d.name}: {d.documents_truncated:,} documents are cut at {length}, {d.tokens_truncated:,} tokens are lost")
+        if d.documents_empty:
+            found.append(f"{d.name}: {d.documents_empty:,} documents without tokens have no place in a packed row")
+        if d.tokens_cut:
+            found.append(f"{d.name}: max_length of the tokenizer cut off {d.tokens_cut:,} tokens when it was prepared")
+        if sum(d.rejected.values()):
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
+            found.append(f"{d.name}: rows of the source that became no document: {reasons}")
+    if len(datasets) > 1 and mixture.stop == "all_exhausted":
+        found.append("stop_strategy all_exhausted draws every document of an epoch once: weights say how early, not how often")
+    return found
+
+
+def _stored(name: str, source: ShardedSource, load: LoadStageConfig, steps: int | None, saves: bool, began: float) -> PlanReport:
+    """Rows that were saved packed: how many there are and what they hold stands in their manifest."""
+    per_epoch = 0
+    for shard in source.shards:
+        if shard.num_rows is None:
+            raise ConfigError(at=shard.name, problem="its rows cannot be counted", fix="Save it as parquet or arrow.")
+        per_epoch += shard.num_rows
+    run = _Run.of(load, None if load.num_epochs is None else per_epoch * load.num_epochs, steps)
+    info = token_info(source)
+    length = None if info is None else info.seq_length
+    full = isinstance(source, SavedSource)
+    tokens = sum(shard.num_tokens for shard in source.manifest.shards) if full else 0
+    slots = run.rows * (length or 0)
+    placed = tokens * run.rows // per_epoch if per_epoch else 0
+    num_bytes = sum(shard.num_bytes for shard in source.shards)
+    dataset = DatasetPlan(
+        name=name, documents=per_epoch, tokens=tokens, requested=1.0, realised=1.0, token_share=1.0, drawn=run.rows,
+        epochs=run.rows / per_epoch if per_epoch else 0.0, tokens_placed=placed, cache_bytes=num_bytes,
+    )  # fmt: skip
+    notes = run.notes(name, load)
+    notes.append("rows are packed already: documents are rows here, and tokens of a part of an epoch are estimated from their mean")
+    if not full:
+        notes.append("nobody recorded how many tokens these rows hold")
+    return PlanReport(
+        name=name,
+        datasets=(dataset,),
+        steps=run.steps,
+        steps_available=run.available,
+        batch_size=load.batch_size,
+        rows=run.rows,
+        rows_left_over=run.left_over,
+        seq_length=length,
+        slots=slots,
+        padding=slots - placed if full and slots else 0,
+        fill=placed / slots if full and slots else 1.0,
+        cache_bytes=num_bytes,
+        saved_bytes=num_bytes if saves else None,
+        prepared=(),
+        notes=tuple(notes),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,175 @@
+"""Pipeline.plan and `easypipe plan`: what is told beforehand is what the loader then does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from easypipe import CacheError, ConfigError, LoadStageConfig, PackStageConfig, Pipeline, StageOrderError
+from easypipe.cli import main
+from easypipe.core.config import to_dict
+from easypipe.core.schema import SEGMENT_IDS
+from easypipe.stages.plan_report import PlanReport
+from pipelines import config, jsonl, texts
+
+
+def chain(pipeline: Pipeline, *names: str) -> Pipeline:
+    for name in names:
+        getattr(pipeline, name)()
+    return pipeline
+
+
+def mixed(tmp_path: Path, **options: Any) -> Pipeline:
+    values = {"mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "first_exhausted"}, "pack": {"seq_length": 64}} | options
+    return chain(Pipeline.from_config(to_dict(config(tmp_path)) | values), "source", "tokenize", "mix", "pack")
+
+
+@pytest.mark.parametrize(("stop", "epochs"), [("first_exhausted", 1), ("first_exhausted", 3), ("all_exhausted", 2)])
+@pytest.mark.parametrize("pack", [None, {"seq_length": 64}, {"seq_length": 32, "strategy": "first_fit"}])
+def test_the_report_is_what_the_loader_does(tmp_path: Path, stop: str, epochs: int, pack: dict | None) -> None:
+    load = {"batch_size": 4, "num_epochs": epochs}
+    pipeline = Pipeline.from_config(
+        to_dict(config(tmp_path))
+        | {"mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": stop}, "pack": pack, "load": load, "seed": 5}
+    )
+    chain(pipeline, "source", "tokenize", "mix", *(["pack"] if pack else []), "load")
+    report = pipeline.plan()
+    loader = pipeline.build()
+    batches = list(loader)
+    assert report.steps == report.steps_available == len(loader) == len(batches)
+    assert report.rows == len(batches) * 4
+    assert report.rows_left_over == loader.rows.num_rows - report.rows
+    tokens = sum(int((batch[SEGMENT_IDS] > 0).sum()) for batch in batches)
+    assert report.slots - report.padding == tokens
+    if pack:
+        assert report.slots == sum(batch[SEGMENT_IDS].size for batch in batches)
+    assert sum(d.tokens_placed for d in report.datasets) == tokens
+    if not pack:  # a row is a document
+        assert sum(d.drawn for d in report.datasets) >= report.rows
+    assert sum(d.realised for d in report.datasets) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_steps_count_only_what_they_read(tmp_path: Path, steps: int) -> None:
+    pipeline = chain(mixed(tmp_path, load={"batch_size": 2}), "load")
+    report = pipeline.plan(steps)
+    assert (report.steps, report.rows) == (steps, 2 * steps)
+    seen = Counter()
+    for step in range(steps):
+        for row in pipeline.loader().rows_of(step):
+            for piece in pipeline.loader().rows.plan.locate(row).pieces.length:
+                seen["tokens"] += int(piece)
+    assert report.slots - report.padding == seen["tokens"]
+
+
+def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None:
+    pipeline = mixed(tmp_path, mix={"weights": {"code": 0.5, "docs": 0.5}})
+    with pytest.raises(ConfigError, match="steps: this data never ends"):
+        pipeline.plan()
+    report = pipeline.plan(200)
+    code, docs = report.datasets
+    assert abs(code.drawn - docs.drawn) <= 1
+    assert code.epochs == code.drawn / 60 > 1
+    assert report.steps_available is None
+    assert any("code is read" in note for note in report.notes)
+    with pytest.raises(ConfigError, match="steps: 0 steps are no run"):
+        pipeline.plan(0)
+
+
+def test_a_dataset_that_is_never_drawn_is_named(tmp_path: Path) -> None:
+    report = mixed(tmp_path, mix={"weights": {"code": 1.0, "docs": 1e-6}}).plan(2)
+    assert [d.name for d in report.datasets if d.never_drawn] == ["docs"]
+    assert any(note.startswith("docs is never drawn in this run, its share is 1e-06") for note in report.notes)
+
+
+def test_more_steps_than_there_are(tmp_path: Path) -> None:
+    report = mixed(tmp_path).plan(10_000)
+    assert report.steps == report.steps_available < 10_000
+    assert any(f"10,000 steps are asked for, the data ends after {report.steps}" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("oversize", ["truncate", "drop"])
+def test_losses_have_reasons(tmp_path: Path, oversize: str) -> None:
+    data = jsonl(tmp_path / "bad.jsonl", [{"text": text} for text in texts(40)] + [{"text": None}, {"text": ""}])
+    pipeline = Pipeline.from_config(
+        {
+            **to_dict(config(tmp_path)),
+            "datasets": [{"name": "bad", "data_files": str(data), "on_error": "skip"}],
+            "pack": {"seq_length": 24, "oversize": oversize},
+            "tokenize": {"max_length": 40},
+        }
+    )
+    report = chain(pipeline, "source", "tokenize", "pack").plan()
+    [dataset] = report.datasets
+    assert dataset.rejected == {"null": 1, "empty": 1}
+    assert dataset.tokens_cut > 0
+    lost = dataset.documents_truncated if oversize == "truncate" else dataset.documents_dropped
+    assert lost > 0
+    said = " ".join(report.notes)
+    assert f"{lost:,} documents" in said
+    assert "empty 1, null 1" in said
+    assert "max_length of the tokenizer cut off" in said
+
+
+def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=r"dataset 'code': is not tokenized yet, nor are docs\. Run `easypipe prepare` first"):
+        mixed(tmp_path).plan(prepare=False)
+    assert mixed(tmp_path).plan().prepared == ("code", "docs")
+    again = mixed(tmp_path).plan(prepare=False)
+    assert again.prepared == ()
+    assert again.cache_bytes == sum(path.stat().st_size for path in (tmp_path / "cache" / "tokens").rglob("*.arrow"))
+
+
+def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
+    pipeline = mixed(tmp_path, save={"output_dir": str(tmp_path / "out")})
+    first = pipeline.plan()
+    assert first.saved_bytes == pipeline.get_data()["mixed"].shards[0].num_bytes
+    pipeline.save().build()
+    saved = Pipeline.from_config(
+        {"datasets": [{"data_files": str(tmp_path / "out"), "name": "out"}], "seed": 1, "cache_dir": str(tmp_path)}
+    )
+    report = saved.source().plan()
+    assert (report.steps, report.rows, report.seq_length) == (first.steps, first.rows, 64)
+    assert report.fill == pytest.approx(first.fill, abs=0.02)
+    plain = Pipeline.from_config(config(tmp_path)).source()
+    with pytest.raises(StageOrderError, match=r"Call mix\(\) first"):
+        plain.plan()
+    one = Pipeline.from_config(config(tmp_path, datasets=config(tmp_path).datasets[:1])).source()
+    with pytest.raises(StageOrderError, match=r"Call tokenize\(\) before plan\(\)"):
+        one.plan()
+
+
+def test_batch_sizes_by_step(tmp_path: Path) -> None:
+    load = LoadStageConfig(batch_size=2, batch_size_schedule=((2, 4),))
+    pipeline = Pipeline(config(tmp_path, datasets=config(tmp_path).datasets[:1], pack=PackStageConfig(seq_length=32), load=load))
+    report = chain(pipeline, "source", "tokenize", "pack").plan(3)
+    assert report.rows == 2 + 2 + 4
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    values = to_dict(config(tmp_path)) | {"mix": {"weights": {"code": 0.7, "docs": 0.3}}, "pack": {"seq_length": 64}}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"data": values, "train": {"output_dir": str(tmp_path / "run"), "steps": 7}}))
+    return path
+
+
+def test_the_command(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_yaml), "--no-prepare"]) == 2
+    assert "is not tokenized yet" in capsys.readouterr().err
+    assert main(["plan", str(run_yaml)]) == 0
+    text = capsys.readouterr().out
+    assert "steps   7 of 8 rows (never ends)" in text
+    assert "code, docs: tokenized for this report" in text
+    assert main(["plan", str(run_yaml), "--json", "--steps", "3"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["rows"]) == (3, 24)
+    assert [d["name"] for d in report["datasets"]] == ["code", "docs"]
+    assert set(report) == set(PlanReport.__dataclass_fields__)
+    assert np.isclose(sum(d["token_share"] for d in report["datasets"]), 1)
