@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from easypipe import __version__
+from easypipe.cli.explain import explain
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
 from easypipe.cli.quickstart import quickstart
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(quickstart)
 app.command()(prepare)
 app.command()(plan)
+app.command()(explain)
 app.command()(train)
 
 

@@ -18,6 +18,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StateError
 from easypipe.core.random import fold
 from easypipe.loader.collate import CollateConfig, row_width, with_attention_mask
+from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
 from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
@@ -38,7 +39,8 @@ class Loader:
     Law (determinism): batch `t` is byte-equal for any number of processes, workers and batches in flight. Law (exact resume): after
     `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
     Every `iter(loader)` starts at the first batch, the one after `restore` at the restored one. `state()` belongs to the newest iteration.
-    rows: PlannedRows or StoredRows. seed: of the permutation within `shuffle_buffer_size`; without it, it changes nothing.
+    rows: PlannedRows or StoredRows. decoder, remember: for `explain`, the tokenizer of each dataset, and what keeps the plan's checkpoints.
+    seed: of the permutation within `shuffle_buffer_size`; without it, it changes nothing.
     Raises PlacementError where batch and mesh do not fit, ConfigError where `num_epochs` is not that of the rows.
     """
 
@@ -50,6 +52,8 @@ class Loader:
         seed: int = 0,
         collate: CollateConfig | None = None,
         name: str = "loader",
+        decoder: Decoder | None = None,
+        remember: Callable[[], None] | None = None,
     ) -> None:
         self.rows = rows
         self.config = config or LoadStageConfig()
@@ -57,6 +61,8 @@ class Loader:
         self.batch_size = self.config.batch_size
         self.accumulation_steps = self.config.accumulation_steps
         self.name = name
+        self._decoder = decoder
+        self._remember = remember
         self._seed = seed
         if rows.num_epochs != self.config.num_epochs:
             raise ConfigError(
@@ -108,8 +114,30 @@ class Loader:
         states of a loader carry it, and are refused by a loader whose transforms are others. The cost is one call for every row.
         """
         return Loader(
-            MappedRows(self.rows, transform, version, self._seed), self.config, seed=self._seed, collate=self.collate, name=self.name
+            MappedRows(self.rows, transform, version, self._seed),
+            self.config,
+            seed=self._seed,
+            collate=self.collate,
+            name=self.name,
+            decoder=self._decoder,
+            remember=self._remember,
         )
+
+    def explain(self, step: int, row: int | None = None) -> ExplainedBatch:
+        """Which documents stand in batch `step` (from 0; metrics.jsonl calls it step + 1), or in one `row` of it: dataset, file, row,
+        tokens, slots, and the text with its masked parts. Found from the plan alone: it does not matter what was read before, or where.
+
+        Costs milliseconds where a plan checkpoint stands near, else the scan of the plan up to there, once; see docs/seeing.md.
+        Raises PlanError for a batch or a row that is not there.
+        """
+        steps = self._counted()
+        count = len(self.rows_of(step)) if step >= 0 else 0
+        chosen = choose(step, row, count)
+        start = steps.start(step)
+        explained = explain_rows(self.rows, step, self._order(start, start + count), chosen, self._decoder)
+        if self._remember is not None:
+            self._remember()
+        return explained
 
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight."""

@@ -53,7 +53,7 @@ class MappedRows:
         self.pad_token_id = rows.pad_token_id
         self.num_epochs = rows.num_epochs
         self.lengths_are_free = rows.lengths_are_free
-        self._rows = rows
+        self.below = self._rows = rows
         self._transform = transform
         self._seed = seed
 

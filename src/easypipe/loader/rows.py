@@ -119,6 +119,11 @@ class PlannedRows:
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     @property
+    def caches(self) -> tuple[TokenCache, ...]:
+        """One for each dataset of the plan."""
+        return self._caches
+
+    @property
     def num_rows(self) -> int | None:
         return self.plan.num_rows
 

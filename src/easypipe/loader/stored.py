@@ -232,6 +232,17 @@ class StoredRows:
                     total -= self._blocks.popitem(last=False)[1].num_bytes
             return block
 
+    def where(self, row: int) -> tuple[int, str, int]:
+        """(epoch, file, row of that file) of a row of the run."""
+        [found] = self._find(np.array([row], dtype=np.int64))
+        assert found is not None, "rows count from 0"
+        block = int(np.searchsorted(self._index.first_row, found.number, side="right")) - 1
+        shard, start, stop = self._index.spans[block]
+        local = found.number - int(self._index.first_row[block])
+        if ROW_NUMBER in self._source.schema.names:  # rows were left out, so they have to be asked for their numbers
+            local = self._source.read(shard, start, stop).column(ROW_NUMBER)[local].as_py() - start
+        return row // int(self._index.first_row[-1]), self._source.shards[shard].name, start + local
+
     def _describe(self, number: int) -> str:
         block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
         shard, start, _ = self._index.spans[block]

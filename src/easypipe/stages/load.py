@@ -11,9 +11,12 @@ from easypipe.loader.collate import CollateConfig
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.rows import PlannedRows, Rows
 from easypipe.loader.stored import StoredRows
+from easypipe.loader.streaming import StreamLoader
+from easypipe.stages.decoding import decoder_of
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
+from easypipe.stages.stream import open_stream
 from easypipe.stages.tokens import token_info, tokenizer_of
 
 __all__ = ["LoadStage", "LoadStageConfig"]
@@ -34,14 +37,28 @@ class LoadStage(BaseStage):
                 raise StageOrderError(at="", problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}")
         return data
 
-    def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader:
+    def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader | StreamLoader:
         """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs."""
+        if context.config.streaming:
+            return open_stream(name, source, context, self.config, self._collate(source))
         options = self._options(name, source)
         rows = self._rows(name, source, context, options.num_epochs)
         if isinstance(rows, PlannedRows) and rows.num_rows is not None:  # the whole plan is scanned once; later processes find checkpoints
             _mixture(name, source, context).remember(rows.plan)
         _require_a_batch(name, rows.num_rows, options)
-        return Loader(rows, options, seed=context.seed, collate=self._collate(source), name=f"loader of {name!r}")
+        remember = None
+        if isinstance(rows, PlannedRows):
+            mixture, plan = _mixture(name, source, context), rows.plan
+            remember = lambda: mixture.remember(plan)  # noqa: E731
+        return Loader(
+            rows,
+            options,
+            seed=context.seed,
+            collate=self._collate(source),
+            name=f"loader of {name!r}",
+            decoder=decoder_of(source),
+            remember=remember,
+        )
 
     def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
         """The config, with no number of epochs where the mixture never ends."""

@@ -1,0 +1,225 @@
+"""Which documents stand in a batch, found again from its number alone. Nothing that was trained has to be kept for this.
+
+step     a batch, counted from 0
+row      of the batch, from 0; `number` is the row of the run
+segment  tokens of one document that stand together in a row, from 1, as in `segment_ids`
+masked   a token that is no target: its loss_mask is 0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError, PlanError, TokenizerError
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.loader.row_transforms import MappedRows
+from easypipe.loader.rows import PlannedRows, Rows
+from easypipe.loader.stored import StoredRows
+from easypipe.plan.explain import explain_row
+
+
+class Decodes(Protocol):
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+Decoder = Callable[[str], Decodes]  # dataset -> the tokenizer of its tokens; raises TokenizerError where it is not to be had
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Text of neighbouring tokens that are all masked, or all not."""
+
+    text: str
+    masked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Slots `slot_start` to `slot_stop` of a row.
+
+    dataset, file, row: where the document came from, `row` as the file counts. token_start, token_stop: which of its `document_tokens`
+    stored tokens stand here; ends_with_eos: one more follows that packing added. spans: the decoded text, None where no tokenizer is there.
+    Of rows that were saved packed, file and row are those of the saved shard, and documents are known by their segment only.
+    """
+
+    segment: int
+    slot_start: int
+    slot_stop: int
+    dataset: str
+    file: str
+    row: int
+    document: int | None
+    token_start: int
+    token_stop: int
+    document_tokens: int | None
+    ends_with_eos: bool
+    masked_tokens: int
+    ids: tuple[int, ...]
+    spans: tuple[Span, ...] | None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether more of the document stands elsewhere, or nowhere."""
+        return self.document_tokens is not None and self.token_stop - self.token_start < self.document_tokens
+
+    @property
+    def text(self) -> str | None:
+        return None if self.spans is None else "".join(span.text for span in self.spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedRow:
+    """Row `row` of the batch, which is row `number` of the run. window: of the plan; None for saved rows."""
+
+    row: int
+    number: int
+    epoch: int
+    window: int | None
+    slots: int
+    padding: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainedBatch:
+    step: int
+    rows: tuple[ExplainedRow, ...]
+    notes: tuple[str, ...] = ()  # what could not be told, and why
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers."""
+        return dataclasses.asdict(self)
+
+
+class _Place(Protocol):
+    """What `_planned` and `_stored` tell of a segment, before its tokens are looked at."""
+
+    def __call__(self, segment: int, slots: slice) -> dict[str, Any]: ...
+
+
+def explain_rows(rows: Rows, step: int, numbers: NDArray[np.int64], chosen: Sequence[int], decoder: Decoder | None) -> ExplainedBatch:
+    """Rows `chosen` of a batch whose rows are `numbers` (Int64[n]) of the run."""
+    notes: list[str] = []
+    texts = _Texts(decoder, notes)
+    return ExplainedBatch(step=step, rows=tuple(_row(rows, row, int(numbers[row]), texts) for row in chosen), notes=tuple(notes))
+
+
+def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
+    laid = rows
+    while isinstance(laid, MappedRows):  # they change tokens, never which document they are of
+        laid = laid.below
+    if isinstance(laid, PlannedRows):
+        epoch, window, place = _planned(laid, number)
+    elif isinstance(laid, StoredRows):
+        epoch, window, place = _stored(laid, number)
+    else:
+        raise ConfigError(at="explain", problem=f"rows of {type(rows).__name__} do not say where they come from")
+    columns = {name: values[0] for name, values in rows.gather(np.array([number], dtype=np.int64)).items()}
+    ids, segments = columns[INPUT_IDS], columns[SEGMENT_IDS]
+    masked = (columns[LOSS_MASK] == 0) if LOSS_MASK in columns else np.zeros(len(ids), np.bool_)
+    edges = np.flatnonzero(np.diff(segments, prepend=-1, append=-1))
+    made = []
+    for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        segment = int(segments[start])
+        if segment:
+            about = place(segment, slice(start, stop))
+            here = ids[start:stop]
+            made.append(
+                Segment(
+                    segment=segment,
+                    slot_start=start,
+                    slot_stop=stop,
+                    masked_tokens=int(masked[start:stop].sum()),
+                    ids=tuple(here.tolist()),
+                    spans=texts.spans(about["dataset"], here, masked[start:stop]),
+                    **about,
+                )
+            )
+    padding = int((segments == 0).sum())
+    return ExplainedRow(row=row, number=number, epoch=epoch, window=window, slots=len(ids), padding=padding, segments=tuple(made))
+
+
+def _planned(rows: PlannedRows, number: int) -> tuple[int, int, _Place]:
+    planned = explain_row(rows.plan, number)
+    pieces = {piece.segment: piece for piece in planned.pieces}
+
+    def place(segment: int, slots: slice) -> dict[str, Any]:
+        piece = pieces[segment]
+        assert (piece.slot, piece.stop - piece.start) == (slots.start, slots.stop - slots.start), "the plan says what is gathered"
+        cache = rows.caches[piece.dataset]
+        file, row = cache.where(piece.doc)
+        stored = int(cache.lengths(np.array([piece.doc]))[0])
+        return {
+            "dataset": rows.plan.datasets[piece.dataset].name,
+            "file": file,
+            "row": row,
+            "document": piece.doc,
+            "token_start": piece.start,
+            "token_stop": min(piece.stop, stored),
+            "document_tokens": stored,
+            "ends_with_eos": piece.stop > stored,
+        }
+
+    return planned.epoch, planned.window, place
+
+
+def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:
+    epoch, file, row = rows.where(number)
+
+    def place(segment: int, slots: slice) -> dict[str, Any]:
+        length = slots.stop - slots.start
+        return {
+            "dataset": "",
+            "file": file,
+            "row": row,
+            "document": None,
+            "token_start": 0,
+            "token_stop": length,
+            "document_tokens": None,
+            "ends_with_eos": False,
+        }
+
+    return epoch, None, place
+
+
+class _Texts:
+    """Decoded text, as far as there is a tokenizer; what is missing is noted once a dataset."""
+
+    def __init__(self, decoder: Decoder | None, notes: list[str]) -> None:
+        self._decoder, self._notes = decoder, notes
+        self._known: dict[str, Decodes | None] = {}
+
+    def spans(self, dataset: str, ids: NDArray[np.int32], masked: NDArray[np.bool_]) -> tuple[Span, ...] | None:
+        tokenizer = self._tokenizer(dataset)
+        if tokenizer is None:
+            return None
+        edges = [0, *(np.flatnonzero(np.diff(masked)) + 1).tolist(), len(ids)]
+        return tuple(Span(text=tokenizer.decode(ids[a:b].tolist()), masked=bool(masked[a])) for a, b in itertools.pairwise(edges) if a < b)
+
+    def _tokenizer(self, dataset: str) -> Decodes | None:
+        if dataset not in self._known:
+            self._known[dataset] = None
+            if self._decoder is None:
+                self._notes.append("no text: this loader knows no tokenizer")
+            else:
+                try:
+                    self._known[dataset] = self._decoder(dataset)
+                except TokenizerError as error:
+                    self._notes.append(f"no text: {error}")
+        return self._known[dataset]
+
+
+def choose(step: int, row: int | None, count: int) -> list[int]:
+    """The rows of the batch that are asked for. Raises PlanError where batch or row is not there."""
+    if step < 0 or count == 0:
+        raise PlanError(at=f"step {step}", problem="steps count from 0" if step < 0 else "the data ends before it")
+    if row is not None and not 0 <= row < count:
+        raise PlanError(at=f"step {step}, row {row}", problem=f"the batch has {count} rows, counted from 0")
+    return list(range(count)) if row is None else [row]
