@@ -29,7 +29,8 @@ from easypipe.stages.mix import MixStage, MixStageConfig, check_weights
 from easypipe.stages.pack import PackStage, PackStageConfig
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
-from easypipe.stages.tokenize import TokenizeStage, TokenizeStageConfig
+from easypipe.stages.stream import no_plan, require_streamable
+from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -89,6 +90,14 @@ class Pipeline:
         if self._plan:
             raise StageOrderError(at="", problem="source() was called already", fix="Each pipeline starts with it once.")
         return self._add(SourceStage())
+
+    def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
+        """Columns and rows of text changed by easypipe.transforms, between source() and tokenize(). datasets: which; None means all."""
+        stage = TransformStage(transform, datasets)
+        late = next((step.stage.name for step in self._plan if isinstance(step.stage, TokenizeStage | MixStage | PackStage)), None)
+        if late is not None:
+            raise StageOrderError(at="", problem=f"transform() cannot follow {late}()", fix="Call it between source() and tokenize().")
+        return self._add(stage)
 
     def tokenize(self, config: TokenizeStageConfig | Mapping[str, Any] | None = None) -> Self:
         """Text to token ids, by the dataset's tokenizer, the stage's, or the pipeline's."""
@@ -151,9 +160,43 @@ class Pipeline:
         report = self.write() if saves else None
         return self.loader() if loads else report
 
+    def pending(self) -> dict[str, tuple[int, int]]:
+        """(ranges of rows that are not tokenized yet, all ranges) of every dataset that tokenize() has made. Reads no text."""
+        waiting = {name: source.pending() for name, source in self._tokenized().items()}
+        return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
+
+    def prepare_part(self, number: int, count: int) -> int:
+        """Tokenizes part `number` (from 0) of `count` and nothing else, for jobs on machines that share cache_dir. Returns its rows.
+
+        Whoever builds the pipeline afterwards finds the parts done, and tokenizes what nobody did.
+        """
+        if not 0 <= number < count:
+            raise ConfigError(at="number", problem=f"there is no part {number} of {count}", fix=f"Parts count from 0 to {count - 1}.")
+        rows = 0
+        for source in self._tokenized().values():
+            missing, _ = source.pending()
+            rows += source.prepare_part([i for i in missing if i % count == number])
+        return rows
+
+    def _tokenized(self) -> dict[str, TokenizedShardedSource]:
+        """What the last tokenize() tokenizes."""
+        self._require_source()
+        data = next((step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)), {})
+        return {name: source for name, source in data.items() if isinstance(source, TokenizedShardedSource)}
+
+    def _spread(self) -> None:
+        """Has other machines tokenize, where the config says so."""
+        if self._context.config.executor == "local" or not (sources := self._tokenized()):
+            return
+        from easypipe.executors.ray import prepare_on_ray
+
+        remade = _Remade.of(self._context, [step.stage for step in self._plan])
+        prepare_on_ray(sources, remade, cpus_per_task=remade.workers, progress=self._context.progress)
+
     def loader(self) -> Loader:
         """What `build()` returns after `load()`, with nothing saved."""
         self._require_source()
+        self._spread()
         last = self._plan[-1]
         if not isinstance(last.stage, LoadStage):
             raise StageOrderError(at="", problem="Call load() before loader()")
@@ -163,16 +206,34 @@ class Pipeline:
     def write(self) -> SaveReport:
         """Prepares all data and writes every `save()`, without a loader. The report's ledger reaches to the end of the chain."""
         self._require_source()
+        self._spread()
         if self._reminder is not None:
             self._reminder.detach()
             self._reminder = None
         saves = [(step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)]
-        folders = [folder for stage, data in saves for folder in stage.write(data, self._context)]
+        folders, pushed = [], []
+        for stage, data in saves:
+            written = stage.write(data, self._context)
+            folders += written
+            if (publication := stage.publication(written)) is not None:
+                from easypipe.interop.hub import push
+
+                options = stage.config
+                pushed.append(
+                    push(
+                        publication,
+                        str(options.hub_repo_id),
+                        private=options.hub_private,
+                        token=options.hub_token,
+                        revision=options.hub_revision,
+                        progress=self._context.progress,
+                    )
+                )
         books = self.ledger()
         for folder in folders:
             folder.enter(books)
         books.check()
-        return SaveReport(folders=tuple(folders), ledger=books)
+        return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
 
     def plan(self, steps: int | None = None, *, prepare: bool = True) -> PlanReport:
         """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and why, disk. From lengths; reads no tokens.
@@ -194,6 +255,8 @@ class Pipeline:
     def ledger(self) -> Ledger:
         """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
         self._require_source()
+        if self._context.config.streaming:
+            raise no_plan()
         books = Ledger()
         for name, source in self._plan[-1].data.items():
             books.extend(ledger_of(name, source))
@@ -212,6 +275,8 @@ class Pipeline:
         if self._plan and isinstance(self._plan[-1].stage, LoadStage):
             raise StageOrderError(at="", problem=f"{stage.name}() cannot follow load()", fix="load() ends the chain; call it last.")
         before = dict(self._plan[-1].data) if self._plan else {}
+        if isinstance(stage, MixStage | PackStage | LoadStage):
+            _say_what_is_left_behind(stage.name, before)
         self._plan = (*self._plan, _Step(stage, stage.process(before, self._context)))
         return self
 
@@ -222,12 +287,38 @@ class Pipeline:
     def _choose(self, given: Any, kind: type[T], at: str) -> T:
         own = getattr(self._context.config, at)
         if given is None:
-            return own if own is not None else from_dict(kind, {}, at)
+            given = own if own is not None else {}
         if isinstance(given, Mapping):
-            return from_dict(kind, given, at)
+            given = from_dict(kind, given, at)
         if not isinstance(given, kind):
             raise ConfigError(at=at, problem=f"expected {kind.__name__}, got {type(given).__name__}")
+        if self._context.config.streaming:
+            require_streamable(at, given)
         return given
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remade:
+    """A pipeline up to tokenize(), made again in another process: what travels is its description, not its open files."""
+
+    config: PipelineConfig
+    stages: tuple[BaseStage, ...]
+    workers: int
+
+    @classmethod
+    def of(cls, context: PipelineContext, stages: Sequence[BaseStage]) -> _Remade:
+        last = max(i for i, stage in enumerate(stages) if isinstance(stage, TokenizeStage))
+        options: TokenizeStageConfig = stages[last].config
+        workers = options.num_workers or 1
+        tokenize = TokenizeStage(dataclasses.replace(options, num_workers=workers))
+        config = dataclasses.replace(context.config, cache_dir=context.cache_dir, executor="local")
+        return cls(config, (*stages[:last], tokenize), workers)
+
+    def __call__(self) -> dict[str, TokenizedShardedSource]:
+        pipeline = Pipeline(self.config)
+        for stage in self.stages:
+            pipeline._add(stage)
+        return pipeline._tokenized()
 
 
 def create_pipeline(
@@ -270,64 +361,17 @@ def tokenize_and_save(
     return Pipeline(config, progress=progress).source().tokenize().save().build()
 
 
-def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: bool = True) -> Pipeline:
-    """The stages that `config` describes, up to and without load(): several datasets are mixed; packed and saved where it says so.
-
-    save: False leaves out save(), for those who only look.
-    """
-    pipeline = Pipeline(config, progress=progress).source().tokenize()
-    if config.mix is not None or len(config.datasets) > 1:
-        pipeline.mix()
-    if config.pack is not None:
-        pipeline.pack()
-    if save and config.save is not None:
-        pipeline.save()
-    return pipeline
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """Data that is tokenized, planned and saved: pipelines that end before load(), and what became of their rows."""
-
-    data: Pipeline
-    held_out: Mapping[str, Pipeline]
-    report: SaveReport
-
-
-def prepare_data(
-    data: PipelineConfig, held_out: Mapping[str, PipelineConfig] | None = None, *, progress: ProgressListener = silent
-) -> Prepared:
-    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs no jax."""
-    pipeline = chain(data, progress=progress)
-    config: PipelineConfig = pipeline.get_context().config
-    others = {name: chain(complete(name, config, other), progress=progress) for name, other in (held_out or {}).items()}
-    reports = [each.write() for each in (pipeline, *others.values())]
-    return Prepared(pipeline, others, _joined(reports))
-
-
-def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
-    """The held-out config `name`, with what it leaves out of seed, cache_dir, default_tokenizer, tokenize and pack taken from `data`."""
-    fields = ("seed", "cache_dir", "default_tokenizer", "tokenize", "pack")
-    missing = {field: getattr(data, field) for field in fields if getattr(held_out, field) is None}
-    several = len(held_out.datasets) > 1
-    datasets = tuple(
-        dataset if dataset.name is not None else dataclasses.replace(dataset, name=f"eval.{name}" + (f".{i}" if several else ""))
-        for i, dataset in enumerate(held_out.datasets, start=1)
-    )
-    return dataclasses.replace(held_out, datasets=datasets, **missing)
-
-
 def cache_folder(given: str | Path | None) -> Path:
     """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's."""
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     return Path(chosen).expanduser().absolute()
 
 
-def _joined(reports: Sequence[SaveReport]) -> SaveReport:
-    books = Ledger()
-    for report in reports:
-        books.extend(report.ledger)
-    return SaveReport(folders=tuple(folder for report in reports for folder in report.folders), ledger=books)
+def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:
+    for name, source in data.items():
+        columns = getattr(source, "keep", ())
+        if columns:
+            log.warning("dataset %s: %s() leaves columns behind, save() before it writes them: %s", name, stage, ", ".join(columns))
 
 
 def _never_built(names: list[str]) -> None:

@@ -13,8 +13,9 @@ from easypipe.core import storage
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
+from easypipe.jobs import Prepared, prepare_data
 from easypipe.loader.loader import Loader, LoadStageConfig
-from easypipe.pipeline import Pipeline, PipelineConfig, Prepared, prepare_data
+from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, token_info
 from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard

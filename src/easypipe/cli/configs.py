@@ -11,7 +11,8 @@ from easypipe.cli.prepare import data_of
 from easypipe.core.config import apply_overrides, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.loader.loader import LoadStageConfig
-from easypipe.pipeline import Pipeline, PipelineConfig, chain
+from easypipe.jobs import chain
+from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.train.record import recorded_seed
 
 

@@ -10,16 +10,29 @@ import typer
 from easypipe.cli.show import console, progress, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError
-from easypipe.pipeline import PipelineConfig, prepare_data
+from easypipe.jobs import chains, prepare_data
+from easypipe.pipeline import PipelineConfig
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a value of the config; may be repeated.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="A run config (data, model, train, eval), or a pipeline config.")]
 
 
-def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+Part = Annotated[
+    str | None,
+    typer.Option("--shard", metavar="I/N", help="Only tokenize part I (from 0) of N, for array jobs that share the cache folder."),
+]
+Finalize = Annotated[bool, typer.Option("--finalize", help="Finish what the parts prepared; refuse where some of it is missing.")]
+
+
+def prepare(config: ConfigFile, overrides: Overrides = None, shard: Part = None, finalize: Finalize = False) -> None:
     """Tokenize, mix, pack and save what CONFIG.YAML describes. What was prepared before is not done again."""
     values = apply_overrides(load_yaml(config), overrides or [])
     data, held_out = data_of(values)
+    if shard is not None:
+        _prepare_part(data, held_out, shard, finalize)
+        return
+    if finalize:
+        _refuse_what_is_missing(data, held_out)
     with progress() as listener:
         prepared = prepare_data(data, held_out, progress=listener)
     show_report(prepared.report)
@@ -41,3 +54,33 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
         from_dict(PipelineConfig, values["data"], "data"),
         {str(name): from_dict(PipelineConfig, entry, f"eval.{name}") for name, entry in held_out.items()},
     )
+
+
+def _prepare_part(data: PipelineConfig, held_out: dict[str, PipelineConfig], shard: str, finalize: bool) -> None:
+    number, count = _part(shard)
+    if finalize:
+        raise ConfigError(at="--finalize", problem="together with --shard", fix="Run it once, after all parts.")
+    with progress() as listener:
+        rows = sum(each.prepare_part(number, count) for each in chains(data, held_out, progress=listener).values())
+    console.print(
+        f"part {number} of {count}: {rows:,} rows tokenized; when all parts are done: easypipe prepare CONFIG --finalize", highlight=False
+    )
+
+
+def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineConfig]) -> None:
+    pipeline, others = chains(data, held_out, save=False)
+    for each in (pipeline, *others.values()):
+        for dataset, (missing, total) in each.pending().items():
+            if missing:
+                raise ConfigError(
+                    at="--finalize",
+                    problem=f"{missing} of {total} ranges of dataset {dataset!r} are not tokenized",
+                    fix="Run the parts that are missing (--shard I/N), or leave out --finalize to tokenize them here.",
+                )
+
+
+def _part(shard: str) -> tuple[int, int]:
+    number, slash, count = shard.partition("/")
+    if not (slash and number.isdigit() and count.isdigit() and int(number) < int(count)):
+        raise ConfigError(at="--shard", problem=f"{shard!r} is no part", fix="Write I/N with I from 0 to N - 1, like 0/8.")
+    return int(number), int(count)

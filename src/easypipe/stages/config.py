@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import field
 from pathlib import Path
+from typing import Literal
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
@@ -13,6 +14,7 @@ from easypipe.stages.mix import MixStageConfig, check_weights
 from easypipe.stages.pack import PackStageConfig
 from easypipe.stages.save import SaveStageConfig
 from easypipe.stages.source import DatasetConfig
+from easypipe.stages.stream import problems_of
 from easypipe.stages.tokenize import TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -42,12 +44,20 @@ class PipelineConfig:
     default_tokenizer: for datasets without one, where the tokenize stage names none either.
     seed: of every order in the pipeline; None draws one, logs it and keeps it in `pipeline.get_context().seed`.
     cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE, else the user's cache folder.
+    streaming: read forward and tokenize on the way: no row is counted, no token kept. docs/streaming.md says what is different then.
+    num_streams: with streaming, the canonical streams that the rows of a batch belong to; it divides the batch size, and decides the order.
+        None takes the largest divisor of the batch size up to 8. As many processes can share the reading.
+    executor: who tokenizes. "local": threads of this process. "ray": tasks on a Ray cluster (the extra `ray`) whose machines all see the
+        sources and cache_dir; the tokens are the same, byte for byte.
     """
 
     datasets: tuple[DatasetConfig, ...]
     default_tokenizer: TokenizerConfig | str | None = None
     seed: int | None = None
     cache_dir: str | Path | None = None
+    streaming: bool = False
+    num_streams: int | None = None
+    executor: Literal["local", "ray"] = "local"
     order: OrderConfig = field(default_factory=OrderConfig)
     tokenize: TokenizeStageConfig | None = None
     mix: MixStageConfig | None = None
@@ -80,6 +90,7 @@ class PipelineConfig:
                 )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
+        problems += problems_of(self)
         if self.mix is not None:
             try:
                 check_weights(self.mix.weights, names)

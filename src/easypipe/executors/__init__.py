@@ -1,0 +1,1 @@
+"""Where parts of a preparation run when one machine is not enough."""

@@ -1,0 +1,136 @@
+"""Ranges of rows tokenized by the workers of a Ray cluster, into the cache folder that all of its machines see.
+
+A task is some ranges of one dataset. What it commits is what this machine would have committed: the token cache is finished here, from the
+records that the workers left, so its bytes do not tell who made it. A task whose worker dies runs again, and finds what was committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from easypipe.core.errors import CacheError, ConfigError
+from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
+
+RANGES_PER_TASK = 64  # at most: a task costs some milliseconds, and so does losing one
+TASKS_PER_CPU = 8  # at least, while there are ranges, so that all workers end at about the same time
+RETRIES = 3  # of a task whose worker or machine died; an error in the data is raised at once
+
+
+class Preparable(Protocol):
+    """A tokenized source, in parts."""
+
+    def pending(self) -> tuple[list[int], int]: ...
+    def prepare_part(self, part: Sequence[int]) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    dataset: str
+    part: tuple[int, ...]
+
+
+def prepare_on_ray(
+    sources: Mapping[str, Preparable],
+    rebuild: Callable[[], Mapping[str, Preparable]],
+    *,
+    cpus_per_task: int = 1,
+    progress: ProgressListener = silent,
+) -> None:
+    """Has every pending range of `sources` committed by tasks of cpus_per_task CPUs each.
+
+    rebuild: makes the same sources in a worker; it travels there, they do not. The cluster is the one that Ray is connected to, that
+    RAY_ADDRESS names or that runs on this machine, else one that is started here for as long as this takes.
+    Raises what the first failing task raised, ConfigError where Ray is missing or the workers wrote into another folder than this machine
+    sees, CacheError where a task's workers died again and again.
+    """
+    waiting = {name: source.pending() for name, source in sources.items()}
+    if not any(numbers for numbers, _ in waiting.values()):
+        return
+    ray = _import_ray()
+    with _cluster(ray):
+        cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // cpus_per_task)
+        tasks = [task for name, (numbers, _) in waiting.items() for task in _cut(name, numbers, cpus)]
+        work = ray.remote(_work).options(num_cpus=cpus_per_task, max_retries=RETRIES, retry_exceptions=False)
+        run, shared = uuid.uuid4().hex, ray.put(rebuild)
+        done = {name: total - len(numbers) for name, (numbers, total) in waiting.items()}
+        running: dict[Any, _Task] = {}
+        following = iter(tasks)
+        try:
+            while True:
+                while len(running) < 4 * cpus + 4 and (task := next(following, None)) is not None:
+                    running[work.remote(run, shared, task.dataset, task.part)] = task
+                if not running:
+                    break
+                [ready], _ = ray.wait(list(running), num_returns=1)
+                task = running.pop(ready)
+                _result(ray, ready, task)
+                done[task.dataset] += len(task.part)
+                total = waiting[task.dataset][1]
+                progress(ProgressEvent(stage="tokenize", dataset=task.dataset, done=done[task.dataset], total=total, unit="ranges"))
+        finally:
+            for left in running:
+                ray.cancel(left, force=False)
+    for name, source in sources.items():
+        missing, total = source.pending()
+        if missing:
+            raise ConfigError(
+                at="cache_dir",
+                problem=f"Ray's workers are done, and {len(missing)} of {total} ranges of dataset {name!r} are not in this folder",
+                fix="Set cache_dir to a folder that all machines of the cluster share.",
+            )
+
+
+def _work(run: str, rebuild: Callable[[], Mapping[str, Preparable]], dataset: str, part: tuple[int, ...]) -> int:
+    """Runs in a Ray worker, which keeps the sources for its next task of the same run."""
+    global _kept
+    if _kept is None or _kept[0] != run:
+        _kept = (run, rebuild())
+    return _kept[1][dataset].prepare_part(part)
+
+
+_kept: tuple[str, Mapping[str, Preparable]] | None = None
+
+
+def _result(ray: Any, ready: Any, task: _Task) -> int:
+    try:
+        return ray.get(ready)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None  # as it was raised there, with its notes
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError) as error:
+        raise CacheError(
+            at=f"dataset {task.dataset!r}, ranges {task.part[0]} to {task.part[-1]}",
+            problem=f"Ray's worker died {RETRIES + 1} times: {type(error).__name__}",
+            fix="Look for memory in the workers' logs; what was finished is kept, run again.",
+        ) from error
+
+
+def _cut(dataset: str, numbers: Sequence[int], cpus: int) -> Iterator[_Task]:
+    size = max(1, min(RANGES_PER_TASK, len(numbers) // (TASKS_PER_CPU * cpus)))
+    for start in range(0, len(numbers), size):
+        yield _Task(dataset, tuple(numbers[start : start + size]))
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            at="executor", problem=f"'ray' needs the package ray: {error}", fix="python -m pip install 'easypipe[ray]'"
+        ) from error
+    return ray
+
+
+@contextlib.contextmanager
+def _cluster(ray: Any) -> Iterator[None]:
+    if ray.is_initialized():
+        yield
+        return
+    ray.init(log_to_driver=False, logging_level="warning")
+    try:
+        yield
+    finally:
+        ray.shutdown()
