@@ -18,6 +18,7 @@ from easypipe.plan import reference
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import OVERSIZE, STRATEGIES, PackSpec
+from easypipe.plan.schedule import KINDS, Schedule
 from easypipe.plan.windows import MARK_EVERY, Pieces, Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from strategies import examples
 
@@ -43,13 +44,30 @@ packs = st.one_of(
 
 
 @st.composite
+def schedules(draw: st.DrawFn, size: int) -> Schedule:
+    """A few points within the first steps, weights of 0 among them, batches of one or two sizes."""
+    weights = st.lists(st.sampled_from([0, 1, 1, 3, 1000]), min_size=size, max_size=size).filter(any).map(tuple)
+    steps = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True).map(sorted))
+    sizes = draw(st.sampled_from([((0, 1),), ((0, 3),), ((0, 2), (5, 4))]))
+    points = tuple((step, draw(weights)) for step in steps)
+    return Schedule(points, draw(st.sampled_from(KINDS)), sizes, draw(st.one_of(st.none(), weights)))
+
+
+@st.composite
 def plans(draw: st.DrawFn) -> tuple[list[PlanDataset], PlanSpec]:
     """Mixtures of one to four small datasets; about one document in three is longer than a row, some are empty."""
     lengths = draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=40), min_size=1, max_size=4))
     stop = draw(st.sampled_from(["restart", "first_exhausted", "all_exhausted"]))
     epochs = draw(st.sampled_from([1, 3, None]))
     datasets = [dataset(f"d{i}", [*values, 3]) for i, values in enumerate(lengths)]
+    size = len(datasets)
+    changing = draw(st.booleans())
+    unit = draw(st.sampled_from(["rows", "rows", "tokens"]))
     return datasets, PlanSpec(
+        schedule=draw(schedules(size)) if changing else None,
+        unit=unit,
+        block=draw(st.sampled_from([None, 7])) if changing and unit == "rows" else None,
+        max_epochs=draw(st.one_of(st.none(), st.tuples(*[st.sampled_from([None, 1, 2])] * size))),
         seed=draw(st.integers(0, 1 << 31)),
         weights=tuple(draw(st.integers(1, 9)) for _ in datasets),
         stop=stop,
@@ -94,7 +112,7 @@ def test_any_row_equals_the_forward_scan(made: tuple[list[PlanDataset], PlanSpec
         assert (address.window, address.epoch) == (window.state.index, window.state.epoch)
         assert window.first_row + address.row_in_window == row
         assert 0 <= address.row_in_window < window.num_rows
-    assert (plan.num_rows is None) == (made[1].num_epochs is None)
+    assert (plan.num_rows is None) == (made[1].last_epoch([each.num_docs for each in made[0]]) is None)
     if plan.num_rows is not None and len(expected) < FIRST_ROWS:
         assert plan.num_rows == len(expected)
 
@@ -115,7 +133,7 @@ def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanD
     plan = Plan([counted(each) for each in made[0]], made[1])
     plan.resume(state)
     assert look(plan, [row]) == [expected[row]]
-    assert sum(asked) <= made[1].window_docs, "more than one window was planned to look at a resumed row"
+    assert made[1].unit == "tokens" or sum(asked) <= made[1].window_docs, "more than one window was planned to look at a resumed row"
     assert look(plan, list(range(row, len(expected)))) == expected[row:]
     assert look(plan, list(range(len(expected)))) == expected, "rows before the state changed"
     again = plan.state_at(row)
@@ -130,7 +148,8 @@ def test_checkpoints_change_no_row(made: tuple[list[PlanDataset], PlanSpec], kee
     assert look(first, [len(expected) - 1]) == expected[-1:]
     ends = first.num_rows
     marks = first.checkpoints()
-    assert all(mark.index % MARK_EVERY == 0 or mark.epoch == made[1].num_epochs for mark in marks)
+    last = made[1].last_epoch([each.num_docs for each in made[0]])
+    assert all(mark.index % MARK_EVERY == 0 or mark.epoch == last for mark in marks)
     kept = [mark for mark, take in zip(marks, itertools.cycle(keep), strict=False) if take]
     second = Plan(*made, checkpoints=kept)
     assert second.fingerprint == first.fingerprint
@@ -210,10 +229,13 @@ def test_the_tally_conserves(made: tuple[list[PlanDataset], PlanSpec], data: st.
         for each in datasets:
             part = whole.datasets[each.name]
             assert part.docs_pending == part.tokens_pending == 0
-            if spec.stop == "all_exhausted" or len(datasets) == 1:
-                assert spec.num_epochs is not None
-                assert (part.unreached, part.passes) == (0, spec.num_epochs)
-                assert part.tokens_drawn == spec.num_epochs * each.total_tokens
+        for each, cap in zip(datasets, spec.caps, strict=True):
+            part = whole.datasets[each.name]
+            assert cap is None or part.draws <= cap * each.num_docs, "a document came more often than max_epochs allows"
+            if spec.stop != "first_exhausted" or len(datasets) == 1:
+                passes = min(n for n in (spec.num_epochs, cap) if n is not None)
+                assert (part.unreached, part.passes, part.epochs) == (0, passes, passes)
+                assert part.tokens_drawn == passes * each.total_tokens
 
 
 def test_the_tally_counts_what_oversize_does() -> None:

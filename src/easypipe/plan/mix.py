@@ -29,7 +29,7 @@ MAX_WEIGHT_SUM = 1 << 40  # times 2k - 2 and a sign it stays in an Int64 for up 
 MAX_DATASETS = 1 << 16
 MAX_DRAWS = 1 << 20  # of one call: draws times weights stays in an Int64
 
-_NEVER = np.int64(1 << 62)
+NEVER = 1 << 62  # documents of a dataset that begins again without end
 _NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)  # deadlines are below 2^43, so both fit a word
 
 
@@ -91,20 +91,23 @@ def draw(
     deficits: NDArray[np.int64],
     active: NDArray[np.bool_],
     stop: Stop,
+    *,
+    capped: bool = False,
 ) -> Draws:
     """The next draws, at most `num_draws` of them.
 
-    weights, remaining (documents each dataset still has in this epoch; not looked at by "restart"), deficits: Int64[k]; active: Bool[k].
-    "restart" gives all of them. "first_exhausted" ends before the first draw that would need an exhausted dataset. "all_exhausted": a
-    dataset leaves with its last document, and the others go on with their weights and no deficits; ends with the last document of all.
+    weights, remaining (documents each dataset may still give), deficits: Int64[k]; active: Bool[k]. capped: "restart" looks at `remaining`
+    too, because some datasets may not begin again; else it gives all draws. "first_exhausted" ends before the first draw that would need
+    an exhausted dataset. "all_exhausted" (and "restart" where capped): a dataset leaves with its last document, and the others go on with
+    their weights and no deficits; ends with the last document of all.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
     deficits, active = deficits.copy(), active.copy()
     dataset = np.empty(num_draws, dtype=np.int32)
     counts = np.zeros(weights.shape[0], dtype=np.int64)
-    left = np.full_like(weights, _NEVER) if stop == "restart" else remaining.copy()
-    made, ended = _draw_into(weights, left, deficits, active, stop == "all_exhausted", dataset, counts)
+    left = remaining.copy() if capped or stop != "restart" else np.full_like(weights, NEVER)
+    made, ended = _draw_into(weights, left, deficits, active, stop != "first_exhausted", dataset, counts)
     return Draws(dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=bool(ended))
 
 
@@ -112,6 +115,15 @@ def start(num_docs: Sequence[int] | NDArray[np.int64], stop: Stop) -> tuple[NDAr
     """(deficits, active) at the start of an epoch. Under "all_exhausted" a dataset without documents has left already."""
     counts = np.asarray(num_docs, dtype=np.int64)
     return np.zeros_like(counts), (counts > 0) if stop == "all_exhausted" else np.ones(counts.shape, dtype=np.bool_)
+
+
+def remaining(num_docs: NDArray[np.int64], drawn: NDArray[np.int64], stop: Stop, caps: Sequence[int | None] | None) -> NDArray[np.int64]:
+    """Documents that each dataset may still give in this epoch: Int64[k]. caps: most passes over each dataset, None for no limit."""
+    if stop != "restart":
+        return num_docs - drawn
+    passes = [None] * num_docs.shape[0] if caps is None else caps
+    give = [NEVER if cap is None else min(NEVER, cap * count) for cap, count in zip(passes, num_docs.tolist(), strict=True)]
+    return np.array([total if total == NEVER else total - done for total, done in zip(give, drawn.tolist(), strict=True)], dtype=np.int64)
 
 
 @jit

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from easypipe.core.random import child, fold, permute
+from easypipe.plan.deficit import ROWS_TOTAL, TOKENS_TOTAL, weights_of
 from easypipe.plan.mix import Stop
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import PlanDataset, PlanSpec
+from easypipe.plan.stairs import fit, rows_left, shares_at, window_draws
+from easypipe.plan.state import WindowState
 
 Item = tuple[int, int, int]  # draw, start, length
+Document = tuple[int, int, int]  # dataset, doc, length
 Piece = tuple[int, int, int, int, int, int]  # slot, segment, dataset, doc, start, length
 
 
@@ -40,20 +46,59 @@ def assign(weights: Sequence[int]) -> Iterator[int]:
         yield chosen
 
 
-def draws(weights: Sequence[int], num_docs: Sequence[int], stop: Stop) -> Iterator[int]:
-    """The datasets that one epoch of a mixture draws from, draw by draw."""
-    left = list(num_docs)
-    active = [i for i in range(len(left)) if left[i] or stop != "all_exhausted"]
+def draws(weights: Sequence[int], left: Sequence[float], stop: Stop, out: Sequence[int] = ()) -> Iterator[int]:
+    """The datasets that one epoch of a mixture draws from, draw by draw. left: documents they may give. out: datasets not in it."""
+    left = list(left)
+    active = [i for i in range(len(left)) if i not in out and (left[i] or stop != "all_exhausted")]
     while active:
         for chosen in assign([weights[i] for i in active]):
             dataset = active[chosen]
-            if stop != "restart" and left[dataset] == 0:
+            if left[dataset] == 0:
                 return
             left[dataset] -= 1
             yield dataset
-            if stop == "all_exhausted" and left[dataset] == 0:
+            if stop != "first_exhausted" and left[dataset] == 0:
                 active.remove(dataset)
                 break
+
+
+@dataclass
+class Mixing:
+    """Where a mixture stands that gives to whom it owes most. deficits: in units of the weights. left: documents that each may give."""
+
+    deficits: list[int]
+    left: list[float]
+    active: list[bool]
+    ended: bool = False
+
+
+def owed_most(mixing: Mixing, weigh: Callable[[list[bool]], Sequence[int]], stop: Stop, size: Callable[[int], int] | None) -> Iterator[int]:
+    """The draws of a window, to whom is owed most. weigh: the weights of the datasets in the mixture.
+
+    size: tokens of the next document of a dataset; None counts draws. Of equals, the one with more weight; of those, the first.
+    """
+    while True:
+        mixing.ended = not any(mixing.active)
+        if mixing.ended:
+            return
+        weights = weigh(mixing.active)
+        granted = [owed + (weight if size is None else 0) for owed, weight in zip(mixing.deficits, weights, strict=True)]
+        chosen = max((i for i, alive in enumerate(mixing.active) if alive), key=lambda i: (granted[i], weights[i], -i))
+        if mixing.left[chosen] == 0:
+            mixing.ended = True
+            return
+        tokens = 1 if size is None else size(chosen)
+        for i, weight in enumerate(weights):
+            mixing.deficits[i] += weight * tokens
+        mixing.deficits[chosen] -= sum(weights) * tokens
+        mixing.left[chosen] -= 1
+        if stop != "first_exhausted" and mixing.left[chosen] == 0:
+            mixing.active[chosen] = False
+            mixing.deficits = [0] * len(weights)
+            mixing.ended = not any(mixing.active)
+        yield chosen
+        if mixing.ended:
+            return
 
 
 @functools.lru_cache(maxsize=64)
@@ -115,23 +160,30 @@ def room(row: list[Item], spec: PackSpec) -> int:
 
 def plan_rows(datasets: Sequence[PlanDataset], spec: PlanSpec) -> Iterator[list[Piece]]:
     """Every row of a plan from the first on, as the pieces in it."""
-    window_index = 0
+    window_index = first_row = 0
+    num_docs = [dataset.num_docs for dataset in datasets]
     stop: Stop = "all_exhausted" if len(datasets) == 1 else spec.stop
-    for epoch in itertools.count() if spec.num_epochs is None else range(spec.num_epochs):
+    last = spec.last_epoch(num_docs)
+    for epoch in itertools.count() if last is None else range(last):
+        out = [i for i, cap in enumerate(spec.caps) if spec.has_epochs and cap is not None and epoch >= cap]
+        left: list[float] = [*num_docs]
+        if not spec.has_epochs:
+            left = [math.inf if cap is None else float(cap * count) for cap, count in zip(spec.caps, num_docs, strict=True)]
         drawn = [0] * len(datasets)
-        chosen = draws(spec.weights, [dataset.num_docs for dataset in datasets], stop)
-        while window := list(itertools.islice(chosen, spec.window_docs)):
-            documents: list[tuple[int, int, int]] = []  # dataset, doc, length
-            for i in window:
-                turn, position = divmod(drawn[i], datasets[i].num_docs)
-                key = child(fold(spec.seed, "order", datasets[i].name), epoch + turn)
-                doc = one_pass(spec.order, datasets[i].num_docs, key)[position]
-                documents.append((i, doc, int(datasets[i].lengths(np.array([doc]))[0])))
-                drawn[i] += 1
-            if spec.pack is None:
-                rows: list[list[Item]] = [[(draw, 0, length)] for draw, (_, _, length) in enumerate(documents)]
+        chosen = draws(spec.weights, left, stop, out)
+        active = [i not in out and (left[i] > 0 or stop != "all_exhausted") for i in range(len(left))]
+        mixing = Mixing([0] * len(left), left, active)
+        while True:
+            if spec.schedule is None and spec.unit == "rows":
+                documents = take(datasets, spec, epoch, itertools.islice(chosen, spec.window_docs), drawn)
+                if not documents:
+                    break
+            elif mixing.ended:
+                break
             else:
-                rows = pack([length for _, _, length in documents], spec.pack)
+                size = num_draws(datasets, spec, epoch, stop, first_row, mixing, drawn)
+                documents = take_owed_most(datasets, spec, epoch, stop, first_row, size, mixing, drawn)
+            rows = lay(documents, spec)
             places = np.arange(len(rows))
             if spec.pack is not None and spec.pack.shuffle_rows and rows:
                 places = permute(places, len(rows), child(fold(spec.seed, "rows"), window_index))
@@ -142,3 +194,59 @@ def plan_rows(datasets: Sequence[PlanDataset], spec: PlanSpec) -> Iterator[list[
                     slot += length
                 yield row
             window_index += 1
+            first_row += len(rows)
+
+
+def look(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, i: int, drawn: list[int]) -> Document:
+    """The next document of dataset i."""
+    turn, position = divmod(drawn[i], datasets[i].num_docs)
+    key = child(fold(spec.seed, "order", datasets[i].name), epoch + turn)
+    doc = one_pass(spec.order, datasets[i].num_docs, key)[position]
+    return i, doc, int(datasets[i].lengths(np.array([doc]))[0])
+
+
+def take(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, chosen: Iterator[int], drawn: list[int]) -> list[Document]:
+    """The documents that the draws `chosen` give; counts them in `drawn`."""
+    documents: list[Document] = []
+    for i in chosen:
+        documents.append(look(datasets, spec, epoch, i, drawn))
+        drawn[i] += 1
+    return documents
+
+
+def lay(documents: list[Document], spec: PlanSpec) -> list[list[Item]]:
+    lengths = [length for _, _, length in documents]
+    return [[(draw, 0, length)] for draw, length in enumerate(lengths)] if spec.pack is None else pack(lengths, spec.pack)
+
+
+def take_owed_most(
+    datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, stop: Stop, row: int, size: int, mixing: Mixing, drawn: list[int]
+) -> list[Document]:
+    """At most `size` documents of a window that begins at `row`; moves `mixing` and `drawn` on."""
+    total = ROWS_TOTAL if spec.unit == "rows" else TOKENS_TOTAL
+
+    def tokens(i: int) -> int:
+        """Those that get a place in a row, and at least one."""
+        _, _, length = look(datasets, spec, epoch, i, drawn)
+        if spec.pack is not None and length > spec.pack.seq_length and spec.pack.oversize in ("truncate", "drop"):
+            length = spec.pack.seq_length if spec.pack.oversize == "truncate" else 0
+        return max(1, length)
+
+    shares = shares_at(spec, row)
+    by_size = tokens if spec.unit == "tokens" else None
+    chosen = owed_most(mixing, lambda active: weights_of(shares, active, total, spec.block), stop, by_size)
+    return take(datasets, spec, epoch, itertools.islice(chosen, size), drawn)
+
+
+def num_draws(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, stop: Stop, row: int, mixing: Mixing, drawn: list[int]) -> int:
+    """Documents of the window that begins at `row`: so many that its rows end where the shares change next."""
+    state = WindowState(index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active))
+    guess, rows = window_draws(datasets, spec, state), rows_left(spec, row)
+    if rows is None or spec.pack is None:
+        return guess
+
+    def rows_of(size: int) -> int:
+        twin = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
+        return len(lay(take_owed_most(datasets, spec, epoch, stop, row, size, twin, [*drawn]), spec))
+
+    return fit(guess, spec.window_docs, rows, rows_of)

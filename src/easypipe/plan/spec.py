@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,16 @@ from easypipe.core.errors import PlanError
 from easypipe.plan.mix import MAX_DATASETS, MAX_DRAWS, MAX_WEIGHT_SUM, Stop
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import PackSpec
+from easypipe.plan.schedule import Schedule
 
 PLAN_VERSION = 1  # raise it with every change that moves a document to another row
 
 WINDOW_TOKENS = 16 << 20
 WINDOW_ROWS = 4096
 MAX_WINDOW_DOCS = 65_536
+
+Unit = Literal["rows", "tokens"]
+UNITS: tuple[Unit, ...] = ("rows", "tokens")
 
 STOPS: tuple[Stop, ...] = ("restart", "first_exhausted", "all_exhausted")
 
@@ -47,6 +51,10 @@ class PlanSpec:
     num_epochs None; for a single dataset all three are the same and an epoch is one pass. num_epochs: how often a mixture that
     ends is drawn, with new permutations each time; None goes on forever. pack: None gives every document a row of its own.
     window_docs: documents planned and packed together.
+
+    schedule: weights by training step in place of `weights`, which then only sizes windows. unit: what a share is a share of; "tokens" are
+    those that get a place in a row. block: under a schedule, documents in a block that shares are rounded to. max_epochs: most passes
+    over each dataset in the whole run, None for no limit; a dataset that has made them is out of the mixture.
     """
 
     seed: int
@@ -56,6 +64,10 @@ class PlanSpec:
     num_epochs: int | None = 1
     order: OrderSpec = field(default_factory=OrderSpec)
     pack: PackSpec | None = None
+    schedule: Schedule | None = None
+    unit: Unit = "rows"
+    block: int | None = None
+    max_epochs: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stop not in STOPS:
@@ -73,6 +85,16 @@ class PlanSpec:
         if self.num_epochs is not None and self.num_epochs < 1:
             problem = f"{self.num_epochs} epochs hold no rows"
             raise PlanError(at="num_epochs", problem=problem, fix="Give at least 1, or None for data without end.")
+        if self.unit not in UNITS:
+            raise PlanError(at="unit", problem=f"no unit {self.unit!r}", have=UNITS)
+        if self.schedule is not None and {len(weights) for weights in self.schedule.all_weights} != {len(self.weights)}:
+            raise PlanError(at="schedule", problem=f"its points do not have weights for {len(self.weights)} datasets")
+        if self.block is not None and (self.schedule is None or self.unit == "tokens" or not 1 <= self.block <= 1 << 40):
+            raise PlanError(at="block", problem=f"{self.block}", fix="Give 1 to 2^40, with a schedule of weights by rows.")
+        if self.max_epochs is not None and len(self.max_epochs) != len(self.weights):
+            raise PlanError(at="max_epochs", problem=f"{len(self.max_epochs)} numbers for {len(self.weights)} datasets")
+        if self.max_epochs is not None and any(cap is not None and cap < 1 for cap in self.max_epochs):
+            raise PlanError(at="max_epochs", problem=f"{self.max_epochs} holds fewer than one pass", fix="Give at least 1.")
         if self.stop == "restart" and len(self.weights) > 1 and self.num_epochs is not None:
             fix = "Set num_epochs to None, or stop to 'first_exhausted' or 'all_exhausted'."
             raise PlanError(at="num_epochs", problem=f"a mixture that restarts has no end to reach {self.num_epochs} times", fix=fix)
@@ -81,6 +103,19 @@ class PlanSpec:
     def has_epochs(self) -> bool:
         """Whether the draws come in epochs; else each dataset restarts on its own."""
         return self.stop != "restart" or len(self.weights) == 1
+
+    @property
+    def caps(self) -> tuple[int | None, ...]:
+        """Most passes over each dataset; None for no limit."""
+        return (None,) * len(self.weights) if self.max_epochs is None else self.max_epochs
+
+    def last_epoch(self, num_docs: Sequence[int]) -> int | None:
+        """Epochs of the whole run, which caps may end early; None where it never ends."""
+        passes = [cap for cap, count in zip(self.caps, num_docs, strict=True) if count]
+        ends = max((cap for cap in passes if cap is not None), default=0) if None not in passes else None
+        if not self.has_epochs:
+            return None if ends is None else 1
+        return ends if self.num_epochs is None else self.num_epochs if ends is None else min(ends, self.num_epochs)
 
 
 def window_docs(datasets: Sequence[PlanDataset], weights: Sequence[int], seq_length: int | None = None) -> int:
@@ -112,6 +147,9 @@ def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
 def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
     """Hex digest of everything that decides what stands in a row. Not num_epochs: more epochs only add rows behind the last."""
     choices: dict[str, Any] = {key: value for key, value in to_dict(spec).items() if key != "num_epochs"}
+    for key, default in {"schedule": None, "unit": "rows", "block": None, "max_epochs": None}.items():
+        if choices[key] == default:
+            del choices[key]  # plans without them keep the fingerprints that they had before these choices existed
     if spec.pack is not None and spec.pack.strategy != "pool":
         del choices["pack"]["num_packers"]
     return digest("plan", PLAN_VERSION, choices, [[d.name, d.num_docs, d.total_tokens, d.fingerprint] for d in datasets])

@@ -40,6 +40,11 @@ class DatasetTally:
     tokens_dropped: int
     segments: int
 
+    @property
+    def epochs(self) -> float:
+        """Passes over the dataset that were drawn, the last one in part."""
+        return self.draws / self.num_docs if self.num_docs else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError
 from easypipe.core.random import child, fold
 from easypipe.plan import mix
+from easypipe.plan.deficit import MAX_SIZE, draw_owed_most
 from easypipe.plan.jit import jit
 from easypipe.plan.order import documents
 from easypipe.plan.pack import Layout, PackSpec, one_row_each, oversize_error, pack_window
 from easypipe.plan.spec import PlanDataset, PlanSpec
+from easypipe.plan.stairs import draw_shares, fit, rows_left, shares_at, window_draws
 from easypipe.plan.state import WindowState
 
 _LOOK = 1 << 16  # lengths that are asked for together
@@ -75,16 +77,32 @@ class Planner:
         self._weights = np.array(spec.weights, dtype=np.int64)
         self._order_keys = np.array([fold(spec.seed, "order", dataset.name) for dataset in datasets], dtype=np.uint64)
         self._row_key = fold(spec.seed, "rows")
+        self.last_epoch = spec.last_epoch(self.num_docs.tolist())
+        self._owed_most = spec.schedule is not None or spec.unit == "tokens"
 
     def window(self, state: WindowState) -> Window:
-        draws = self.draw(state)
+        rows = rows_left(self.spec, state.first_row)
+        if rows is None or self.spec.pack is None:
+            return self._window(state, self.draw(state))
+        tried: dict[int, Window] = {}
+
+        def rows_of(num_draws: int) -> int:
+            if num_draws not in tried:
+                tried[num_draws] = self._window(state, self.draw(state, num_draws))
+            return tried[num_draws].num_rows
+
+        chosen = fit(window_draws(self.datasets, self.spec, state), self.spec.window_docs, rows, rows_of)
+        rows_of(chosen)
+        return tried[chosen]
+
+    def _window(self, state: WindowState, draws: mix.Draws) -> Window:
         counts = draws.counts
         docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, np.array(state.drawn, dtype=np.int64), counts)
         first = np.cumsum(counts) - counts
         lengths = np.empty(docs.shape[0], dtype=np.int32)
         for dataset, start, count in zip(self.datasets, first.tolist(), counts.tolist(), strict=True):
             if count:
-                lengths[start : start + count] = self._lengths(dataset, docs[start : start + count])
+                lengths[start : start + count] = self._fitting_lengths(dataset, docs[start : start + count])
         doc, length = np.empty_like(docs), np.empty_like(lengths)
         _to_draw_order(draws.dataset, first, docs, lengths, doc, length)
         layout = one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
@@ -101,26 +119,62 @@ class Planner:
                     return True
         return False
 
+    def _fitting_lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
+        lengths = self._lengths(dataset, docs)
+        pack = self.spec.pack
+        if pack is not None and pack.oversize == "error" and (lengths > pack.seq_length).any():
+            n = int(np.argmax(lengths > pack.seq_length))
+            raise oversize_error(f"dataset {dataset.name!r}, document {docs[n]}", int(lengths[n]), pack)
+        return lengths
+
     def _lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
         lengths = dataset.lengths(docs)
         if lengths.dtype != np.int32 or lengths.shape != docs.shape:
             problem = f"lengths of {docs.shape[0]} documents came as {lengths.dtype}{list(lengths.shape)}"
             raise PlanError(at=f"dataset {dataset.name!r}", problem=problem, fix="PlanDataset.lengths gives Int32[n].")
-        wrong = lengths < 0
-        if self.spec.pack is not None and self.spec.pack.oversize == "error":
-            wrong |= lengths > self.spec.pack.seq_length
-        if wrong.any():
-            n = int(np.argmax(wrong))
+        if (lengths < 0).any():
+            n = int(np.argmax(lengths < 0))
             at = f"dataset {dataset.name!r}, document {docs[n]}"
-            if lengths[n] < 0 or self.spec.pack is None:
-                raise PlanError(at=at, problem=f"a length of {lengths[n]} tokens", fix="The token cache is damaged: prepare it again.")
-            raise oversize_error(at, int(lengths[n]), self.spec.pack)
+            raise PlanError(at=at, problem=f"a length of {lengths[n]} tokens", fix="The token cache is damaged: prepare it again.")
         return lengths
 
-    def draw(self, state: WindowState) -> mix.Draws:
-        remaining = self.num_docs - np.array(state.drawn, dtype=np.int64)
+    def draw(self, state: WindowState, num_draws: int | None = None) -> mix.Draws:
+        """The draws behind `state`. num_draws: under a schedule, how many; None those of `window_draws`."""
+        left = mix.remaining(self.num_docs, np.array(state.drawn, dtype=np.int64), self.stop, self.spec.max_epochs)
         deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
-        return mix.draw(self.spec.window_docs, self._weights, remaining, deficits, active, self.stop)
+        if not self._owed_most:
+            return mix.draw(self.spec.window_docs, self._weights, left, deficits, active, self.stop, capped=True)
+        spec, tokens = self.spec, self.spec.unit == "tokens"
+        shares = shares_at(spec, state.first_row)
+        num_draws = window_draws(self.datasets, spec, state) if num_draws is None else num_draws
+        leave = self.stop != "first_exhausted"
+        sizes = self._sizes(state) if tokens else None
+        expected = [int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)] if tokens else ()
+        return draw_owed_most(num_draws, shares, spec.block, left, deficits, active, leave, sizes, expected)
+
+    def _sizes(self, state: WindowState) -> Callable[[int, int, int], NDArray[np.int64]]:
+        """The tokens that get a place in a row, of the documents which each dataset gives next; at least 1 each, so that all count."""
+        pack = self.spec.pack
+
+        def sizes(i: int, start: int, stop: int) -> NDArray[np.int64]:
+            drawn, counts = np.array(state.drawn, dtype=np.int64), np.zeros_like(self.num_docs)
+            drawn[i], counts[i] = drawn[i] + start, stop - start
+            docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
+            lengths = self._lengths(self.datasets[i], docs).astype(np.int64)
+            if pack is not None and pack.oversize == "truncate":
+                lengths = np.minimum(lengths, pack.seq_length)
+            elif pack is not None and pack.oversize == "drop":
+                lengths[lengths > pack.seq_length] = 0
+            if (lengths > MAX_SIZE).any():
+                n = int(np.argmax(lengths > MAX_SIZE))
+                raise PlanError(
+                    at=f"dataset {self.datasets[i].name!r}, document {docs[n]}",
+                    problem=f"{lengths[n]} tokens cannot be weighed: shares by tokens know documents of up to {MAX_SIZE}",
+                    fix="Weigh by rows, or cut the document.",
+                )
+            return np.maximum(lengths, 1)
+
+        return sizes
 
     def after(self, state: WindowState, draws: mix.Draws, num_rows: int) -> WindowState:
         index, first_row = state.index + 1, state.first_row + num_rows
@@ -137,6 +191,8 @@ class Planner:
 
     def epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState:
         deficits, active = mix.start(self.num_docs, self.stop)
+        if self.spec.has_epochs:
+            active &= np.array([cap is None or epoch < cap for cap in self.spec.caps])
         return WindowState(
             index=index,
             epoch=epoch,
@@ -147,7 +203,7 @@ class Planner:
         )
 
     def ended(self, state: WindowState) -> bool:
-        return self.spec.num_epochs is not None and state.epoch >= self.spec.num_epochs
+        return self.last_epoch is not None and state.epoch >= self.last_epoch
 
 
 def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:

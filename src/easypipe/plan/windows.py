@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError, StateError
-from easypipe.plan import tally
+from easypipe.plan import mix, tally
+from easypipe.plan.mix import NEVER
 from easypipe.plan.spec import PlanDataset, PlanSpec, check, fingerprint, window_docs
 from easypipe.plan.state import WindowState
 from easypipe.plan.tally import DatasetTally, Tally
@@ -77,13 +78,22 @@ class Plan:
             self.resume(state)
 
     @property
+    def ends(self) -> bool:
+        """Whether there is a last row."""
+        return self._planner.last_epoch is not None
+
+    @property
     def num_rows(self) -> int | None:
         """Rows of all epochs; None where there is no end. The first call scans the plan, unless a checkpoint stands at its end."""
-        if self.spec.num_epochs is None:
+        if not self.ends:
             return None
         if self._num_rows is None:
-            if self.spec.pack is None and self._planner.stop == "all_exhausted":
-                self._num_rows = int(self._planner.num_docs.sum()) * self.spec.num_epochs
+            last = self._planner.last_epoch
+            assert last is not None
+            if self.spec.pack is None and self._planner.stop != "first_exhausted":
+                most = last if self.spec.has_epochs else NEVER  # passes over one dataset
+                passes = [min(most, most if cap is None else cap) for cap in self.spec.caps]
+                self._num_rows = sum(count * n for count, n in zip(self._planner.num_docs.tolist(), passes, strict=True))
             else:
                 with self._scan_lock:
                     self._scan(None)
@@ -137,11 +147,11 @@ class Plan:
         Raises StateError where the state cannot be one of a plan over these datasets. A state of another plan over the same datasets
         cannot be told from one of this: compare fingerprints.
         """
-        size, epochs = len(self.datasets), self.spec.num_epochs
+        size, epochs = len(self.datasets), self._planner.last_epoch
         fits = len(state.drawn) == len(state.deficits) == len(state.active) == size
         if not fits or min(state.index, state.epoch, state.first_row, *state.drawn) < 0 or sum(state.deficits):
             raise StateError(at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets")
-        if self.spec.has_epochs and any(drawn > dataset.num_docs for drawn, dataset in zip(state.drawn, self.datasets, strict=True)):
+        if (mix.remaining(self._planner.num_docs, np.array(state.drawn, np.int64), self._planner.stop, self.spec.max_epochs) < 0).any():
             raise StateError(at="window", problem=f"{state.to_json()} has drawn more documents than there are")
         if epochs is not None and (state.epoch > epochs or (state.epoch == epochs and any(state.drawn))):
             return  # from a plan with more epochs
@@ -207,7 +217,7 @@ class Plan:
         while not self._planner.ended(state):
             window = self._planner.window(state)
             yield window
-            if window.num_rows == 0 and self.spec.num_epochs is None:
+            if window.num_rows == 0 and window.dataset.size and not self.ends:
                 self._check_that_some_document_fits()
             state = window.after
 
@@ -293,9 +303,10 @@ class Plan:
 
     def _books(self, rows: int, epochs_begun: int, counters: NDArray[np.int64]) -> Tally:
         datasets: dict[str, DatasetTally] = {}
-        for dataset, line in zip(self.datasets, counters.tolist(), strict=True):
+        for dataset, cap, line in zip(self.datasets, self.spec.caps, counters.tolist(), strict=True):
             counts = dict(zip(tally.FIELDS, line, strict=True))
             passes = max(1, epochs_begun if self.spec.has_epochs else -(-counts["draws"] // dataset.num_docs))
+            passes = passes if cap is None else min(passes, cap)
             unreached = passes * dataset.num_docs - counts["draws"]
             datasets[dataset.name] = DatasetTally(num_docs=dataset.num_docs, passes=passes, unreached=unreached, **counts)
         placed = sum(part.tokens_placed for part in datasets.values())

@@ -1,0 +1,159 @@
+"""Mix with weights that change, or that count tokens: every draw goes to the dataset that is owed most.
+
+Deficits are integers, `sum over draws of weight * size of the draw` less `total * sizes of what was drawn`, where the weights of the
+datasets in the mixture always sum to `total`, and a draw has size 1, or that of its document in tokens. So they sum to 0 and stay what
+they are when the weights change. docs/mixing.md proves the bounds; `easypipe.plan.reference.owed_most` is the short oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.plan.jit import jit
+from easypipe.plan.mix import MAX_DRAWS, Draws
+from easypipe.plan.schedule import apportion
+
+# A deficit is below 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS is 11.7), and stays in an Int64.
+ROWS_TOTAL = 1 << 40
+TOKENS_TOTAL = 1 << 30
+MAX_SIZE = 1 << 27
+
+Sizes = Callable[[int, int, int], NDArray[np.int64]]
+
+_FULL, _EXHAUSTED, _UNKNOWN = 0, 1, 2
+
+
+def weights_of(shares: Sequence[Fraction], active: Sequence[bool], total: int, block: int | None = None) -> tuple[int, ...]:
+    """Integer weights of the datasets in the mixture, 0 for the others. They sum to `total`.
+
+    block: round the shares to whole documents of a block; the sum is then the largest multiple of it up to `total`.
+    Where the datasets that are left have no share, they share alike.
+    """
+    mine = [share if alive else Fraction(0) for share, alive in zip(shares, active, strict=True)]
+    if not any(mine):
+        mine = [Fraction(alive) for alive in active]
+    if block is None:
+        return apportion(mine, total)
+    return tuple(documents * (total // block) for documents in apportion(mine, block))
+
+
+def draw_owed_most(
+    num_draws: int,
+    shares: Sequence[Fraction],
+    block: int | None,
+    left: NDArray[np.int64],
+    deficits: NDArray[np.int64],
+    active: NDArray[np.bool_],
+    leave: bool,
+    sizes: Sizes | None = None,
+    expected: Sequence[int] = (),
+) -> Draws:
+    """The next draws, at most `num_draws` of them.
+
+    left: Int64[k], documents that each dataset may still give. leave: a dataset leaves with its last one, and the others go on by their
+    shares and without deficits; False ends before the first draw that needs a dataset which has none.
+    sizes: None counts draws. Else `sizes(i, start, stop)` gives Int64[stop - start] in [1, MAX_SIZE], the tokens of the next documents of
+    dataset i, counted from the first of this call; `expected[i]` of them are asked for at once. It changes speed, never a draw.
+    """
+    if not 0 < num_draws <= MAX_DRAWS:
+        raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
+    left, deficits, active = left.copy(), deficits.copy(), active.copy()
+    dataset = np.empty(num_draws, dtype=np.int32)
+    counts = np.zeros(len(shares), dtype=np.int64)
+    ahead = None if sizes is None else _Ahead(sizes, expected)
+    made, ended = 0, not active.any()
+    weights = _NONE
+    while made < num_draws and not ended:
+        if weights is _NONE:
+            total = ROWS_TOTAL if ahead is None else TOKENS_TOTAL
+            weights = np.array(weights_of(shares, active.tolist(), total, block), dtype=np.int64)
+        table, first, known = (_NONE, _NONE, _NONE) if ahead is None else ahead.known(left, counts)
+        made, why, which = _draw_into(weights, left, deficits, active, leave, ahead is not None, table, first, known, made, dataset, counts)
+        if why == _UNKNOWN:
+            assert ahead is not None
+            ahead.extend(int(which))
+        elif why == _EXHAUSTED and leave:
+            active[which] = False
+            deficits[:] = 0
+            ended, weights = not active.any(), _NONE
+        elif why == _EXHAUSTED:
+            ended = True
+    return Draws(dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=ended)
+
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class _Ahead:
+    """Sizes of the documents that may be drawn next, asked for as far as they are needed."""
+
+    def __init__(self, sizes: Sizes, expected: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._wanted = [count + count // 16 + 16 for count in expected]
+        self._parts = [_NONE for _ in expected]
+        self._table = _NONE, _NONE, _NONE
+        self._stale = True
+
+    def known(self, left: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(sizes of all datasets, Int64[n]; where each dataset's begin and how many there are, both Int64[k])."""
+        if self._stale:
+            for i, part in enumerate(self._parts):
+                wanted = min(self._wanted[i], int(counts[i] + left[i]))
+                if wanted > part.size:
+                    self._parts[i] = np.concatenate([part, self._sizes(i, part.size, wanted)])
+            known = np.array([part.size for part in self._parts], dtype=np.int64)
+            self._table = np.concatenate(self._parts), np.cumsum(known) - known, known
+            self._stale = False
+        return self._table
+
+    def extend(self, dataset: int) -> None:
+        self._wanted[dataset] += self._parts[dataset].size // 4 + 16
+        self._stale = True
+
+
+@jit
+def _draw_into(weights, left, deficits, active, leave, by_size, table, first, known, made, dataset, counts):
+    """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, dataset and counts in place."""
+    limit = dataset.shape[0]
+    # The datasets in the mixture, without gaps, so that the loop below is one pass over neighbours.
+    alive = np.flatnonzero(active)
+    size = alive.shape[0]
+    weight, owed = weights[alive], deficits[alive]
+    total = weight.sum()
+    credit = np.int64(0)  # of the last draw, not yet given to the datasets
+    why, which = _FULL, np.int64(0)
+    while made < limit:
+        best, top = 0, np.int64(-1) << 62
+        for i in range(size):
+            owed[i] += credit * weight[i]
+            # A draw of size 1 is looked at as if it were granted already; how large another is shows only when it is chosen.
+            would = owed[i] if by_size else owed[i] + weight[i]
+            if would > top or (would == top and weight[i] > weight[best]):
+                best, top = i, would
+        credit = np.int64(0)
+        which = alive[best]
+        if left[which] == 0:
+            why = _EXHAUSTED
+            break
+        tokens = np.int64(1)
+        if by_size:
+            if counts[which] == known[which]:
+                why = _UNKNOWN
+                break
+            tokens = table[first[which] + counts[which]]
+        dataset[made] = which
+        made += 1
+        counts[which] += 1
+        left[which] -= 1
+        owed[best] -= total * tokens
+        credit = tokens
+        if leave and left[which] == 0:
+            why = _EXHAUSTED
+            break
+    for i in range(size):
+        deficits[alive[i]] = owed[i] + credit * weight[i]
+    return made, why, which
