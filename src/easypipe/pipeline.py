@@ -203,6 +203,18 @@ class Pipeline:
         [(name, source)] = self._only(last).items()
         return last.stage.open(name, source, self._context)
 
+    def as_grain(self) -> Any:
+        """A `grain.MapDataset` of the chain's rows, or behind `load()` of its batches: by number, as NumPy arrays, in the plan's order.
+
+        Needs the extra `[grain]`. Raises ConfigError where there is no end; `interop.grain.LoaderDataset` iterates over that too.
+        """
+        from easypipe.interop.grain import BatchesByNumber, RowsByNumber, map_dataset
+
+        self._require_source()
+        if isinstance(self._plan[-1].stage, LoadStage):
+            return map_dataset(BatchesByNumber(self.loader()))
+        return map_dataset(RowsByNumber(self.copy().load(LoadStageConfig(batch_size=1)).loader()))
+
     def write(self) -> SaveReport:
         """Prepares all data and writes every `save()`, without a loader. The report's ledger reaches to the end of the chain."""
         self._require_source()

@@ -113,15 +113,18 @@ class Loader:
         alone, so that batches do not depend on processes, workers, or where a run was resumed. version: names what the function does; the
         states of a loader carry it, and are refused by a loader whose transforms are others. The cost is one call for every row.
         """
-        return Loader(
-            MappedRows(self.rows, transform, version, self._seed),
-            self.config,
-            seed=self._seed,
-            collate=self.collate,
-            name=self.name,
-            decoder=self._decoder,
-            remember=self._remember,
-        )
+        return self._twin(MappedRows(self.rows, transform, version, self._seed), self.config)
+
+    def copy(self, config: LoadStageConfig | None = None) -> Loader:
+        """A loader over the same rows that goes its own way, from the first batch; with other options where a config is given."""
+        return self._twin(self.rows, config or self.config)
+
+    def batch(self, step: int) -> dict[str, Any]:
+        """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises IndexError where there is none."""
+        made = self._make(step, lambda stage: None, self._counted()) if step >= 0 else None
+        if made is None:
+            raise IndexError(f"{self.name}: there is no batch {step}")
+        return made
 
     def explain(self, step: int, row: int | None = None) -> ExplainedBatch:
         """Which documents stand in batch `step` (from 0; metrics.jsonl calls it step + 1), or in one `row` of it: dataset, file, row,
@@ -191,6 +194,10 @@ class Loader:
         if entry is None or not entry.changes:
             return self._steps
         return Steps(self.batch_size, self.config.batch_size_schedule, entry.begin)
+
+    def _twin(self, rows: Rows, config: LoadStageConfig) -> Loader:
+        options: dict[str, Any] = {"decoder": self._decoder, "remember": self._remember}
+        return Loader(rows, config, seed=self._seed, collate=self.collate, name=self.name, **options)
 
     def _row(self, batch: int) -> int:
         """The row behind the first `batch` batches."""

@@ -1,0 +1,1 @@
+"""Where other libraries meet easypipe; each is imported when it is first used."""

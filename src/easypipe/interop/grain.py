@@ -1,0 +1,171 @@
+"""Grain's faces of a loader: an IterDataset of its batches, and a MapDataset of rows or batches by number.
+
+Grain is the interface here and not the engine: the plan, the threads and the state are easypipe's. docs/grain.md says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from easypipe.core.errors import ConfigError, StateError
+from easypipe.loader.collate import with_attention_mask
+from easypipe.loader.loader import Loader
+
+try:
+    import grain  # loads jax
+except ImportError as error:
+    raise ImportError("Grain is not installed. Install it with: pip install 'easypipe[grain]'") from error
+
+STATE_KEY = "easypipe"
+
+
+class LoaderDataset(grain.IterDataset):
+    """The batches of a loader as a `grain.IterDataset`, to iterate over or to put Grain's transformations on.
+
+    Every iterator is one of its own, from the loader's first batch.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self._loader = loader
+
+    def __iter__(self) -> LoaderIterator:
+        return LoaderIterator(self._loader)
+
+    def __str__(self) -> str:
+        return f"LoaderDataset({self._loader.name})"
+
+
+class LoaderIterator(grain.DatasetIterator):
+    """A loader's iterator as a `grain.DatasetIterator`: what Orbax and training loops written for Grain save and restore.
+
+    Law (exact resume): after `set_state(state)`, with the state that `get_state` gave behind batch n, the next batch is n + 1, for another
+    number of processes and workers too.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self._loader = loader.copy()
+        self._batches: Any = None  # until the first batch is asked for
+
+    def __next__(self) -> dict[str, Any]:
+        """Raises ValueError where it is closed, and what the loader raises."""
+        self.start_prefetch()
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """`{"easypipe": JSON}`: the loader's state, of one type and shape throughout."""
+        return {STATE_KEY: self._loader.state().to_json()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Raises StateError for a state of anything else than this loader."""
+        if STATE_KEY not in state:
+            raise StateError(
+                at="grain state", problem=f"no state of an easypipe loader: it has {sorted(state)}", fix="Restore what get_state() gave."
+            )
+        self._loader.restore(state[STATE_KEY])
+        self._end()
+
+    def start_prefetch(self) -> None:
+        """Starts the loader's threads, if they are not at work yet."""
+        if self._closed:
+            raise ValueError(f"{self} is closed")
+        if self._batches is None:
+            self._batches = iter(self._loader)
+
+    def close(self) -> None:
+        """Ends the loader's threads."""
+        self._end()
+        super().close()
+
+    def __str__(self) -> str:
+        return f"LoaderIterator({self._loader.name})"
+
+    # What grain.experimental.get_next_index and set_next_index call.
+
+    def _get_next_index(self) -> int:
+        return self._loader.state().batch
+
+    def _set_next_index(self, index: int) -> None:
+        self.set_state({STATE_KEY: self._loader.state_at(index).to_json()})
+
+    def _end(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+
+class RowsByNumber:
+    """A random access source of single rows: `{column: Int32[slots]}` with labels, in the order of the plan."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._rows, self._attention_mask, self._name = loader.rows, loader.collate.attention_mask, loader.name
+        self._length = counted(loader, lambda: loader.rows.num_rows)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._getitems([index])[0]
+
+    def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """What Grain asks for where it wants many rows at once: rows of one length are read together."""
+        numbers = np.asarray(indices, dtype=np.int64)
+        if self._rows.seq_length is None:
+            return [self._read(numbers[i : i + 1], int(length))[0] for i, length in enumerate(self._rows.lengths(numbers))]
+        return self._read(numbers, self._rows.seq_length)
+
+    def _read(self, numbers: np.ndarray, width: int) -> list[dict[str, np.ndarray]]:
+        batch = self._rows.batch(numbers, width)
+        if self._attention_mask:
+            batch = with_attention_mask(batch)
+        return [{name: column[i] for name, column in batch.items()} for i in range(len(numbers))]
+
+    def __repr__(self) -> str:
+        return f"RowsByNumber({self._name})"
+
+
+class BatchesByNumber:
+    """A random access source of a loader's batches, as NumPy arrays."""
+
+    def __init__(self, loader: Loader) -> None:
+        here = dataclasses.replace(loader.config, mesh=None, partition_spec=None, prefetch_to_device=False)
+        self._loader = loader.copy(here)
+        self._length = counted(loader, lambda: len(loader))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._loader.batch(index)
+
+    def __repr__(self) -> str:
+        return f"BatchesByNumber({self._loader.name})"
+
+
+def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
+    """A `grain.MapDataset` over it: `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on.
+
+    Use Grain's read threads, not its worker processes: mapped files do not travel between processes, and need not.
+    """
+    return grain.MapDataset.source(source)  # pyright: ignore[reportArgumentType]
+
+
+def counted(loader: Loader, count: Callable[[], int | None]) -> int:
+    """How many there are. Raises ConfigError where they never end: a MapDataset has a length."""
+    if loader.rows.num_rows is None:
+        raise ConfigError(
+            at="as_grain",
+            problem="rows without end cannot be a MapDataset, which has a length",
+            fix="Set num_epochs and a stop_strategy that ends, or use LoaderDataset, which iterates.",
+        )
+    number = count()
+    assert number is not None
+    return number
+
+
+__all__ = ["BatchesByNumber", "Iterator", "LoaderDataset", "LoaderIterator", "RowsByNumber", "map_dataset"]
