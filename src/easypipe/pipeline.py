@@ -19,7 +19,7 @@ import platformdirs
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, silent
+from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, Transform, silent
 from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.stages.books import ledger_of
@@ -31,6 +31,7 @@ from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.stream import no_plan, require_streamable
 from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
+from easypipe.stages.transform import TransformStage
 from easypipe.transforms.tokenizer import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -90,6 +91,14 @@ class Pipeline:
         if self._plan:
             raise StageOrderError(at="", problem="source() was called already", fix="Each pipeline starts with it once.")
         return self._add(SourceStage())
+
+    def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
+        """Columns and rows of text changed by easypipe.transforms, between source() and tokenize(). datasets: which; None means all."""
+        stage = TransformStage(transform, datasets)
+        late = next((step.stage.name for step in self._plan if isinstance(step.stage, TokenizeStage | MixStage | PackStage)), None)
+        if late is not None:
+            raise StageOrderError(at="", problem=f"transform() cannot follow {late}()", fix="Call it between source() and tokenize().")
+        return self._add(stage)
 
     def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
         """Columns and rows of text changed by easypipe.transforms, between source() and tokenize(). datasets: which; None means all."""
@@ -289,6 +298,8 @@ class Pipeline:
         before = dict(self._plan[-1].data) if self._plan else {}
         if isinstance(stage, MixStage | PackStage | LoadStage):
             _say_what_is_left_behind(stage.name, before)
+        if isinstance(stage, MixStage | PackStage | LoadStage):
+            _say_what_is_left_behind(stage.name, before)
         self._plan = (*self._plan, _Step(stage, stage.process(before, self._context)))
         return self
 
@@ -377,6 +388,13 @@ def cache_folder(given: str | Path | None) -> Path:
     """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's."""
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     return Path(chosen).expanduser().absolute()
+
+
+def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:
+    for name, source in data.items():
+        columns = getattr(source, "keep", ())
+        if columns:
+            log.warning("dataset %s: %s() leaves columns behind, save() before it writes them: %s", name, stage, ", ".join(columns))
 
 
 def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:

@@ -54,6 +54,7 @@ class TokenCache:
         """path: a manifest. dataset: the name to report under, where it is not the one the cache was prepared as."""
         self.path = Path(path)
         # Held for as long as this object lives, so that nobody clears what it maps.
+        self.folder: object = None  # keeps a temporary folder there while its tokens are read
         self._mark = locks.mark_reader(self.path.parent.parent, self.path.stem) if self.path.exists() else None
         self.manifest: Manifest = read_manifest(self.path)
         self.dataset = dataset or self.manifest.dataset

@@ -36,7 +36,9 @@ class AdoptedTokens:
     padding (`attention_mask` of 0) and for columns of unequal length.
     """
 
-    def __init__(self, name: str, source: ShardedSource, tokens: TokenInfo, context: PipelineContext) -> None:
+    def __init__(self, name: str, source: ShardedSource, tokens: TokenInfo, context: PipelineContext, *, folder: object = None) -> None:
+        """folder: kept for as long as the tokens are, where the cache folder of `context` is a temporary one."""
+        self._folder = folder
         self.name, self.source, self.tokens, self.context = name, source, tokens, context
         self._columns = [column for column in (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK) if column in source.schema.names]
         self.has_mask = LOSS_MASK in self._columns or LABELS in self._columns
@@ -56,6 +58,7 @@ class AdoptedTokens:
 
     def materialize(self) -> TokenCache:
         """The token cache; opened where it stands."""
+        self._cache.folder = self._folder
         return self._cache
 
     @functools.cached_property

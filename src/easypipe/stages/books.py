@@ -9,9 +9,11 @@ from easypipe.core.protocols import Shard, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.plan.tally import DatasetTally
 from easypipe.sources.cache import TokenCache
+from easypipe.stages.kept import TokensAndColumns
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource
+from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import is_documents
 
 
@@ -21,7 +23,11 @@ def is_endless(source: ShardedSource) -> bool:
 
 def rows_of(source: ShardedSource) -> ShardedSource:
     """What is written of a source: token documents from their cache, everything else as it is."""
-    return CachedTokens(source.materialize()) if is_documents(source) else source
+    if not is_documents(source):
+        return source
+    if isinstance(source, TokenizedShardedSource) and source.keep:
+        return TokensAndColumns(source.materialize(), source.source, source.keep)
+    return CachedTokens(source.materialize())
 
 
 def ledger_of(name: str, source: ShardedSource) -> Ledger:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
+from easypipe.stages.caching import index_folder
+from easypipe.stages.formats import check_formats, formatted
 from easypipe.stages.saved import is_saved, open_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -30,7 +32,19 @@ class DatasetConfig:
     type: the format, where the file names do not tell it.
     num_rows: only the first so many rows, counted over the files in order.
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
+    tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it takes; and `use_fast`: False encodes with
+        the reference, as backend="tokenizers" does.
     content_field: the column that is tokenized.
+    format_fields: columns under new names, old to new; all other options know the new ones.
+    format_callback: a function that a row (a dict) is passed through, or "module:function"; what it returns is laid over the row. In YAML
+        it needs --allow-code. It adds the content_field as text; further columns are announced in format_columns.
+    format_columns: types of the columns that format_callback adds or changes, such as `{score: float64, tags: "list<string>"}`.
+    format_batched: format_callback takes a pyarrow.RecordBatch instead, and returns one or a mapping of columns, row by row.
+    format_version: raise it when format_callback changes. Without one, here or as the function's attribute `version`, tokens are not kept.
+    additional_fields: columns that stay beside the tokens where documents are saved: `source().tokenize().save()`. Packed and mixed rows
+        have no room for them, which a warning says.
+    cache_path: a cache folder for this dataset alone, in place of the pipeline's cache_dir.
+    cache_enabled: False keeps nothing: tokens lie in a temporary folder while the process runs, and are made anew in the next one.
     on_error: what a bad row does: `error` stops, `skip` counts it by reason, `quarantine` also writes it to a file with its place.
     max_bad_rows: with skip and quarantine, stop at the first bad row after so many; None knows no limit.
     save_path, save_format: where and how `save()` writes this dataset, in place of the save stage's own.
@@ -42,7 +56,16 @@ class DatasetConfig:
     type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt"] | None = None
     num_rows: int | None = None
     tokenizer: TokenizerConfig | str | None = None
+    tokenizer_kwargs: dict[str, Any] | None = None
     content_field: str = "text"
+    format_fields: dict[str, str] | None = None
+    format_callback: Callable[..., Any] | str | None = None
+    format_columns: dict[str, Any] | None = None
+    format_batched: bool = False
+    format_version: str | None = None
+    additional_fields: tuple[str, ...] = ()
+    cache_path: str | Path | None = None
+    cache_enabled: bool = True
     on_error: Literal["error", "skip", "quarantine"] = "error"
     max_bad_rows: int | None = None
     save_path: str | Path | None = None
@@ -71,6 +94,9 @@ class DatasetConfig:
             )
         if self.max_bad_rows is not None and self.max_bad_rows < 0:
             raise ConfigError(at="max_bad_rows", problem=f"{self.max_bad_rows} is no number of rows", fix="Give 0 or more.")
+        if self.cache_path is not None and not self.cache_enabled:
+            raise ConfigError(at="cache_path", problem="has no effect while cache_enabled is False", fix="Leave one of them out.")
+        check_formats(self)
 
     @property
     def in_memory(self) -> bool:
@@ -116,6 +142,8 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
             type=kind,
             on_error=dataset.on_error,
             storage_options=dataset.storage_options,
-            index_dir=context.cache_dir / "indexes",
+            index_dir=index_folder(dataset, context),
         )
-    return source if dataset.num_rows is None else LimitedSource(source, dataset.num_rows)
+    if dataset.num_rows is not None:
+        source = LimitedSource(source, dataset.num_rows)
+    return formatted(source, dataset)

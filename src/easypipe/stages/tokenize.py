@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from easypipe.core.config import config, digest
-from easypipe.core.errors import ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, Scan, Shard, ShardedSource, silent
-from easypipe.core.schema import INPUT_IDS
+from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.limit import select
 from easypipe.stages.cache_writer import OnError, manifest_path, pending, prepare, prepare_part
+from easypipe.stages.caching import TemporaryFolder, cache_folder_of
+from easypipe.stages.formats import kept_columns
 from easypipe.stages.ranges import ranges_of, recipe_of
 from easypipe.stages.text_rows import read_texts, require_text
 from easypipe.stages.token_rows import encode_texts
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from easypipe.transforms.tokenizer_options import with_options
 
 logger = logging.getLogger("easypipe")
 
@@ -33,12 +36,17 @@ class TokenizeStageConfig:
     max_length: most tokens of a document, for tokenizers that name none of their own; None keeps all.
     batch_size: texts encoded at a time; decides memory and speed, never tokens.
     num_workers: ranges of rows that are read and encoded at a time, each held in memory; None takes one per core.
+    cache_tokenized: False is cache_enabled=False for every dataset.
+    remove_columns: columns of the sources that do not stay beside the tokens where documents are saved; all others do. None removes all
+        but each dataset's additional_fields.
     """
 
     default_tokenizer: TokenizerConfig | str | None = None
     max_length: int | None = None
     batch_size: int = 1000
     num_workers: int | None = None
+    cache_tokenized: bool = True
+    remove_columns: tuple[str, ...] | None = None
 
     def check(self) -> None:
         for name in ("max_length", "batch_size", "num_workers"):
@@ -60,22 +68,28 @@ class TokenizedShardedSource:
         tokenizer: Tokenizer,
         *,
         dataset: str,
-        cache_dir: Path,
+        cache_dir: Path | TemporaryFolder,
         content_field: str = "text",
         on_error: OnError = "error",
         max_bad_rows: int | None = None,
         num_workers: int | None = None,
         batch_size: int = 1000,
         progress: ProgressListener = silent,
+        keep: Sequence[str] = (),
     ) -> None:
-        """Arguments as in `prepare`. Raises SourceError where `content_field` is no column of text; reads no rows."""
+        """Arguments as in `prepare`. keep: columns that are saved beside the tokens; a row in which one is bad is bad.
+
+        Raises SourceError where `content_field` is no column of text; reads no rows.
+        """
         require_text(source, content_field, dataset)
-        self.source = select(source, [content_field])
+        self.keep = tuple(keep)
+        self.source = select(source, list(dict.fromkeys([content_field, *keep])))
         self.tokenizer = tokenizer
         self.dataset = dataset
         self.content_field = content_field
         self.on_error: OnError = on_error
-        self._cache_dir = Path(cache_dir)
+        self._folder = cache_dir  # holds a temporary one
+        self._cache_dir = cache_dir.path if isinstance(cache_dir, TemporaryFolder) else Path(cache_dir)
         self._batch_size = batch_size
         self._progress = progress
         self._options: dict[str, Any] = {
@@ -130,6 +144,7 @@ class TokenizedShardedSource:
         with self._lock:
             if self._cache is None:
                 self._cache = prepare(self.source, self.tokenizer, progress=self._progress, **self._options)
+                self._cache.folder = self._folder
             return self._cache
 
     def pending(self) -> tuple[list[int], int]:
@@ -152,6 +167,7 @@ class TokenizeStage(BaseStage):
         """Raises ConfigError where a dataset has no tokenizer, TokenizerError where it does not load, SourceError for a missing column."""
         stage: TokenizeStageConfig = self.config or TokenizeStageConfig()
         datasets = {dataset.name: (i, dataset) for i, dataset in enumerate(context.config.datasets)}
+        kept = _kept_columns(data, datasets, stage)
         loaded: dict[str, Tokenizer] = {}
         result: dict[str, ShardedSource] = {}
         for name, source in data.items():
@@ -169,10 +185,11 @@ class TokenizeStage(BaseStage):
                 source,
                 loaded[key],
                 dataset=name,
-                cache_dir=context.cache_dir,
+                cache_dir=cache_folder_of(dataset, source, context, keep=stage.cache_tokenized),
                 num_workers=stage.num_workers,
                 batch_size=stage.batch_size,
                 progress=context.progress,
+                keep=kept[name],
                 **options,
             )
         return result
@@ -188,7 +205,26 @@ def _choose(name: str, number: int | None, dataset: Any, stage: TokenizeStageCon
             problem=f"dataset {name!r} has no tokenizer",
             fix="Set it here, or default_tokenizer on the pipeline or on TokenizeStageConfig.",
         )
-    return TokenizerConfig(name_or_path=chosen) if isinstance(chosen, str) else chosen
+    try:
+        return with_options(chosen, None if dataset is None else dataset.tokenizer_kwargs)
+    except ConfigError as error:
+        raise error.under(f"datasets[{number}].tokenizer_kwargs") from None
+
+
+def _kept_columns(data: Mapping[str, ShardedSource], datasets: Mapping[str, Any], stage: TokenizeStageConfig) -> dict[str, tuple[str, ...]]:
+    """The columns of each dataset of text that stay beside its tokens. Raises ConfigError for a name that no dataset knows."""
+    texts = {name: source for name, source in data.items() if INPUT_IDS not in source.schema.names}
+    have = list(dict.fromkeys(column for source in texts.values() for column in source.schema.names if column != ROW_NUMBER))
+    for i, column in enumerate(stage.remove_columns or ()):
+        if column not in have:
+            at = f"tokenize.remove_columns[{i}]"
+            raise ConfigError(at=at, problem=f"no dataset has a column {column!r}", have=have, fix=did_you_mean(column, have))
+    kept = {}
+    for name, source in texts.items():
+        number, dataset = datasets.get(name, (None, None))
+        own = () if dataset is None else dataset.additional_fields
+        kept[name] = kept_columns(name, source, own, stage.remove_columns, at=f"datasets[{number}]")
+    return kept
 
 
 def _with_length(tokenizer: TokenizerConfig, max_length: int | None) -> TokenizerConfig:

@@ -11,6 +11,7 @@ from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.limit import LimitedSource
 from easypipe.stages.adopt import AdoptedTokens
+from easypipe.stages.caching import cache_folder_of, in_folder
 from easypipe.stages.saved import TokenInfo
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
 
@@ -37,7 +38,10 @@ def require_documents(name: str, source: ShardedSource, context: PipelineContext
         return source
     if INPUT_IDS not in source.schema.names:
         raise StageOrderError(at="", problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}")
-    return AdoptedTokens(name, source, token_info(source) or _named_tokenizer(name, context), context)
+    own = next((dataset for dataset in context.config.datasets if dataset.name == name), None)
+    folder = cache_folder_of(own, source, context)
+    tokens = token_info(source) or _named_tokenizer(name, context)
+    return AdoptedTokens(name, source, tokens, in_folder(context, folder), folder=folder)
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:

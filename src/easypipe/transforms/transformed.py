@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
@@ -38,6 +39,9 @@ class TransformedSource:
         self._factor = fan_out_of(self.transform)
         self._columns: tuple[str, ...] | None = None
         self._reads: tuple[str, ...] | None = None
+        if self._factor > 1 and self.rows_are_bytes:
+            problem = "gives rows numbers of their own, and streaming does not count the lines of these files"
+            raise SourceError(at=str(self.transform), problem=problem, fix="Leave streaming out, or give parquet or Arrow files.")
         self._numbered = ROW_NUMBER in source.schema.names or on_error != "error" or getattr(self.transform, "drops", True)
         self._schema = self._after(source.schema)
 
@@ -68,6 +72,11 @@ class TransformedSource:
     def tokens(self) -> Any:
         """Whose tokens the rows hold, where the source below knows."""
         return getattr(self.source, "tokens", None)
+
+    @property
+    def rows_are_bytes(self) -> bool:
+        """Whether rows are numbered by the byte at which they begin, as files that are read forward number them."""
+        return bool(getattr(self.source, "rows_are_bytes", False))
 
     def shard_identity(self, shard: int) -> str:
         """Of one shard below and the transform, so that new shards leave the old ones what they are."""
@@ -100,7 +109,8 @@ class TransformedSource:
             raise SourceError(at=info.name, problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{info.num_rows}.")
         first, last = start // k, -(-stop // k)
         batch, below = scan(self.source, shard, first, last)
-        after, own = scan_with(self.transform, self._given(batch, first))
+        given = self._given(batch, first)
+        after, own = scan_with(self.transform, given)
         if own and self.on_error == "error":
             bad = next((reject for reject in own if not reject.benign), None)
             if bad is not None:
@@ -112,9 +122,15 @@ class TransformedSource:
             numbers = after.column(ROW_NUMBER).to_numpy()
             a, b = np.searchsorted(numbers, [start, stop])
             after = after.slice(int(a), int(b - a))
-        rejects = self._with_left_out(after, rejects, start, stop)
+            left_out = stop - start - after.num_rows - len(rejects)
+            expected = np.arange(start, stop)
+        else:
+            left_out = batch.num_rows - after.num_rows - len(own)
+            expected = given.column(ROW_NUMBER).to_numpy()
+        if left_out:
+            rejects.append(self._left_out(left_out, expected, after, rejects))
         wanted = [after.column(name) for name in self._schema.names]
-        return Scan(pa.RecordBatch.from_arrays(wanted, schema=self._schema), rejects)
+        return Scan(pa.RecordBatch.from_arrays(wanted, schema=self._schema), tuple(sorted(rejects, key=lambda reject: reject.row)))
 
     def raw(self, shard: int, row: int) -> str | None:
         """A row as it stands in its file, before any transform; None where the source cannot tell."""
@@ -139,20 +155,18 @@ class TransformedSource:
         schema = pa.schema([*(batch.schema.field(name) for name in names), pa.field(ROW_NUMBER, pa.int64())])
         return pa.RecordBatch.from_arrays([*(batch.column(name) for name in names), numbers], schema=schema)
 
-    def _with_left_out(self, after: pa.RecordBatch, rejects: list[Reject], start: int, stop: int) -> tuple[Reject, ...]:
-        """`rejects`, and one that stands for all rows which are neither there nor among them."""
-        count = stop - start - after.num_rows - sum(reject.count for reject in rejects)
-        if count > 0:
-            seen = np.concatenate([after.column(ROW_NUMBER).to_numpy(), np.array([reject.row for reject in rejects], np.int64)])
-            row = int(np.setdiff1d(np.arange(start, stop), seen)[0])
-            reason = "filtered" if self._factor == 1 else "unfilled"
-            detail = "left out by a filter" if self._factor == 1 else f"fewer than {self._factor} rows came of one, or a filter left it out"
-            rejects.append(Reject(row=row, reason=reason, detail=detail, benign=True, count=count))
-        return tuple(sorted(rejects, key=lambda reject: reject.row))
+    def _left_out(self, count: int, expected: NDArray[np.int64], after: pa.RecordBatch, rejects: Sequence[Reject]) -> Reject:
+        """One that stands for all rows which are neither there nor refused."""
+        seen = np.concatenate([after.column(ROW_NUMBER).to_numpy(), np.array([reject.row for reject in rejects], np.int64)])
+        row = int(np.setdiff1d(expected, seen)[0])
+        if self._factor == 1:
+            return Reject(row=row, reason="filtered", detail="left out by a filter", benign=True, count=count)
+        detail = f"fewer than {self._factor} rows came of one, or a filter left it out"
+        return Reject(row=row, reason="unfilled", detail=detail, benign=True, count=count)
 
     def _refusal(self, name: str, bad: Reject) -> SourceError:
         return SourceError(
-            at=place(name, row=bad.row // self._factor),
+            at=f"{name}, line at byte {bad.row}" if self.rows_are_bytes else place(name, row=bad.row // self._factor),
             problem=f"{bad.reason}: {bad.detail}",
             fix="Correct the row or the function, or set on_error to 'skip' or 'quarantine'.",
         )

@@ -1,0 +1,100 @@
+"""What a DatasetConfig says about columns: renamed, passed through a function, kept beside the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.protocols import ShardedSource
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    HAS_EOS,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+    SOURCE,
+)
+from easypipe.transforms.columns import Rename
+from easypipe.transforms.functions import Map
+from easypipe.transforms.tokenizer_options import with_options
+from easypipe.transforms.transformed import TransformedSource
+from easypipe.transforms.types import column_types
+
+TOKEN_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, LABELS, ATTENTION_MASK, HAS_EOS, SOURCE, ROW_NUMBER)
+
+
+def check_formats(dataset: Any) -> None:
+    """What can be told of a DatasetConfig's columns without its rows. Raises ConfigError."""
+    call = dataset.format_callback
+    if call is None:
+        for name in ("format_columns", "format_version", "format_batched"):
+            if getattr(dataset, name):
+                raise ConfigError(at=name, problem="has no effect without a format_callback", fix="Leave it out.")
+    elif not callable(call) and not (isinstance(call, str) and ":" in call):
+        raise ConfigError(at="format_callback", problem=f"{call!r} is no function", fix='Give a function, or "module:function".')
+    column_types(dataset.format_columns, "format_columns")
+    if dataset.format_fields is not None:
+        try:
+            Rename(dataset.format_fields)
+        except ConfigError as error:
+            raise ConfigError(at="format_fields", problem=error.problem, fix='Write {"old_name": "new_name"}.') from None
+    fields = dataset.additional_fields
+    for i, name in enumerate(fields):
+        if name in fields[:i]:
+            raise ConfigError(at=f"additional_fields[{i}]", problem=f"{name!r} stands twice", fix="Leave one of them out.")
+        require_free(name, f"additional_fields[{i}]")
+    try:
+        with_options("any", dataset.tokenizer_kwargs)
+    except ConfigError as error:
+        raise error.under("tokenizer_kwargs") from None
+
+
+def require_free(name: str, at: str) -> None:
+    """Raises ConfigError for a column that would stand where tokens have one of their own."""
+    if name in TOKEN_COLUMNS:
+        fix = f'Give it another name: format_fields={{"{name}": "my_{name}"}}.'
+        raise ConfigError(at=at, problem=f"{name!r} is a column that tokens have themselves", fix=fix)
+
+
+def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
+    """The rows with `format_fields` applied, then `format_callback`. Reads no rows."""
+    steps: list[Any] = []
+    schema = source.schema
+    if dataset.format_fields is not None:
+        steps.append(Rename(dataset.format_fields))
+        schema = steps[-1].schema(schema)
+    if dataset.format_callback is not None:
+        types: dict[str, Any] = dict(dataset.format_columns or {})
+        if dataset.content_field not in schema.names:
+            types.setdefault(dataset.content_field, pa.large_string())  # making the text is what callbacks are for
+        steps.append(Map(dataset.format_callback, columns=types, batched=dataset.format_batched, version=dataset.format_version))
+    return TransformedSource(source, steps, on_error=dataset.on_error) if steps else source
+
+
+def kept_columns(name: str, source: ShardedSource, additional: Sequence[str], remove: Sequence[str] | None, *, at: str) -> tuple[str, ...]:
+    """The columns of a source that stay beside its tokens. remove: all but these; None keeps `additional` alone.
+
+    Raises ConfigError for a column that is not there, or is both kept and removed.
+    """
+    have = [column for column in source.schema.names if column != ROW_NUMBER]
+    for column in additional:
+        if column not in have:
+            problem = f"dataset {name!r} has no column {column!r}"
+            raise ConfigError(at=f"{at}.additional_fields", problem=problem, have=have, fix=did_you_mean(column, have))
+        if remove is not None and column in remove:
+            problem = f"{column!r} is one of the additional_fields of dataset {name!r}"
+            raise ConfigError(at="tokenize.remove_columns", problem=problem, fix="Take it out of one of the two.")
+    if remove is None:
+        return tuple(additional)
+    kept = tuple(column for column in have if column not in remove)
+    for column in kept:
+        if column in TOKEN_COLUMNS:
+            problem = f"{column!r} of dataset {name!r} would stay, and tokens have such a column themselves"
+            raise ConfigError(at="tokenize.remove_columns", problem=problem, fix=f"Add {column!r} to remove_columns.")
+    return kept
