@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,54 +13,14 @@ import pytest
 from easypipe.core.errors import PlacementError
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.placement import Placement
+from loader_processes import finish, python
 from loader_support import MemoryCache, plan_rows, some_docs
 
 HERE = Path(__file__).parent
 
 
-def python(script: str, *arguments: object, devices: int = 1) -> subprocess.Popen[str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE.parent)}
-    command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    return out
-
-
 def test_meshes_of_eight_devices():
     assert finish(python("eight_devices.py", devices=8)).split()[-1] == "done"
-
-
-def test_any_number_of_processes_sees_the_same_batches_and_reads_only_its_rows():
-    """1, 2 and 4 processes of jax.distributed, with 4 devices in all; the slots are split too in one of the layouts."""
-    seen = {}
-    for count in (1, 2, 4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        processes = [python("one_process.py", port, count, i, devices=4 // count) for i in range(count)]
-        seen[count] = [json.loads(finish(process).splitlines()[-1]) for process in processes]
-    whole = seen[1][0]
-    for layout, batches in whole["batches"].items():
-        for count, reports in seen.items():
-            split = "data" in layout
-            for t, batch in enumerate(batches):
-                together: dict[str, str] = {}
-                for report in reports:
-                    for place, content in report["batches"][layout][t].items():
-                        assert together.setdefault(place, content) == content, f"{layout}, {count} processes, batch {t}: {place} differs"
-                assert together == batch, f"{layout}, {count} processes, batch {t}"
-            rows = [set(report["rows"][layout]) for report in reports]
-            assert set.union(*rows) == set(whole["rows"][layout])
-            if split:
-                assert sum(map(len, rows)) == len(whole["rows"][layout]), f"{layout}, {count} processes: a row was read twice"
-        states = {report["state"][layout] for reports in seen.values() for report in reports}
-        assert len(states) == 1, f"{layout}: the state depends on the process"
-        assert all(report["resumed"][layout] for reports in seen.values() for report in reports)
 
 
 CACHE = MemoryCache(some_docs([30] * 200))
