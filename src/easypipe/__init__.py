@@ -45,7 +45,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.train.model": ("Decoder", "ModelConfig"),
     "easypipe.train.trainer": ("Trainer", "TrainResult"),
     "easypipe.transforms.bpe": ("train_bpe",),
+    "easypipe.transforms.columns": ("Combine", "Drop", "Extract", "FilterNonEmpty", "Rename", "Select"),
+    "easypipe.transforms.functions": ("Expand", "Filter", "Map"),
     "easypipe.transforms.tokenizer": ("Tokenizer", "TokenizerConfig", "load_tokenizer"),
+    "easypipe.transforms.transformed": ("TransformedSource",),
 }
 _HOME: dict[str, str] = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -18,6 +18,7 @@ from easypipe.cli.prepare import prepare
 from easypipe.cli.quickstart import quickstart
 from easypipe.cli.show import console
 from easypipe.cli.train import train
+from easypipe.core.config import allowing_code
 from easypipe.core.errors import EasypipeError, LedgerError, StallError
 
 STOPPED = 130  # 128 + SIGINT
@@ -44,10 +45,18 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and log more.")] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let the config name functions to call; they are looked for in the current folder too.")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and leave.")] = False,
 ) -> None:
     _log(logging.DEBUG if debug else logging.INFO)
+    if allow_code:
+        context.with_resource(allowing_code())
+        if "" not in sys.path:
+            sys.path.insert(0, "")
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -55,6 +64,8 @@ def run(arguments: Sequence[str] | None) -> int:
     debug = "--debug" in given
     if debug:  # accepted anywhere, so that it can be put behind a command that failed
         given = ["--debug", *(argument for argument in given if argument != "--debug")]
+    if "--allow-code" in given:  # anywhere too
+        given = ["--allow-code", *(argument for argument in given if argument != "--allow-code")]
     try:
         code = app(given, standalone_mode=False)
         if code == STOPPED:  # typer turns Ctrl-C into this

@@ -17,6 +17,8 @@ Unknown keys and wrong types raise ConfigError with the whole key path: `dataset
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -24,7 +26,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
@@ -35,6 +37,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from easypipe.core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+CODE_KEYS = ("format_callback",)  # keys whose values are called
+_code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
 _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="forbid")
 
@@ -94,6 +99,8 @@ def to_dict(value: Any) -> Any:
         return value
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return f"{value.__module__}:{value.__qualname__}"
     return repr(value)
 
 
@@ -118,7 +125,34 @@ def parse_yaml(text: str, at: str) -> dict[str, Any]:
         raise ConfigError(at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names.") from None
     if not isinstance(values, dict):
         raise ConfigError(at=at, problem=f"expected a mapping at the top, got {type(values).__name__}")
+    _require_no_code(values, "")
     return values
+
+
+@contextlib.contextmanager
+def allowing_code() -> Generator[None]:
+    """While this is open, YAML may name functions to call. Configs built in Python always may."""
+    token = _code_allowed.set(True)
+    try:
+        yield
+    finally:
+        _code_allowed.reset(token)
+
+
+def _require_no_code(values: Any, at: str) -> None:
+    """Raises ConfigError where plain values that came as text name a function: to read a config is not to run what it names."""
+    if _code_allowed.get():
+        return
+    if isinstance(values, dict):
+        for key, value in values.items():
+            here = f"{at}.{key}".lstrip(".")
+            if key in CODE_KEYS and value is not None:
+                fix = "If you trust this file, pass --allow-code; in Python: `with easypipe.core.config.allowing_code():`."
+                raise ConfigError(at=here, problem=f"runs code, {value!r}", fix=fix)
+            _require_no_code(value, here)
+    elif isinstance(values, list):
+        for i, value in enumerate(values):
+            _require_no_code(value, f"{at}[{i}]")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -151,6 +185,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
                 if isinstance(node, dict) and node.get(index) is None:
                     node[index] = {}
                 node = node[index]
+    _require_no_code(result, "")
     return result
 
 
