@@ -61,6 +61,7 @@ class Counts:
     added: int = 0  # special tokens around it
     truncated: int = 0
     tokens: int = 0  # stored
+    trained: int | None = None  # of those, targets; None where there is no loss mask
 
     def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
         ledger = Ledger(facts=dict(facts))
@@ -72,6 +73,9 @@ class Counts:
             into={"encoded": self.encoded, "special": self.added},
             out={"stored": self.tokens, "truncated": self.truncated},
         )
+        if self.trained is not None:
+            out = {"targets": self.trained, "masked": self.tokens - self.trained}
+            ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)
         return ledger
 
 

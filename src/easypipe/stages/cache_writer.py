@@ -29,9 +29,10 @@ from easypipe.core.errors import CacheError, ConfigError, MissingFileError, Stor
 from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity, write_manifest
-from easypipe.stages.ranges import Range, Record, ranges_of, read_record, recipe_of, record_path, write_record
-from easypipe.stages.text_rows import raw_row, read_texts, require_text
-from easypipe.stages.token_rows import Documents, documents_hash, encode_texts
+from easypipe.stages.forms import RowForm, TextForm
+from easypipe.stages.ranges import Range, Record, ranges_of, read_record, record_path, write_record
+from easypipe.stages.text_rows import raw_row
+from easypipe.stages.token_rows import Documents, documents_hash
 from easypipe.stages.totals import OnError, Totals
 from easypipe.transforms.tokenizer import Tokenizer
 
@@ -54,8 +55,11 @@ def prepare(
     num_workers: int | None = None,
     batch_size: int = 1000,
     progress: ProgressListener = silent,
+    form: RowForm | None = None,
 ) -> TokenCache:
     """The token cache of a source: opened where it stands, finished where it was begun.
+
+    form: what its rows are; None: text in the column `content_field`.
 
     on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
         file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
@@ -64,7 +68,7 @@ def prepare(
     """
     job, ranges = _begin(
         source, tokenizer, dataset=dataset, content_field=content_field, cache_dir=cache_dir, on_error=on_error,
-        max_bad_rows=max_bad_rows, num_workers=num_workers, batch_size=batch_size,
+        max_bad_rows=max_bad_rows, num_workers=num_workers, batch_size=batch_size, form=form,
     )  # fmt: skip
     path = manifest_path(job.cache_dir, ranges, on_error, max_bad_rows)
     opened = _open(path, dataset)
@@ -85,7 +89,7 @@ def prepare_part(
     """
     job, ranges = _begin(source, tokenizer, **options)
     mine = [ranges[number] for number in part]
-    totals = Totals(job.dataset, job.content_field, job.on_error, None)
+    totals = Totals(job.dataset, job.form.label, job.on_error, None)
     rows = sum(piece.stop - piece.start for piece in mine)
     with contextlib.closing(_run(job, mine)) as records:
         for piece, record in zip(mine, records, strict=True):
@@ -113,18 +117,20 @@ def _begin(
     max_bad_rows: int | None = None,
     num_workers: int | None = None,
     batch_size: int = 1000,
+    form: RowForm | None = None,
 ) -> tuple[_Job, list[Range]]:
     if max_bad_rows is not None and on_error == "error":
         raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
-    require_text(source, content_field, dataset)
+    form = form or TextForm(content_field)
+    form.require(source, dataset)
     workers = num_workers or _cores()
     job = _Job(
         source=source,
         tokenizer=tokenizer,
         dataset=dataset,
-        content_field=content_field,
+        form=form,
         cache_dir=Path(cache_dir),
-        recipe=recipe_of(tokenizer, content_field, refuted=tokenizer.refuted(Path(cache_dir))),
+        recipe=form.recipe(tokenizer, refuted=tokenizer.refuted(Path(cache_dir))),
         on_error=on_error,
         max_bad_rows=max_bad_rows,
         batch_size=batch_size,
@@ -142,10 +148,10 @@ def manifest_path(cache_dir: Path, ranges: Sequence[Range], on_error: OnError, m
 
 def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressListener) -> TokenCache:
     """Whatever is missing of the ranges, then the manifest."""
-    source, tokenizer, dataset, content_field = job.source, job.tokenizer, job.dataset, job.content_field
+    source, tokenizer, dataset, form = job.source, job.tokenizer, job.dataset, job.form
     storage.sweep(job.cache_dir)
     started = time.perf_counter()
-    totals = Totals(dataset, content_field, job.on_error, job.max_bad_rows)
+    totals = Totals(dataset, form.label, job.on_error, job.max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
     with contextlib.closing(_run(job, ranges)) as records:
         for piece, record in zip(ranges, records, strict=True):
@@ -157,13 +163,14 @@ def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressList
     manifest = Manifest(
         dataset=dataset,
         key=path.stem,
-        content_field=content_field,
+        content_field=form.label,
         tokenizer=_identity(tokenizer),
         shard_names=tuple(shard.name for shard in source.shards),
         shard_rows=tuple(shard.num_rows or 0 for shard in source.shards),
         parts=tuple(totals.parts),
         counts=totals.counts(),
         fingerprint=digest("tokens", tokenizer.fingerprint, [[p.shard, p.start, p.stop, p.content] for p in totals.parts]),
+        loss_mask=form.masked,
         quarantine=quarantine,
         facts={
             "seconds": round(seconds, 3),
@@ -191,7 +198,7 @@ class _Job:
     source: ShardedSource
     tokenizer: Tokenizer
     dataset: str
-    content_field: str
+    form: RowForm
     cache_dir: Path
     recipe: str
     on_error: OnError
@@ -287,17 +294,18 @@ def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
 def _stored(job: _Job, piece: Range, name: str) -> Record:
     """The record of a range, with its token file in place: written now, or found under the name that its content gives it."""
     with job.at_work:
-        texts = read_texts(job.source, piece.shard, piece.start, piece.stop, job.content_field)
+        texts = job.form.read(job.source, piece.shard, piece.start, piece.stop)
         text, text_bytes, rejects = texts.content_hash(), texts.num_bytes, list(texts.rejects)
         identity = digest("tokens", job.recipe, text)
         file = f"{identity[:2]}/{identity}.arrow"
         path = job.cache_dir / "tokens" / file
         stats, documents = _stats_of(path), None
         if stats is None:
-            _prove(job, texts.texts)
-            documents = encode_texts(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
+            if not job.form.masked:  # masks need characters, which only the reference knows
+                _prove(job, texts.texts)
+            documents = job.form.encode(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
             job.count(documents_encoded=len(texts.texts), ranges_written=1)
-            stats = _stats(documents, str(job.tokenizer.backend.name))
+            stats = _stats(documents, "tokenizers" if job.form.masked else str(job.tokenizer.backend.name))
         del texts  # they are larger than their tokens
     if documents is None:
         job.count(ranges_found_by_content=1)
@@ -326,6 +334,7 @@ def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
         "encoded": documents.encoded,
         "added": documents.added,
         "truncated": documents.truncated,
+        **({} if documents.trained is None else {"trained": documents.trained}),
         "content": documents.content,
         "encoder": encoder,
         "rejects": [dataclasses.asdict(reject) for reject in documents.rejects],
@@ -365,7 +374,7 @@ def _write_quarantine(job: _Job, ranges: Sequence[Range], manifest: Path) -> str
             assert record is not None, "every range was committed"
             for reject in record.rejects:
                 if not reject.benign:
-                    raw = raw_row(job.source, piece.shard, reject, job.content_field)
+                    raw = raw_row(job.source, piece.shard, reject, job.form.columns[0])
                     row = {"file": record.shard_name, "row": reject.row, "reason": reject.reason, "detail": reject.detail, "raw": raw}
                     out.write(json.dumps(row, ensure_ascii=False) + "\n")
     return path.name

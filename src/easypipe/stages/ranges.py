@@ -57,6 +57,7 @@ class Record:
     checksum: str = ""
     encoder: str = ""
     rejects: tuple[Reject, ...] = ()
+    trained: int | None = None  # stored tokens that are targets; None where every one is
     format: int = FORMAT
 
     def part(self, shard: int) -> Part:

@@ -15,6 +15,7 @@ from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.stages.caching import index_folder
+from easypipe.stages.chat_rows import check_chat
 from easypipe.stages.formats import check_formats, formatted
 from easypipe.stages.saved import is_saved, open_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
@@ -34,7 +35,14 @@ class DatasetConfig:
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
     tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it takes; and `use_fast`: False encodes with
         the reference, as backend="tokenizers" does.
-    content_field: the column that is tokenized.
+    content_field: the column that is tokenized: text, or conversations (lists of objects with role and content, or JSON of that, as in a
+        column `messages`).
+    prompt_field, completion_field: two columns of text that are tokenized one after the other, in place of content_field.
+    train_on: what the loss sees: `all` tokens, the `assistant`'s turns (what messages have where it is None), the `completion` (what
+        prompts have where it is None; of messages, the last one).
+    chat_template: a Jinja file, or its text, in place of the tokenizer's own chat template.
+    template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses those.
+    tools_field: the column with the tools of each conversation; None takes the column `tools`, where there is one.
     format_fields: columns under new names, old to new; all other options know the new ones.
     format_callback: a function that a row (a dict) is passed through, or "module:function"; what it returns is laid over the row. In YAML
         it needs --allow-code. It adds the content_field as text; further columns are announced in format_columns.
@@ -58,6 +66,12 @@ class DatasetConfig:
     tokenizer: TokenizerConfig | str | None = None
     tokenizer_kwargs: dict[str, Any] | None = None
     content_field: str = "text"
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    train_on: Literal["all", "completion", "assistant"] | None = None
+    chat_template: str | Path | None = None
+    template_date: str | None = None
+    tools_field: str | None = None
     format_fields: dict[str, str] | None = None
     format_callback: Callable[..., Any] | str | None = None
     format_columns: dict[str, Any] | None = None
@@ -97,6 +111,7 @@ class DatasetConfig:
         if self.cache_path is not None and not self.cache_enabled:
             raise ConfigError(at="cache_path", problem="has no effect while cache_enabled is False", fix="Leave one of them out.")
         check_formats(self)
+        check_chat(self)
 
     @property
     def in_memory(self) -> bool:

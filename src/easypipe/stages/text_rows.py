@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,15 @@ class Texts:
     """Rows `start` to `stop` of a shard that hold text.
 
     texts: large_string without nulls or empty strings. rows: Int64[n], their physical numbers. rejects: the other rows, ascending.
+    spans: of each text, the character ranges that are trained; None where all of every text is. ends: UInt8[n], what follows each
+    (transforms/masked.py).
     """
 
     texts: pa.LargeStringArray
     rows: NDArray[np.int64]
     rejects: tuple[Reject, ...]
+    spans: Sequence[Sequence[Sequence[int]]] | None = None
+    ends: NDArray[np.uint8] | None = None
 
     def content_hash(self) -> str:
         """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
@@ -40,6 +45,8 @@ class Texts:
             hasher.update(memoryview(ends - ends[0]))
             if data is not None:
                 hasher.update(memoryview(data)[ends[0] : ends[-1]])
+        if self.spans is not None and self.ends is not None:
+            hasher.update(json.dumps([self.spans, self.ends.tolist()]).encode())
         return hasher.hexdigest()
 
     @property
@@ -59,8 +66,8 @@ def require_text(source: ShardedSource, content_field: str, dataset: str) -> Non
         fix = did_you_mean(content_field, columns) or "Set content_field to the column that holds the text."
         raise SourceError(at=at, problem="no such column", have=columns, fix=fix)
     kind = schema.field(content_field).type
-    if not _is_text(kind) and not pa.types.is_null(kind):
-        texts = [field.name for field in schema if _is_text(field.type)]
+    if not is_text(kind) and not pa.types.is_null(kind):
+        texts = [field.name for field in schema if is_text(field.type)]
         raise SourceError(at=at, problem=f"holds {kind}, not text; columns of text", have=texts, fix="Set content_field to one of them.")
 
 
@@ -71,7 +78,7 @@ def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content
     rows = batch.column(ROW_NUMBER).to_numpy() if numbered else np.arange(start, start + batch.num_rows, dtype=np.int64)
     column = batch.column(content_field)
     bad: list[Reject] = []
-    if _is_text(column.type):
+    if is_text(column.type):
         column = column.cast(pa.large_string()) if not pa.types.is_large_string(column.type) else column
         bad += _invalid(column, rows)
     else:
@@ -82,7 +89,7 @@ def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content
         ]
     missing = column.is_null().to_numpy(zero_copy_only=False)
     empty = np.zeros(len(column), np.bool_)
-    if _is_text(column.type):
+    if is_text(column.type):
         ends = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else np.zeros(1, np.int64)
         empty = (np.diff(ends) == 0) & ~missing
     bad += [Reject(row=int(row), reason="null", detail="no value") for row in rows[missing]]
@@ -90,7 +97,7 @@ def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content
     if not bad:
         return Texts(column, rows, rejects)
     keep = ~np.isin(rows, np.array([reject.row for reject in bad], np.int64))
-    texts = column.filter(pa.array(keep)) if _is_text(column.type) else pa.array([], pa.large_string())
+    texts = column.filter(pa.array(keep)) if is_text(column.type) else pa.array([], pa.large_string())
     return Texts(texts, rows[keep], tuple(sorted((*rejects, *bad), key=lambda reject: reject.row)))
 
 
@@ -112,9 +119,9 @@ def raw_row(source: ShardedSource, shard: int, reject: Reject, content_field: st
     return raw if raw is None or len(raw) <= RAW_CHARACTERS else raw[:RAW_CHARACTERS] + "…"
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
     t = pa.types
-    return t.is_large_string(kind) or t.is_string(kind) or t.is_string_view(kind) or (t.is_dictionary(kind) and _is_text(kind.value_type))
+    return t.is_large_string(kind) or t.is_string(kind) or t.is_string_view(kind) or (t.is_dictionary(kind) and is_text(kind.value_type))
 
 
 def _invalid(column: pa.LargeStringArray, rows: NDArray[np.int64]) -> list[Reject]:

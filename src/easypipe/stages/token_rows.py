@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
 from easypipe.sources.cache import cache_schema
 from easypipe.stages.text_rows import Texts
+from easypipe.transforms.masked import Masked, encode_masked
 from easypipe.transforms.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
@@ -36,7 +38,8 @@ class Documents:
     added: int
     truncated: int
     tokens: int
-    content: str  # XXH3-128 of offsets, tokens, EOS marks and row numbers
+    content: str  # XXH3-128 of offsets, tokens, EOS marks, row numbers and loss mask
+    trained: int | None = None  # stored tokens that are targets; None where there is no mask
 
 
 def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
@@ -85,6 +88,65 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         tokens=tokens,
         content=documents_hash(batch),
     )
+
+
+def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, surround: bool) -> Documents:
+    """Documents with a loss_mask, from texts with spans. surround: put the tokenizer's own special tokens around each.
+
+    Rows of which nothing that is trained remains within max_length are rejects. Raises as encode_texts does.
+    """
+    assert texts.spans is not None
+    assert texts.ends is not None
+    dtype = token_dtype(tokenizer.vocab_size)
+    found: list[Masked] = []
+    for first, last in itertools.pairwise(_edges(texts, batch_size)):
+        some = texts.texts.slice(first, last - first).to_pylist()
+        found.append(encode_masked(tokenizer, some, texts.spans[first:last], texts.ends[first:last].tolist(), surround=surround))
+    lengths = _joined([np.diff(part.offsets) for part in found], np.int64)
+    ids, mask = _joined([part.ids for part in found], dtype), _joined([part.mask for part in found], np.uint8)
+    added, cut = _joined([part.added for part in found], np.int64), _joined([part.truncated for part in found], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    if lengths.size and lengths.max() > LONGEST:
+        row = int(texts.rows[int(lengths.argmax())])
+        raise SourceError(at=place(at, row=row), problem=f"{lengths.max()} tokens in one text", fix="Set max_length, or split it.")
+    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    # The first token of a document is nobody's next token: it alone is nothing to train on.
+    kept = before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])] > 0
+    rejects = tuple(
+        Reject(row=row, reason="nothing_to_train", detail="no trained token remains", benign=True) for row in texts.rows[~kept].tolist()
+    )
+    if rejects:
+        tokens = np.repeat(kept, lengths)
+        ids, mask, lengths = ids[tokens], mask[tokens], lengths[kept]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ends = ends_closed(ids, offsets, tokenizer.eos_token_id)
+    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)), pa.array(ends), pa.array(texts.rows[kept])]
+    columns.append(pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)))
+    batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=True))
+    special, lost = int(added[kept].sum()), int(cut[kept].sum())
+    return Documents(
+        batch=batch,
+        rejects=rejects,
+        encoded=len(ids) - special + lost,
+        added=special,
+        truncated=lost,
+        tokens=len(ids),
+        content=documents_hash(batch),
+        trained=int(mask.sum()),
+    )
+
+
+def ends_closed(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
+    """UInt8[n]: 1 where EOS is a document's last token, or its last but one: templates end turns with EOS and a newline."""
+    closed = _ends_with(ids, offsets, token)
+    if token is None or not ids.size:
+        return closed
+    longer = np.diff(offsets) > 1
+    return closed | (longer & (ids[np.maximum(offsets[1:] - 2, 0)] == token)).astype(np.uint8)
+
+
+def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
 def _edges(texts: Texts, batch_size: int) -> list[int]:

@@ -19,9 +19,8 @@ from easypipe.sources.limit import select
 from easypipe.stages.cache_writer import OnError, manifest_path, pending, prepare, prepare_part
 from easypipe.stages.caching import TemporaryFolder, cache_folder_of
 from easypipe.stages.formats import kept_columns
-from easypipe.stages.ranges import ranges_of, recipe_of
-from easypipe.stages.text_rows import read_texts, require_text
-from easypipe.stages.token_rows import encode_texts
+from easypipe.stages.forms import RowForm, TextForm, form_of
+from easypipe.stages.ranges import ranges_of
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from easypipe.transforms.tokenizer_options import with_options
 
@@ -76,17 +75,19 @@ class TokenizedShardedSource:
         batch_size: int = 1000,
         progress: ProgressListener = silent,
         keep: Sequence[str] = (),
+        form: RowForm | None = None,
     ) -> None:
         """Arguments as in `prepare`. keep: columns that are saved beside the tokens; a row in which one is bad is bad.
 
         Raises SourceError where `content_field` is no column of text; reads no rows.
         """
-        require_text(source, content_field, dataset)
+        self.form: RowForm = form or TextForm(content_field)
+        self.form.require(source, dataset)
         self.keep = tuple(keep)
-        self.source = select(source, list(dict.fromkeys([content_field, *keep])))
+        self.source = select(source, list(dict.fromkeys([*self.form.columns, *keep])))
         self.tokenizer = tokenizer
         self.dataset = dataset
-        self.content_field = content_field
+        self.content_field = self.form.label
         self.on_error: OnError = on_error
         self._folder = cache_dir  # holds a temporary one
         self._cache_dir = cache_dir.path if isinstance(cache_dir, TemporaryFolder) else Path(cache_dir)
@@ -94,7 +95,7 @@ class TokenizedShardedSource:
         self._progress = progress
         self._options: dict[str, Any] = {
             "dataset": dataset,
-            "content_field": content_field,
+            "form": self.form,
             "cache_dir": self._cache_dir,
             "on_error": on_error,
             "max_bad_rows": max_bad_rows,
@@ -106,7 +107,7 @@ class TokenizedShardedSource:
 
     @property
     def schema(self) -> pa.Schema:
-        return cache_schema(self.tokenizer.vocab_size)
+        return cache_schema(self.tokenizer.vocab_size, loss_mask=self.form.masked)
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -114,7 +115,7 @@ class TokenizedShardedSource:
 
     @property
     def fingerprint(self) -> str:
-        return digest("tokenized", self.source.fingerprint, recipe_of(self.tokenizer, self.content_field, refuted=False), self.on_error)
+        return digest("tokenized", self.source.fingerprint, self.form.recipe(self.tokenizer, refuted=False), self.on_error)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch, rejects = self.scan(shard, start, stop)
@@ -128,15 +129,15 @@ class TokenizedShardedSource:
         return batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        texts = read_texts(self.source, shard, start, stop, self.content_field)
-        documents = encode_texts(texts, self.tokenizer, batch_size=self._batch_size, at=self.shards[shard].name)
+        texts = self.form.read(self.source, shard, start, stop)
+        documents = self.form.encode(texts, self.tokenizer, batch_size=self._batch_size, at=self.shards[shard].name)
         rejects = sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row)
         return Scan(documents.batch, tuple(rejects))
 
     @property
     def cache_path(self) -> Path:
         """Where the manifest of its token cache stands, or will. Reads no rows."""
-        recipe = recipe_of(self.tokenizer, self.content_field, refuted=self.tokenizer.refuted(self._cache_dir))
+        recipe = self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._cache_dir))
         return manifest_path(self._cache_dir, ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"])
 
     def materialize(self) -> TokenCache:
@@ -180,7 +181,9 @@ class TokenizeStage(BaseStage):
             key = digest(chosen)
             if key not in loaded:
                 loaded[key] = load_tokenizer(chosen)
-            options = {} if dataset is None else {k: getattr(dataset, k) for k in ("content_field", "on_error", "max_bad_rows")}
+            options: dict[str, Any] = {} if dataset is None else {k: getattr(dataset, k) for k in ("on_error", "max_bad_rows")}
+            if dataset is not None:
+                options["form"] = form_of(dataset, f"datasets[{number}]", source, loaded[key])
             result[name] = TokenizedShardedSource(
                 source,
                 loaded[key],

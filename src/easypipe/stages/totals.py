@@ -21,6 +21,7 @@ class Totals:
         self.rows = self.bad = self.text_bytes = 0
         self.sums: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.trained: int | None = None
         self.parts: list[Part] = []
         self.encoders: set[str] = set()
 
@@ -34,12 +35,14 @@ class Totals:
         self.text_bytes += record.text_bytes
         self.encoders.add(record.encoder)
         self.sums.update({name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated")})
+        if record.trained is not None:
+            self.trained = (self.trained or 0) + record.trained
         self.parts.append(record.part(piece.shard))
 
     def counts(self) -> Counts:
         s = self.sums
         return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
-                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"])  # fmt: skip
+                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"], trained=self.trained)  # fmt: skip
 
     def require_documents(self) -> None:
         if not self.sums["docs"]:

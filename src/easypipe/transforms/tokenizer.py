@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ logger = logging.getLogger("easypipe")
 GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
 _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
 
 
@@ -127,6 +128,7 @@ class Tokenizer:
                 at=self.name, problem=f"max_length {config.max_length} is filled by {room} special tokens", fix="Give a larger max_length."
             )
         self._limit = config.max_length - room if config.truncation and config.max_length is not None else None
+        self._options = files.options
         golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
         self.fingerprint: str = digest(
             "tokenizer",
@@ -187,6 +189,34 @@ class Tokenizer:
             content = self._reference.encode(text, add_special_tokens=False).ids[: self._limit]
             return [*self._prefix, *content, *self._suffix]
         return ids
+
+    def encode_with_characters(self, texts: Sequence[str]) -> Iterator[tuple[list[int], NDArray[np.int64], NDArray[np.int64]]]:
+        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without special tokens; both ascend."""
+        for encoding in self._reference.encode_batch(list(texts), add_special_tokens=False):
+            edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+            yield encoding.ids, np.maximum.accumulate(edges[:, 0]), np.maximum.accumulate(edges[:, 1])
+
+    @property
+    def surrounding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(before, after): the special tokens around each text."""
+        return self._prefix, self._suffix
+
+    @property
+    def special_strings(self) -> dict[str, str]:
+        """Named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
+        found = {}
+        for kind in _SPECIAL_NAMES:
+            token = self._options.get(kind)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and token:
+                found[kind] = token
+        return found
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Every special token of the vocabulary, in the order of ids."""
+        added = self._reference.get_added_tokens_decoder()
+        return tuple(added[i].content for i in sorted(added) if added[i].special)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False) -> str:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)

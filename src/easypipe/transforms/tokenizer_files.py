@@ -45,6 +45,39 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
     return _from_hub(name_or_path)
 
 
+def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
+    """(template, another one for rows with tools or None, where it was found): chat_template.jinja, else what tokenizer_config.json holds.
+
+    Raises TokenizerError where the tokenizer has none.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists() or _looks_like_path(name_or_path):
+        folder = path if path.is_dir() else path.parent
+        own: Path | None = folder / "chat_template.jinja"
+        options = _options(folder / "tokenizer_config.json")
+    else:
+        found, config = _optional_from_hub(name_or_path, "chat_template.jinja"), _optional_from_hub(name_or_path, "tokenizer_config.json")
+        own, options = found, _options(config) if config else {}
+    if own is not None and own.is_file():
+        try:
+            return own.read_text(encoding="utf-8"), None, str(own)
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(at=str(own), problem=f"cannot be read: {error}", fix="Give a Jinja template in UTF-8.") from error
+    template = options.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        template = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+    tool_use = None
+    if isinstance(template, dict):
+        template, tool_use = template.get("default"), template.get("tool_use")
+    if not isinstance(template, str):
+        raise TokenizerError(
+            at=name_or_path,
+            problem="the tokenizer has no chat template",
+            fix="Set chat_template to a .jinja file, or put a chat_template.jinja beside tokenizer.json.",
+        )
+    return template, tool_use if isinstance(tool_use, str) else None, f"{name_or_path}, tokenizer_config.json"
+
+
 def _looks_like_path(name: str) -> bool:
     if name.startswith(("/", "./", "../", "~")) or name in (".", "..") or "\\" in name or name.endswith(_FILE_ENDINGS):
         return True

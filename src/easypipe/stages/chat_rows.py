@@ -1,0 +1,243 @@
+"""Conversations, and prompts with completions, as rows to tokenize: read, checked, rendered, with the characters that are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.protocols import Reject, ShardedSource, scan
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.stages.text_rows import Texts, is_text, require_text
+from easypipe.stages.token_rows import Documents, encode_spans
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, check_date
+from easypipe.transforms.masked import TRAINED_END
+from easypipe.transforms.tokenizer import Tokenizer
+
+TrainOn = Literal["all", "completion", "assistant"]
+
+BENIGN = "nothing_to_train"  # dropped and counted, not an error of the row
+
+
+def check_chat(dataset: Any) -> None:
+    """Raises ConfigError where options of a DatasetConfig about conversations, prompts and completions do not go together."""
+    if (dataset.prompt_field is None) != (dataset.completion_field is None):
+        missing, given = ("prompt_field", "completion_field") if dataset.prompt_field is None else ("completion_field", "prompt_field")
+        raise ConfigError(at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out.")
+    if dataset.prompt_field is not None:
+        if dataset.prompt_field == dataset.completion_field:
+            raise ConfigError(at="completion_field", problem="is the prompt_field too", fix="Name another column.")
+        for name in ("chat_template", "template_date", "tools_field"):
+            if getattr(dataset, name) is not None:
+                raise ConfigError(at=name, problem="has no effect on prompts and completions", fix="Leave it out.")
+        if dataset.train_on == "assistant":
+            raise ConfigError(at="train_on", problem="prompts have no assistant", have=["completion", "all"], fix="Use 'completion'.")
+    if dataset.template_date is not None:
+        check_date(dataset.template_date)
+
+
+class ChatForm:
+    """A column of messages (lists of structs with `role` and `content`, or JSON text of that), rendered with a chat template.
+
+    tools_field: a column with the tools of each row; None: there is none.
+    """
+
+    masked = True
+
+    def __init__(self, template: ChatTemplate, content_field: str, tools_field: str | None) -> None:
+        self.template, self.label, self.tools_field = template, content_field, tools_field
+        self.columns = (content_field,) if tools_field is None else (content_field, tools_field)
+
+    def require(self, source: ShardedSource, dataset: str) -> None:
+        for column in self.columns:
+            at = place(f"dataset {dataset!r}", column=column)
+            if column not in source.schema.names:
+                fix = did_you_mean(column, source.schema.names) or "Name the column that holds it."
+                raise SourceError(at=at, problem="no such column", have=source.schema.names, fix=fix)
+            kind = source.schema.field(column).type
+            if not (is_messages(kind) or is_text(kind) or pa.types.is_null(kind)):
+                raise SourceError(at=at, problem=f"holds {kind}, not lists of objects", fix="Give messages as [{role, content}, ...].")
+
+    def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        return digest("chat", tokenizer.fingerprint, _length(tokenizer), self.template.fingerprint, list(self.columns))
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        """Raises TokenizerError naming the row on which the template went beyond its limits."""
+        batch, rejects = scan(source, shard, start, stop)
+        numbers = _numbers(batch, start)
+        bad: list[Reject] = []
+        rows, kept = [], []
+        tools = None if self.tools_field is None else _values(batch.column(self.tools_field), keep=())
+        for i, value in enumerate(_values(batch.column(self.label), keep=("role", "content"))):
+            with_tools = None if tools is None else tools[i]
+            wrong = wrong_messages(value) or (("not_json", f"tools: {with_tools}") if isinstance(with_tools, _BadJson) else None)
+            if wrong is not None:
+                bad.append(Reject(row=numbers[i], reason=wrong[0], detail=wrong[1]))
+                continue
+            rows.append({"messages": value, "tools": with_tools or None})
+            kept.append(numbers[i])
+        try:
+            rendered = self.template.render(rows)
+        except HostileTemplateError as error:
+            at = place(source.shards[shard].name, row=kept[error.row], column=self.label)
+            raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
+        return _texts(rendered, kept, [*rejects, *bad])
+
+    def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=False)
+
+
+class PairForm:
+    """A column of prompts and one of completions, put together as they are; train_on: `completion`, or `all` of it."""
+
+    masked = True
+
+    def __init__(self, prompt_field: str, completion_field: str, train_on: TrainOn) -> None:
+        self.columns = (prompt_field, completion_field)
+        self.label = f"{prompt_field}, {completion_field}"
+        self.train_on = train_on
+
+    def require(self, source: ShardedSource, dataset: str) -> None:
+        for column in self.columns:
+            require_text(source, column, dataset)
+
+    def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        return digest("pairs", tokenizer.fingerprint, _length(tokenizer), list(self.columns), self.train_on)
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        batch, rejects = scan(source, shard, start, stop)
+        numbers = _numbers(batch, start)
+        bad: list[Reject] = []
+        rendered: list[Rendered | Refused] = []
+        kept = []
+        prompts, completions = (_strings(batch.column(name)) for name in self.columns)
+        for row, prompt, completion in zip(numbers, prompts, completions, strict=True):
+            for name, value in zip(self.columns, (prompt, completion), strict=True):
+                if not isinstance(value, str):
+                    reason = "null" if value is None else "invalid_utf8"
+                    bad.append(Reject(row=row, reason=reason, detail=f"column {name!r} has no text"))
+                    break
+            else:
+                text = prompt + completion
+                begin = 0 if self.train_on == "all" else len(prompt)
+                trained = begin < len(text) and bool(completion or self.train_on == "all")
+                none = Refused("empty", "both are empty") if not text else Refused(BENIGN, "the completion is empty")
+                rendered.append(Rendered(text, [[begin, len(text)]], TRAINED_END) if trained else none)
+                kept.append(row)
+        return _texts(rendered, kept, [*rejects, *bad])
+
+    def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=True)
+
+
+def is_messages(kind: pa.DataType) -> bool:
+    t = pa.types
+    return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(kind.value_type)
+
+
+def wrong_messages(value: Any) -> tuple[str, str] | None:
+    """(reason, detail) where `value` is no conversation that can be rendered."""
+    if value is None:
+        return "null", "no messages"
+    if isinstance(value, _BadJson):
+        return "not_json", str(value)
+    if not isinstance(value, list):
+        return "not_a_list", f"messages are {_kind(value)}"
+    if not value:
+        return "empty", "a conversation without messages"
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            return "not_a_message", f"message {i} is {_kind(message)}"
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            return "no_role", f"message {i} has no role"
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list):
+            return "not_a_message", f"the content of message {i} is {_kind(content)}"
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+                return "multimodal", f"message {i} holds a part of type {kind!r}; only text can be tokenized"
+    return None
+
+
+class _BadJson(str):
+    """What is wrong with a text that should have been JSON."""
+
+
+def _kind(value: Any) -> str:
+    return {dict: "an object", str: "text", int: "a number", float: "a number", bool: "true or false", list: "a list"}.get(
+        type(value), "null"
+    )
+
+
+def _values(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
+    """Python values; of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the outermost."""
+    if not is_text(column.type):
+        return [_without_nulls(value, keep) for value in column.to_pylist()]
+    found: list[Any] = []
+    for text in _strings(column):
+        try:
+            found.append(None if text is None else json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            found.append(_BadJson(error))
+    return found
+
+
+def _without_nulls(value: Any, keep: Sequence[str] = ()) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key in keep}
+    if isinstance(value, list):
+        return [_without_nulls(item, keep) for item in value]
+    return value
+
+
+def _strings(column: pa.Array) -> list[Any]:
+    """Texts, None for null, bytes for what is no UTF-8."""
+    if pa.types.is_null(column.type):
+        return [None] * len(column)
+    try:
+        return column.cast(pa.large_string()).to_pylist()
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        raw = column.cast(pa.large_string(), safe=False).view(pa.large_binary()).to_pylist()
+    return [_decoded(value) for value in raw]
+
+
+def _decoded(value: bytes | None) -> str | bytes | None:
+    try:
+        return None if value is None else value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _numbers(batch: pa.RecordBatch, start: int) -> list[int]:
+    if ROW_NUMBER in batch.schema.names:
+        return batch.column(ROW_NUMBER).to_pylist()
+    return list(range(start, start + batch.num_rows))
+
+
+def _length(tokenizer: Tokenizer) -> int | None:
+    return tokenizer.config.max_length if tokenizer.config.truncation else None
+
+
+def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects: list[Reject]) -> Texts:
+    found = [(row, item) for row, item in zip(rows, rendered, strict=True) if isinstance(item, Rendered)]
+    rejects += [
+        Reject(row=row, reason=item.reason, detail=item.detail, benign=item.reason == BENIGN)
+        for row, item in zip(rows, rendered, strict=True)
+        if isinstance(item, Refused)
+    ]
+    spans = [item.spans for _, item in found]
+    return Texts(
+        texts=pa.array([item.text for _, item in found], pa.large_string()),
+        rows=np.array([row for row, _ in found], np.int64),
+        rejects=tuple(sorted(rejects, key=lambda reject: reject.row)),
+        spans=spans,
+        ends=np.array([item.end for _, item in found], np.uint8),
+    )

@@ -1,0 +1,283 @@
+"""Conversations to text with the characters that are trained: chat templates, run in processes that may not take long nor much.
+
+A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run in a few worker processes
+(chat_worker.py), whose processor time and memory the system limits; one that goes too far ends alone, and is an error that names the row.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, StallError, TokenizerError
+from easypipe.transforms.tokenizer import Tokenizer
+from easypipe.transforms.tokenizer_files import find_chat_template
+
+ENGINE_VERSION = 1  # counts up when the same conversation gives other text or other spans
+BATCH_ROWS = 64  # conversations of one request
+BATCH_CHARACTERS = 1 << 20
+STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
+
+MASKED_END, TRAINED_END = 1, 2  # see chat_spans.py
+
+
+class Rendered(NamedTuple):
+    """spans: ascending character ranges that are trained. end: 0 where the template ended the last turn, else the EOS token has to
+    (MASKED_END or TRAINED_END)."""
+
+    text: str
+    spans: list[list[int]]
+    end: int
+
+
+class Refused(NamedTuple):
+    reason: str  # a word for the ledger
+    detail: str
+
+
+class HostileTemplateError(TokenizerError):
+    """A template that took too long or too much, or reached for what it must not have. `row` counts within the call."""
+
+    row: int = 0
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One chat template with what it is rendered with; `tool_use` is another one for rows that have tools, where the tokenizer has it."""
+
+    source: str
+    tool_use: str | None
+    names: Mapping[str, str]  # bos_token, eos_token, ...: strings that the template may print
+    closers: tuple[str, ...]  # special tokens of the tokenizer
+    train_on: str
+    date: str | None  # ISO date that strftime_now tells
+    origin: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything that decides text and spans but the rows."""
+        return digest("chat", ENGINE_VERSION, self.source, self.tool_use, self.names, list(self.closers), self.train_on, self.date)
+
+    def render(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
+        """rows: `messages`, a list of dicts, and `tools`, a list or None. Thread safe; a thread waits for one worker process.
+
+        Raises HostileTemplateError for a template that goes beyond its limits or does not compile, StallError where a worker hangs.
+        """
+        answers: list[Rendered | Refused] = []
+        for batch in _batches(rows):
+            answers += self._batch(batch, len(answers))
+        return answers
+
+    def _batch(self, rows: Sequence[Mapping[str, Any]], before: int) -> list[Rendered | Refused]:
+        """One request for each run of rows that go to the same template."""
+        answers: list[Rendered | Refused] = []
+        at = 0
+        while at < len(rows):
+            with_tools = self.tool_use is not None and bool(rows[at]["tools"])
+            stop = at
+            while stop < len(rows) and (self.tool_use is not None and bool(rows[stop]["tools"])) == with_tools:
+                stop += 1
+            spec = {
+                "source": self.tool_use if with_tools else self.source,
+                "names": dict(self.names),
+                "closers": self.closers,
+                "train_on": self.train_on,
+                "date": self.date,
+            }
+            for answer in _ask(spec, rows[at:stop]):
+                if "hostile" in answer:
+                    error = HostileTemplateError(
+                        at=self.origin,
+                        problem=f"the chat template cannot be used: {answer['hostile']}",
+                        fix="Give another one: chat_template=….",
+                    )
+                    error.row = before + len(answers)
+                    raise error
+                if "refused" in answer:
+                    answers.append(Refused(answer["refused"], answer["detail"]))
+                elif not _is_unicode(answer["text"]):
+                    answers.append(Refused("invalid_utf8", "a text holds half of a surrogate pair"))
+                else:
+                    answers.append(Rendered(answer["text"], answer["spans"], answer["end"]))
+            at = stop
+        return answers
+
+
+def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None, train_on: str, date: str | None) -> ChatTemplate:
+    """The tokenizer's own template, or the given one: a file, or the text itself.
+
+    Raises TokenizerError where there is none, ConfigError for a file that is not there or a date that is none.
+    """
+    if date is not None:
+        check_date(date)
+    tool_use = None
+    if chat_template is None:
+        source, tool_use, origin = find_chat_template(tokenizer.name)
+    else:
+        source, origin = _given(chat_template)
+    return ChatTemplate(
+        source=source,
+        tool_use=tool_use,
+        names=tokenizer.special_strings,
+        closers=tokenizer.special_tokens,
+        train_on=train_on,
+        date=date,
+        origin=origin,
+    )
+
+
+def check_date(date: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ConfigError(at="template_date", problem=f"{date!r} is no date", fix="Write it as 2026-01-31.") from None
+
+
+def _given(template: str | Path) -> tuple[str, str]:
+    text = str(template)
+    if isinstance(template, str) and ("{%" in text or "{{" in text or "{#" in text):
+        return text, "chat_template"
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            at="chat_template",
+            problem=f"{text[:200]!r} is neither a file nor the text of a template",
+            fix="Give the path of a .jinja file.",
+        )
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(at="chat_template", problem=f"{path} cannot be read: {error}", fix="Give a Jinja template in UTF-8.") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    first = size = 0
+    for i, row in enumerate(rows):
+        size += sum(len(str(message)) for message in row["messages"])
+        if i + 1 - first >= BATCH_ROWS or size >= BATCH_CHARACTERS:
+            yield rows[first : i + 1]
+            first, size = i + 1, 0
+    if first < len(rows):
+        yield rows[first:]
+
+
+def _ask(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Answers up to the first hostile one."""
+    worker = _take()
+    try:
+        answers = worker.ask({"template": spec, "rows": rows}, len(rows))
+    except BaseException:  # Ctrl-C too: it still has answers to give, which are nobody's
+        worker.close()
+        raise
+    if worker.gone:
+        worker.close()
+    else:
+        _give(worker)
+    return answers
+
+
+class _Worker:
+    def __init__(self) -> None:
+        package = str(Path(__file__).parents[2])
+        known = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG") if key in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "easypipe.transforms.chat_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**known, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
+        )
+        self.gone = False
+
+    def ask(self, request: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return [self._end()]
+        answers: list[dict[str, Any]] = []
+        held, source = bytearray(), self._process.stdout.fileno()
+        while len(answers) < count:
+            if not select.select([source], [], [], STALL_SECONDS)[0]:
+                raise StallError(at="chat template", problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s", fix="Run again.")
+            read = os.read(source, 1 << 20)
+            if not read:
+                return [*answers, self._end()]
+            if b"\n" not in read:
+                held += read
+                continue
+            *lines, rest = (bytes(held) + read).split(b"\n")
+            held = bytearray(rest)
+            answers += [json.loads(line) for line in lines]
+        return answers
+
+    def _end(self) -> dict[str, Any]:
+        """Why the worker is gone."""
+        self.gone = True
+        code = self._process.wait()
+        if code == -signal.SIGPROF:
+            return {"hostile": "it takes more than 1 s of processor time for one conversation"}
+        if code == -signal.SIGKILL:
+            return {"hostile": "the system ended it, most likely for its memory"}
+        return {"hostile": f"its process ended with status {code}"}
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_idle: list[_Worker] = []
+_lock = threading.Lock()
+
+
+def _take() -> _Worker:
+    with _lock:
+        if _idle:
+            return _idle.pop()
+    return _Worker()
+
+
+def _give(worker: _Worker) -> None:
+    with _lock:
+        if len(_idle) < (os.cpu_count() or 1):
+            _idle.append(worker)
+            return
+    worker.close()
+
+
+def close_workers() -> None:
+    """Ends the idle worker processes; they end with this process anyway."""
+    with _lock:
+        idle, _idle[:] = list(_idle), []
+    for worker in idle:
+        worker.close()
+
+
+atexit.register(close_workers)
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none: two may not read one pipe

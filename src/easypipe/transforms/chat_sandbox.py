@@ -1,0 +1,176 @@
+"""Chat templates rendered as `transformers.apply_chat_template` renders them, without it.
+
+Imports nothing but jinja2: this file runs in the worker process of chat_worker.py, which is what limits time and memory. The sandbox here
+keeps templates from attributes and from changing what they are given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_CHARACTERS = 1 << 25  # of one rendered conversation
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; the first is what templates read
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class RenderError(Exception):
+    """The template refused this conversation."""
+
+
+class HostileError(Exception):
+    """The template did what no template may do; every conversation would meet it."""
+
+
+class Template:
+    """A compiled chat template. Not thread safe.
+
+    names: what it sees beside messages and tools: `bos_token`, `eos_token`, ... date: the ISO date that `strftime_now` tells; None
+    refuses templates that ask for it. Raises HostileError for a template that does not compile.
+    """
+
+    def __init__(self, source: str, names: Mapping[str, str], date: str | None = None) -> None:
+        self.marked = _MARKER.search(source) is not None
+        self._names = dict(names)
+        self._environment = _environment(date)
+        try:
+            self._template = self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise HostileError(f"line {error.lineno} is not Jinja: {error.message}") from None
+        except RecursionError:
+            raise HostileError("it is nested too deeply") from None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """(text, spans between `{% generation %}` markers as character positions). prompt: open an assistant turn at the end."""
+        pieces: list[str] = []
+        found: list[tuple[int, str]] = []
+        size = 0
+
+        def note(inner: str) -> None:
+            found.append((size, inner))
+
+        self._environment.easypipe_note = note  # type: ignore[attr-defined]
+        try:
+            for piece in self._template.generate(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._names
+            ):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MOST_CHARACTERS:
+                    raise HostileError(f"it writes more than {MOST_CHARACTERS} characters for one conversation")
+        except SecurityError as error:
+            raise HostileError(f"the sandbox stopped it: {error}") from None
+        except MemoryError:
+            raise HostileError("it takes more memory than a template may have") from None
+        except RecursionError:
+            raise HostileError("it calls itself without end") from None
+        except OverflowError as error:  # what the sandbox says to range(10**9), and Python to larger numbers
+            raise HostileError(f"it asks for too much: {error}") from None
+        except HostileError:
+            raise
+        except Exception as error:  # noqa: BLE001 (a template can raise anything that Python can)
+            name = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise RenderError(f"{name}{error}"[:500]) from None
+        finally:
+            del self._environment.easypipe_note  # type: ignore[attr-defined]
+        text = "".join(pieces)
+        spans = [(start, start + len(inner)) for start, inner in found if inner]
+        if any(text[start : start + len(inner)] != inner for start, inner in found):
+            raise RenderError("its generation markers stand in a block whose text is changed later, so what they mark is not known")
+        return text, spans
+
+
+def with_aliases(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Reasoning under every name that templates read it by, as transformers gives it."""
+    result = []
+    for message in messages:
+        reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+        result.append(dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning})
+    return result
+
+
+class _Markers(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 reads it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        inner = str(caller())
+        self.environment.easypipe_note(inner)  # type: ignore[attr-defined]
+        return inner
+
+
+class _Dict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    def __init__(*args: Any, **values: Any) -> None:  # type: ignore[misc]  (so that `self` may be a key)
+        self, rest = args[0], args[1:]
+        attributes = dict(*rest, **values)
+        for name in attributes:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        jinja2.utils.Namespace.__setitem__(self, name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no attribute {name!r}")
+
+
+def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _clock(date)
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _clock(date: str | None) -> Callable[[str], str]:
+    def strftime_now(format: str) -> str:
+        if date is None:
+            raise jinja2.TemplateError(
+                "the template asks for today's date, and what it prints must not depend on the day: set template_date"
+            )
+        import datetime
+
+        return datetime.datetime.fromisoformat(date).strftime(format)
+
+    return strftime_now

@@ -1,0 +1,319 @@
+"""Which characters of a rendered conversation are trained: proven, or refused.
+
+sentinel  a word that stands nowhere in the conversation, put in place of a message's text
+gap       what the template writes between two sentinels
+stop      what the template writes to end a turn
+
+The conversation is rendered twice: as it is, and with sentinels. Both are read side by side: every gap of the second must stand in the
+first, with the very text (or its trimmed or JSON-escaped form) between. Then the positions of all texts are known, and known to be right.
+Imports nothing: it runs in the worker process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from easypipe.transforms.chat_sandbox import REASONING, RenderError, Template
+
+OPEN, MASKED_END, TRAINED_END = 0, 1, 2  # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
+MOST_TRIES = 10_000  # of ways to read two renderings side by side
+
+_THINK = re.compile(r"(</?think>)")
+
+
+class UnprovenError(Exception):
+    """Where the trained text stands cannot be told for certain."""
+
+
+class Rendered(NamedTuple):
+    """spans: ascending character ranges that are trained. end: OPEN where the template itself ended the last turn."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    end: int
+
+
+@dataclass
+class Spans:
+    """Rendering with spans, for one template. closers: the special tokens of the tokenizer."""
+
+    template: Template
+    closers: Sequence[str]
+    _stop: str | bool | None = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        words = sorted((re.escape(word) for word in self.closers if word.strip()), key=len, reverse=True)
+        self._closer = re.compile(rf"\s*(?:{'|'.join(words)})") if words else None
+        self._closed = re.compile(rf"(?:{'|'.join(words)})\s*\Z") if words else None
+
+    def find(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, train_on: str) -> Rendered:
+        """Raises RenderError where the template refuses, UnprovenError where it cannot be told what is trained."""
+        text, marked = self.template.render(messages, tools)
+        if train_on == "all":
+            return Rendered(text, [(0, len(text))] if text else [], self._end(text, trained=True))
+        trained = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if train_on == "completion":
+            trained = [i for i in trained if i == len(messages) - 1]
+        if not trained:
+            return Rendered(text, [], OPEN)
+        spans = None
+        if self.template.marked:
+            turns = sum(message.get("role") == "assistant" for message in messages)
+            if train_on == "assistant":
+                spans = marked
+            elif len(marked) == turns:
+                spans = marked[-1:]
+        if spans is None:
+            spans = self._by_sentinels(text, messages, tools, trained)
+        last = bool(spans) and not text[spans[-1][1] :].strip()
+        return Rendered(text, spans, self._end(text, trained=last))
+
+    def stop(self) -> str | None:
+        """What ends an assistant's turn, seen on a conversation of two questions and two answers; None where nothing does."""
+        if self._stop is False:
+            self._stop = self._seek_stop()
+        return self._stop  # pyright: ignore[reportReturnType]
+
+    def _end(self, text: str, *, trained: bool) -> int:
+        if self._closed is not None and self._closed.search(text):
+            return OPEN
+        stop = self.stop()
+        if stop is not None and text.rstrip().endswith(stop.strip()):
+            return OPEN
+        return TRAINED_END if trained else MASKED_END
+
+    def _seek_stop(self) -> str | None:
+        words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
+        roles = ("user", "assistant", "user", "assistant")
+        try:
+            text, _ = self.template.render([{"role": role, "content": word} for role, word in zip(roles, words, strict=True)])
+        except RenderError:
+            return None
+        if any(text.count(word) != 1 for word in words):
+            return None
+        before, *gaps = re.split("|".join(words), text)
+        if len(gaps) != 4 or [text.index(word) for word in words] != sorted(text.index(word) for word in words):
+            return None
+        between, tail = gaps[1], gaps[3]
+        if tail.strip():
+            found = self._closer.match(tail) if self._closer is not None else None
+            stop = found[0] if found else tail.rstrip()
+            return stop if between.startswith(stop) else None
+        found = self._closer.match(between) if self._closer is not None else None
+        if found and found[0].strip() not in before:  # else it opens the user's turn
+            return found[0]
+        shared = _shared(between[::-1], before[::-1])
+        rest = between[: len(between) - shared].rstrip()
+        return rest or None
+
+    def _by_sentinels(
+        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, trained: list[int]
+    ) -> list[tuple[int, int]]:
+        try:
+            return self._with(text, messages, tools, trained, everyone=True)
+        except (UnprovenError, RenderError):  # a template may look into what users and tools say
+            pass
+        try:
+            return self._with(text, messages, tools, trained, everyone=False)
+        except RenderError as error:
+            raise UnprovenError(f"the template does not render other words in place of these: {error}") from None
+
+    def _with(
+        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, trained: list[int], *, everyone: bool
+    ) -> list[tuple[int, int]]:
+        words = _Words(text, messages)
+        changed = [words.replace(i, m) if everyone or m.get("role") == "assistant" else m for i, m in enumerate(messages)]
+        other, _ = self.template.render(changed, tools)
+        places = _align(text, other, words)
+        spans = []
+        for i in trained:
+            here = [place for place in places if words.owner[place.word] == i]
+            if not here:
+                if any(words.owner[word] == i for word in words.owner):
+                    raise UnprovenError(f"the template does not print what message {i} says")
+                continue  # an empty turn
+            if len({place.word for place in here}) != len(here):
+                raise UnprovenError(f"the template prints the text of message {i} more than once")
+            if messages[i].get("tool_calls") and not any(place.word in words.of_tools for place in here):
+                raise UnprovenError(f"the template does not print the tool calls of message {i}")
+            first, last = places.index(here[0]), places.index(here[-1])
+            if last - first + 1 != len(here):
+                raise UnprovenError(f"the text of message {i} does not stand in one piece")
+            plain = len(here) == 1 and here[0].word in words.whole
+            before = places[first - 1].stop if first else 0
+            after = places[last + 1].start if last + 1 < len(places) else len(text)
+            start = here[0].start if plain else before + self._header(text[before : here[0].start], changed, i, tools, words, first)
+            spans.append((start, self._close(text, here[-1].stop, after, i, len(messages), places[last + 1 :], words, plain=plain)))
+        if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
+            raise UnprovenError("trained turns overlap")
+        return spans
+
+    def _close(self, text: str, at: int, after: int, i: int, count: int, later: Sequence[_Place], words: _Words, *, plain: bool) -> int:
+        """Where the turn of message i ends, its stop included. at: end of its last text; after: start of the next one."""
+        gap, stop = text[at:after], self.stop()
+        if stop is not None and gap.startswith(stop):
+            return at + len(stop)
+        if plain and stop is not None and (found := re.match(r"\s*", gap)) and gap.startswith(stop.lstrip(), found.end()):
+            return at + found.end() + len(stop.lstrip())
+        if i == count - 1 and not gap.strip():
+            return at  # the EOS token will end it
+        if not plain and stop is not None and (i == count - 1 or (later and words.owner[later[0].word] == i + 1)):
+            inside = gap.find(stop.strip())
+            if inside >= 0:
+                return at + inside + len(stop.strip())
+        if not plain and i == count - 1 and not later and stop is None:
+            return at + len(gap.rstrip())
+        raise UnprovenError(f"nothing that is known to end a turn follows message {i}: {gap[:40]!r}")
+
+    def _header(self, gap: str, changed: list[dict[str, Any]], i: int, tools: Sequence[Any] | None, words: _Words, known: int) -> int:
+        """How much of the gap before message i opens the turn, and is not said by the assistant."""
+        if i and not known:
+            raise UnprovenError(f"where the turn of message {i} begins cannot be told")
+        before = changed[:i]
+        try:
+            asked = _tail(self.template.render(before, tools, prompt=True)[0], words)
+            if asked != _tail(self.template.render(before, tools)[0], words) and gap.startswith(asked):
+                return len(asked)
+        except RenderError:
+            pass  # a template may refuse half a conversation; there is a second way
+        word = words.fresh("", i, whole=True)
+        try:
+            text, _ = self.template.render([*before, {"role": "assistant", "content": word}], tools)
+        except RenderError as error:
+            raise UnprovenError(f"where the turn of message {i} begins cannot be told: {error}") from None
+        if text.count(word) != 1:
+            raise UnprovenError(f"where the turn of message {i} begins cannot be told")
+        return _shared(gap, _tail(text[: text.index(word)], words))
+
+
+class _Place(NamedTuple):
+    word: str
+    start: int
+    stop: int
+
+
+class _Words:
+    """Sentinels, and what they stand for."""
+
+    def __init__(self, text: str, messages: list[dict[str, Any]]) -> None:
+        everything = text + json.dumps(messages, ensure_ascii=False)
+        self._stem = "Sentinel"
+        while self._stem in everything:
+            self._stem = f"S{hashlib.sha256(self._stem.encode()).hexdigest()[:12]}"
+        self.value: dict[str, str] = {}
+        self.owner: dict[str, int] = {}
+        self.whole: set[str] = set()  # words that stand for all that a message says
+        self.of_tools: set[str] = set()
+        self.pattern = re.compile(rf"{self._stem}\d{{5}}x")
+
+    def fresh(self, value: str, owner: int, *, whole: bool = False) -> str:
+        word = f"{self._stem}{len(self.value):05d}x"
+        self.value[word], self.owner[word] = value, owner
+        if whole:
+            self.whole.add(word)
+        return word
+
+    def replace(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with a word in place of each text in it. Empty texts stay, for templates ask whether there is any."""
+        said = message.get("content")
+        thinks = any(message.get(key) for key in REASONING)
+        alone = not message.get("tool_calls") and not thinks
+        result = dict(message)
+        if isinstance(said, str) and said.strip():
+            pieces = _THINK.split(said)
+            result["content"] = "".join(
+                piece if n % 2 or not piece.strip() else self.fresh(piece, i, whole=alone and len(pieces) == 1)
+                for n, piece in enumerate(pieces)
+            )
+        elif isinstance(said, list):
+            result["content"] = [
+                {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)} if part["text"].strip() else part
+                for part in said
+            ]
+        if message.get("role") != "assistant":
+            return result
+        thought: dict[str, str] = {}
+        for key in REASONING:
+            value = message.get(key)
+            if isinstance(value, str) and value.strip():
+                thought[value] = result[key] = thought.get(value) or self.fresh(value, i)
+        if isinstance(message.get("tool_calls"), list):
+            before = set(self.value)
+            result["tool_calls"] = [self._call(call, i) for call in message["tool_calls"]]
+            self.of_tools |= set(self.value) - before
+        return result
+
+    def _call(self, call: Any, i: int) -> Any:
+        if not isinstance(call, dict):
+            return call
+        function = call.get("function")
+        inner: dict[str, Any] = function if isinstance(function, dict) else call
+        new = {key: self._leaves(value, i) if key in ("name", "arguments", "parameters") else value for key, value in inner.items()}
+        return {**call, "function": new} if inner is not call else new
+
+    def _leaves(self, node: Any, i: int) -> Any:
+        if isinstance(node, str):
+            return self.fresh(node, i) if node.strip() else node
+        if isinstance(node, list):
+            return [self._leaves(item, i) for item in node]
+        return {key: self._leaves(item, i) for key, item in node.items()} if isinstance(node, dict) else node
+
+
+def _shared(one: str, two: str) -> int:
+    """How many characters both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def _tail(text: str, words: _Words) -> str:
+    """What follows the last sentinel."""
+    return words.pattern.split(text)[-1]
+
+
+def _align(text: str, other: str, words: _Words) -> list[_Place]:
+    """Where the texts behind the words stand in `text`, so that putting them back into `other` gives `text` exactly."""
+    gaps, found = words.pattern.split(other), words.pattern.findall(other)
+    if not text.startswith(gaps[0]):
+        raise UnprovenError("the template writes other things around other words")
+    tries = 0
+    stack: list[Iterator[tuple[int, int]]] = []
+    places: list[_Place] = []
+    at = len(gaps[0])
+    while True:
+        if len(stack) < len(found):
+            word = found[len(stack)]
+            stack.append(_fits(text, at, words.value[word], gaps[len(stack) + 1], last=len(stack) + 1 == len(found)))
+        elif at == len(text):
+            return places
+        while stack:
+            tries += 1
+            step = next(stack[-1], None) if tries < MOST_TRIES else None
+            if step is not None:
+                start, stop = step
+                del places[len(stack) - 1 :]
+                places.append(_Place(found[len(stack) - 1], start, stop))
+                at = stop + len(gaps[len(stack)])
+                break
+            stack.pop()
+        else:
+            raise UnprovenError("putting its texts back does not give what the template printed")
+
+
+def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[tuple[int, int]]:
+    """Forms of `value` that stand in `text` at `at` with `gap` behind them."""
+    for form in _forms(value):
+        stop = at + len(form)
+        if text.startswith(form, at) and text.startswith(gap, stop) and (not last or stop + len(gap) == len(text)):
+            yield at, stop
+
+
+def _forms(value: str) -> list[str]:
+    """A text as templates print it: as it is, trimmed, or inside JSON."""
+    plain = [value, value.strip(), value.rstrip(), value.lstrip(), value.strip("\n"), value.rstrip("\n"), value.lstrip("\n")]
+    escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]
+    return list(dict.fromkeys(plain + escaped))

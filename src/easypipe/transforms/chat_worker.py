@@ -1,0 +1,72 @@
+"""A process of its own for chat templates, which are programs of strangers: the system ends it where one takes too long or too much.
+
+A request is a line of JSON: {"template": …, "rows": [{"messages": …, "tools": …}, …]}; the answers are lines of JSON, one a row:
+{"text": …, "spans": [[a, b], …], "end": 0} or {"refused": reason, "detail": …} or {"hostile": detail}. Reads until its input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from typing import Any
+
+from easypipe.transforms.chat_sandbox import HostileError, RenderError, Template, with_aliases
+from easypipe.transforms.chat_spans import Spans, UnprovenError
+
+CPU_SECONDS = 1.0  # of one conversation; SIGPROF ends the process, also in the middle of a call into C
+MEMORY_BYTES = 1 << 30
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it closes our input
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    templates: dict[str, Spans | HostileError] = {}
+    for line in sys.stdin.buffer:
+        request: dict[str, Any] = json.loads(line)
+        spec = request["template"]
+        key = json.dumps(spec, sort_keys=True)
+        for row in request["rows"]:
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            if key not in templates:
+                templates[key] = _compiled(spec)
+            answer = _answer(templates[key], row, spec["train_on"])
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            sys.stdout.buffer.flush()
+
+
+def _compiled(spec: dict[str, Any]) -> Spans | HostileError:
+    try:
+        return Spans(Template(spec["source"], spec["names"], spec["date"]), spec["closers"])
+    except HostileError as error:
+        return error
+    except MemoryError:
+        return HostileError("it takes more memory than a template may have")
+
+
+def _answer(spans: Spans | HostileError, row: dict[str, Any], train_on: str) -> dict[str, Any]:
+    if isinstance(spans, HostileError):
+        return {"hostile": str(spans)}
+    try:
+        found = spans.find(with_aliases(row["messages"]), row["tools"], train_on)
+    except HostileError as error:
+        return {"hostile": str(error)}
+    except MemoryError:
+        return {"hostile": "it takes more memory than a template may have"}
+    except RenderError as error:
+        return {"refused": "refused_by_template", "detail": str(error)}
+    except UnprovenError as error:
+        return {"refused": "unproven_spans", "detail": str(error)}
+    if not found.text:
+        return {"refused": "empty", "detail": "the template prints nothing"}
+    if not any(a < b for a, b in found.spans):
+        return {"refused": "nothing_to_train", "detail": f"no text that train_on={train_on!r} asks for"}
+    return {"text": found.text, "spans": found.spans, "end": found.end}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Texts of which only some characters are trained, to tokens with a loss mask.
+
+A token is a target where one of the characters it stands for is trained; between the first and the last token of a trained range every
+token is. Characters come from `tokenizers`, whose encodings carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import TokenizerError
+from easypipe.transforms.tokenizer import Tokenizer
+
+NO_END, MASKED_END, TRAINED_END = 0, 1, 2  # what follows a text: nothing, EOS unseen by the loss, EOS as a target
+
+
+class Masked(NamedTuple):
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
+
+    offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · added Int64[n]: special tokens of each document ·
+    truncated Int64[n]: tokens cut off each
+    """
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.uint32]
+    mask: NDArray[np.uint8]
+    added: NDArray[np.int64]
+    truncated: NDArray[np.int64]
+
+
+def encode_masked(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Sequence[int]]],
+    ends: Sequence[int],
+    *,
+    surround: bool,
+) -> Masked:
+    """spans: of each text, ascending character ranges that are trained. ends: NO_END, MASKED_END or TRAINED_END for each.
+
+    surround: put the tokenizer's own special tokens around each text, where they do not stand there already. Masks are made of the whole
+    text and cut with it; a text that was cut gets no EOS.
+    """
+    before, after = tokenizer.surrounding if surround else ((), ())
+    limit = tokenizer.config.max_length if tokenizer.config.truncation else None
+    eos = tokenizer.eos_token_id
+    ids, masks = [], []
+    added, truncated = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
+    for i, (found, starts, stops) in enumerate(tokenizer.encode_with_characters(texts)):
+        tokens = np.asarray(found, np.uint32)
+        mask = token_mask(starts, stops, spans[i])
+        prefix = () if tuple(found[: len(before)]) == before else before
+        suffix, room = after, len(prefix) + len(after)
+        cut = 0 if limit is None else max(0, len(tokens) + room - limit)
+        if cut:
+            tokens, mask = tokens[: len(tokens) - cut], mask[: len(tokens) - cut]
+        elif ends[i] != NO_END and not after and not (found and found[-1] == eos) and (limit is None or len(tokens) + len(prefix) < limit):
+            if eos is None:
+                raise TokenizerError(
+                    at=tokenizer.name,
+                    problem="it names no EOS token, and nothing else ends what is trained",
+                    fix="Name its eos_token in tokenizer_config.json.",
+                )
+            suffix = (eos,)
+        last = ends[i] == TRAINED_END and not cut
+        ids.append(np.concatenate([np.asarray(prefix, np.uint32), tokens, np.asarray(suffix, np.uint32)]))
+        masks.append(np.concatenate([np.zeros(len(prefix), np.uint8), mask, np.full(len(suffix), last, np.uint8)]))
+        added[i], truncated[i] = len(prefix) + len(suffix), cut
+    lengths = np.array([len(tokens) for tokens in ids], np.int64)
+    return Masked(
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        ids=np.concatenate(ids).astype(np.uint32) if ids else np.zeros(0, np.uint32),
+        mask=np.concatenate(masks).astype(np.uint8) if masks else np.zeros(0, np.uint8),
+        added=added,
+        truncated=truncated,
+    )
+
+
+def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
+    """UInt8[tokens]: 1 from the first token that reaches into a range to the last one that does.
+
+    starts, stops: Int64[tokens], the first character of each token and the one behind its last, ascending.
+    """
+    mask = np.zeros(len(starts), np.uint8)
+    for begin, end in spans:
+        first = int(np.searchsorted(stops, begin, side="right"))
+        last = int(np.searchsorted(starts, end, side="left"))
+        mask[first:last] = 1
+    return mask
