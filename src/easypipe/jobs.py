@@ -70,4 +70,8 @@ def _joined(reports: Sequence[SaveReport]) -> SaveReport:
     books = Ledger()
     for report in reports:
         books.extend(report.ledger)
-    return SaveReport(folders=tuple(folder for report in reports for folder in report.folders), ledger=books)
+    return SaveReport(
+        folders=tuple(folder for report in reports for folder in report.folders),
+        ledger=books,
+        pushed=tuple(pushed for report in reports for pushed in report.pushed),
+    )

@@ -57,6 +57,7 @@ def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder")
     rows = sum(part.manifest.num_rows for part in parts)
     front = {
         "configs": [_config(part, default=i == 0) for i, part in enumerate(parts)],
+        "dataset_info": [_info(part) for part in parts],
         "size_categories": [_size(rows)],
         "tags": ["easypipe"],
     }
@@ -72,6 +73,12 @@ def _config(part: CardPart, *, default: bool) -> dict[str, Any]:
     return known | ({"default": True} if default else {})
 
 
+def _info(part: CardPart) -> dict[str, Any]:
+    num_bytes = sum(shard.num_bytes for shard in part.manifest.shards)
+    split = {"name": "train", "num_bytes": num_bytes, "num_examples": part.manifest.num_rows}
+    return {"config_name": part.name, "splits": [split], "download_size": num_bytes, "dataset_size": num_bytes}
+
+
 def shards_glob(manifest: SavedManifest) -> str:
     """What matches the shards of a folder and nothing else in it."""
     name = manifest.shards[0].name
@@ -79,7 +86,7 @@ def shards_glob(manifest: SavedManifest) -> str:
 
 
 def join_below(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name
+    return "/".join(part for part in (folder, name) if part)
 
 
 def _section(part: CardPart, *, several: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,9 @@ from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.core.publication import Publication, Pushed
 from easypipe.stages.books import is_endless
+from easypipe.stages.publish import publication
 from easypipe.stages.saved import join
 from easypipe.stages.shard_writer import Format, check_codec, check_json
 from easypipe.stages.write_folder import SavedFolder, Target, write_folder
@@ -35,6 +37,11 @@ class SaveStageConfig:
     overwrite: replace what another run left in the folder. The old shards stay readable until the new ones are complete.
     storage_options: passed to fsspec, for a remote output_dir or save_path: credentials, an endpoint. Never logged, saved or part of an
         identity.
+    push_to_hub: when the folder is complete, make the dataset repository `hub_repo_id` of the Hugging Face Hub hold it, in one commit.
+    hub_repo_id: "user/name". Several datasets go to folders below its root. Read back with `load_saved("hf://datasets/user/name")`.
+    hub_private: whether a repository that is made is private. True refuses one that exists and is public.
+    hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`. Never logged, saved or part of an identity.
+    hub_revision: branch, made where it is missing; None is main.
     """
 
     enabled: bool = True
@@ -45,6 +52,11 @@ class SaveStageConfig:
     max_shard_size: int | str | None = None
     overwrite: bool = False
     storage_options: dict[str, Any] | None = field(default=None, repr=False, metadata={"secret": True})
+    push_to_hub: bool = False
+    hub_repo_id: str | None = None
+    hub_private: bool = True
+    hub_token: str | None = field(default=None, repr=False, metadata={"secret": True})
+    hub_revision: str | None = None
 
     def check(self) -> None:
         check_codec(self.format, self.compression)
@@ -52,6 +64,14 @@ class SaveStageConfig:
             raise ConfigError(at="num_shards", problem=f"{self.num_shards} shards hold nothing", fix="Give at least 1.")
         if self.max_shard_size is not None:
             parse_bytes(self.max_shard_size)
+        if self.push_to_hub and self.hub_repo_id is None:
+            raise ConfigError(at="hub_repo_id", problem="push_to_hub needs to know where to", fix='Set it, like "user/name".')
+        if self.hub_repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_repo_id):
+            raise ConfigError(at="hub_repo_id", problem=f"{self.hub_repo_id!r} names no repository", fix='Write "user/name".')
+        if self.hub_token == "":
+            raise ConfigError(at="hub_token", problem="is empty", fix="Give a token, or leave it out for HF_TOKEN or your login.")
+        if self.hub_revision is not None and not re.fullmatch(r"[\w][\w./-]*", self.hub_revision):
+            raise ConfigError(at="hub_revision", problem=f"{self.hub_revision!r} names no branch", fix="Leave it out for main.")
 
 
 def parse_bytes(size: int | str) -> int:
@@ -66,6 +86,7 @@ def parse_bytes(size: int | str) -> int:
 class SaveReport:
     folders: tuple[SavedFolder, ...]
     ledger: Ledger = field(repr=False)
+    pushed: tuple[Pushed, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -96,6 +117,14 @@ class SaveStage(BaseStage):
     def write(self, data: dict[str, ShardedSource], context: PipelineContext) -> list[SavedFolder]:
         """Writes every dataset of `data`. Raises ConfigError where a folder holds something else, StorageError where writing fails."""
         return [write_folder(target, context) for target in self._targets(data, context)]
+
+    def publication(self, folders: Sequence[SavedFolder]) -> Publication | None:
+        """What of the written folders goes to the Hub; None where nothing is to."""
+        if not (self.config.push_to_hub and folders):
+            return None
+        assert self.config.hub_repo_id is not None
+        paths = {folder.dataset: folder.path for folder in folders}
+        return publication(paths, self.config.hub_repo_id, self.config.storage_options)
 
     def _targets(self, data: Mapping[str, ShardedSource], context: PipelineContext) -> list[Target]:
         if not self.config.enabled:

@@ -163,8 +163,24 @@ class SavedSource:
         return Scan(self.read(shard, start, stop), ())
 
 
-def open_saved(folder: str | Path, storage_options: dict[str, Any] | None = None) -> SavedSource:
-    return SavedSource(folder, storage_options)
+def load_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> SavedSource:
+    """The rows that `save()` wrote to `path`, in their columns and types: a folder or URL, `hf://datasets/user/name` too.
+
+    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, where `tokenize()` leaves tokens as they are.
+
+    Raises MissingFileError where no complete saved folder is there, or a shard of it is gone; CacheError where one has another size than
+    its manifest says, or where the manifest is of another version.
+    """
+    if is_saved(path, storage_options):
+        return SavedSource(path, storage_options)
+    fs, root = storage.filesystem(path, storage_options)
+    names = [str(name).rstrip("/") for name in fs.ls(root, detail=False)] if fs.exists(root) and fs.isdir(root) else []
+    below = sorted(name.rpartition("/")[2] for name in names if fs.exists(f"{name}/{MANIFEST}"))
+    if below:
+        raise MissingFileError(at=str(path), problem="holds several saved folders, not one", have=below, fix="Load one of these.")
+    unfinished = any(name.endswith("/_easypipe-run.json") for name in names)
+    fix = "Run the job that writes it again: it goes on." if unfinished else "Give the folder that save() wrote."
+    raise MissingFileError(at=str(path), problem=f"is no complete saved folder: it has no {MANIFEST}", fix=fix)
 
 
 def _check_size(path: str, num_bytes: int, storage_options: dict[str, Any] | None) -> None:

@@ -17,7 +17,7 @@ from easypipe.sources.open import open_files
 from easypipe.stages.caching import index_folder
 from easypipe.stages.chat_rows import check_chat
 from easypipe.stages.formats import check_formats, formatted
-from easypipe.stages.saved import is_saved, open_saved
+from easypipe.stages.saved import is_saved, load_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
 
 READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines from an array
@@ -143,7 +143,7 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
         rows = list(files) if isinstance(files, tuple) else files
         source: ShardedSource = InMemoryShardedSource(rows, name=str(dataset.name))
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
-        saved = open_saved(files, dataset.storage_options)
+        saved = load_saved(files, dataset.storage_options)
         if dataset.type is not None and kind != READERS.get(saved.manifest.format, saved.manifest.format):
             raise ConfigError(
                 at=f"datasets.{dataset.name}.type",

@@ -230,7 +230,8 @@ def _write_shard(
             write(batch)
             rows += batch.num_rows
             tokens += _count_tokens(batch)
-            rejected.update(reject.reason for reject in rejects)
+            for reject in rejects:
+                rejected[reject.reason] += reject.count
             count(batch.num_rows)
     done = stamp()
     saved = SavedShard(
