@@ -25,7 +25,7 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.stages.books import ledger_of
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load import LoadStage
-from easypipe.stages.mix import MixStage, MixStageConfig, check_weights
+from easypipe.stages.mix import MixStage, MixStageConfig
 from easypipe.stages.pack import PackStage, PackStageConfig
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
@@ -116,7 +116,7 @@ class Pipeline:
         """All datasets become one, named "mixed"."""
         chosen = self._choose(config, MixStageConfig, "mix")
         if self._plan:
-            check_weights(chosen.weights, list(self._plan[-1].data))
+            chosen.check_names(list(self._plan[-1].data))
         return self._add(MixStage(chosen))
 
     def pack(self, config: PackStageConfig | Mapping[str, Any] | None = None) -> Self:

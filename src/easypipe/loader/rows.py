@@ -136,7 +136,7 @@ class PlannedRows:
         }
 
     def available(self, start: int, stop: int) -> int:
-        if self._end is None and self.num_epochs is not None:
+        if self._end is None and self.plan.ends:
             try:
                 self.plan.window_at(stop - 1)
             except PlanError:

@@ -53,6 +53,7 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
     for i, (name, part) in enumerate(tally.datasets.items()):
         drawn = {"drawn": part.draws, "unreached": part.unreached}
         ledger.add("mix", name, "documents", into={"passes x documents": part.passes * part.num_docs}, out=drawn)
+        ledger.facts[f"mix.{name}.epochs"] = part.epochs
         ledger.add(
             stage,
             name,

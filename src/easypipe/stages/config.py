@@ -10,7 +10,7 @@ from typing import Literal
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.loader.loader import LoadStageConfig
-from easypipe.stages.mix import MixStageConfig, check_weights
+from easypipe.stages.mix import MixStageConfig
 from easypipe.stages.pack import PackStageConfig
 from easypipe.stages.save import SaveStageConfig
 from easypipe.stages.source import DatasetConfig
@@ -93,10 +93,10 @@ class PipelineConfig:
         problems += problems_of(self)
         if self.mix is not None:
             try:
-                check_weights(self.mix.weights, names)
+                self.mix.check_names(names)
             except ConfigError as error:
                 problems.append(error)
-            if self.mix.stop_strategy == "restart" and self.save is not None and self.save.enabled:
+            if not self.mix.ends(names) and self.save is not None and self.save.enabled:
                 problems.append(
                     ConfigError(
                         at="save",

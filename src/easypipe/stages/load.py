@@ -35,7 +35,7 @@ class LoadStage(BaseStage):
         for name, source in data.items():
             if INPUT_IDS not in source.schema.names:
                 raise StageOrderError(at="", problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}")
-        return data
+        return {name: _stepped(source, self.config) for name, source in data.items()}
 
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader | StreamLoader:
         """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs."""
@@ -61,13 +61,14 @@ class LoadStage(BaseStage):
         )
 
     def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
-        """The config, with no number of epochs where the mixture never ends."""
-        if not isinstance(source, MixedShardedSource | PackedShardedSource) or not source.mixture.endless:
+        """The config, with no number of epochs where the mixture has none."""
+        if not isinstance(source, MixedShardedSource | PackedShardedSource) or not source.mixture.restarts:
             return self.config
         if self.config.num_epochs not in (1, None):
+            why = "never ends" if source.mixture.endless else "is drawn once, until mix.max_epochs ends it"
             raise ConfigError(
                 at="load.num_epochs",
-                problem=f"{self.config.num_epochs}, but {name!r} never ends: its stop_strategy is 'restart'",
+                problem=f"{self.config.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
                 fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
             )
         return dataclasses.replace(self.config, num_epochs=None)
@@ -101,6 +102,15 @@ class LoadStage(BaseStage):
             max_length=options.max_length if options.padding == "max_length" else None,
             attention_mask=options.return_attention_mask,
         )
+
+
+def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
+    """The source; where its weights follow the training step, one that knows how many rows a step has."""
+    if isinstance(source, MixedShardedSource | PackedShardedSource):
+        mixture = source.mixture.for_load(options)
+        if mixture is not source.mixture:
+            return MixedShardedSource(mixture) if isinstance(source, MixedShardedSource) else PackedShardedSource(mixture, source.config)
+    return source
 
 
 def _require_a_batch(name: str, num_rows: int | None, options: LoadStageConfig) -> None:

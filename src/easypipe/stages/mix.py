@@ -16,8 +16,18 @@ from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
+from easypipe.plan.spec import Unit
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.saved import TokenInfo
+from easypipe.stages.schedule import (
+    MixSchedule,
+    ScheduleType,
+    WeightSchedulePoint,
+    batch_sizes_of,
+    check_points,
+    exact_points,
+    exact_weights,
+)
 from easypipe.stages.tokens import require_documents, same_tokenizer, token_info
 
 log = logging.getLogger("easypipe")
@@ -25,22 +35,39 @@ log = logging.getLogger("easypipe")
 
 @config
 class MixStageConfig:
-    """How much of each dataset the mixture holds, counted in documents.
+    """How much of each dataset the mixture holds. docs/mixing.md has the rules, and the bounds that they keep.
 
     weights: a positive number for each dataset, in any scale; None gives every dataset the same.
+    weight_schedule: weights that follow the training step, in place of `weights`, which then hold until the first point (without them, the
+        first point's do). The mixture looks at them where a window of documents ends, and windows end where they change.
+    weight_schedule_type: between two points the weights stay (`step`), or go over along a line (`linear`) or half a cosine wave (`cosine`).
+    batch_size: rows of a training step, for weight_schedule. None takes that of load(), or of the config's `load`; one that differs from
+        them is refused.
+    unit: what the weights are shares of: documents (`rows`), or the tokens of them that get a place in a row (`tokens`).
+    max_epochs: for each dataset named, how often a document of it may come in the whole run. A dataset that has come so often leaves, and
+        the others go on by their weights. A mixture that restarts ends where all its datasets have such a number.
     block_size: round the shares to whole documents of a block of so many, so that every block of that many documents in a row holds the
-        same number of each dataset. None keeps the weights as they are; every prefix is then within one document of them.
+        same number of each dataset. None keeps the weights as they are; every prefix is then within one document of them. Under a
+        schedule the shares of a window are rounded so; with `unit` at `tokens` there are no such blocks.
     stop_strategy: `restart` begins an exhausted dataset again and never ends; `first_exhausted` ends before the first document that an
         exhausted dataset would have to give; `all_exhausted` goes on with the others, so that every document comes exactly once.
     seed: orders the mixture in place of the pipeline's seed.
     allow_mixed_tokenizers: datasets of different tokenizers are refused unless this is True.
+    provenance: packed rows get a column `__source__` too: the dataset of every segment, in their order. It is kept by save(), and left
+        out of batches. Mixed rows that are not packed always have it.
     """
 
     weights: dict[str, float] | None = None
+    weight_schedule: tuple[WeightSchedulePoint, ...] | None = None
+    weight_schedule_type: ScheduleType = "step"
+    batch_size: int | None = None
+    unit: Unit = "rows"
+    max_epochs: dict[str, int] | None = None
     block_size: int | None = None
     stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
     seed: int | None = None
     allow_mixed_tokenizers: bool = False
+    provenance: bool = False
 
     def check(self) -> None:
         for name, weight in (self.weights or {}).items():
@@ -53,24 +80,58 @@ class MixStageConfig:
         if self.block_size is not None:
             if not 1 <= self.block_size <= 1 << 40:
                 raise ConfigError(at="block_size", problem=f"{self.block_size} is no block of documents", fix="Give at least 1.")
+            if self.unit == "tokens":
+                raise ConfigError(at="block_size", problem="counts documents, and unit is 'tokens'", fix="Leave one of them out.")
             if self.weights is not None:
                 block_weights(self.weights, self.block_size)
+        for name, epochs in (self.max_epochs or {}).items():
+            if epochs < 1:
+                raise ConfigError(at=f"max_epochs.{name}", problem=f"{epochs} is no pass", fix="Give at least 1, or leave the dataset out.")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.weight_schedule is None:
+            for name, default in (("weight_schedule_type", "step"), ("batch_size", None)):
+                if getattr(self, name) != default:
+                    raise ConfigError(at=name, problem="has no effect without weight_schedule", fix="Leave it out, or give points.")
+            return
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(at="batch_size", problem=f"{self.batch_size} rows are no batch", fix="Give at least 1.")
+        check_points(self.weight_schedule, "weight_schedule")
+        for i, point in enumerate(self.weight_schedule):
+            try:
+                exact_weights(point.weights, list(point.weights))
+                if self.block_size is not None:
+                    block_weights({name: weight for name, weight in point.weights.items() if weight > 0}, self.block_size)
+            except ConfigError as error:
+                raise error.under(f"weight_schedule[{i}]") from None
+
+    def check_names(self, names: list[str]) -> None:
+        """Raises ConfigError where weights, points or max_epochs do not name these datasets."""
+        check_weights(self.weights, names)
+        for i, point in enumerate(self.weight_schedule or ()):
+            check_weights(point.weights, names, f"mix.weight_schedule[{i}].weights")
+        for name in self.max_epochs or {}:
+            if name not in names:
+                raise ConfigError(
+                    at=f"mix.max_epochs.{name}", problem=f"no dataset named {name!r}", have=sorted(names), fix=did_you_mean(name, names)
+                )
+
+    def ends(self, names: list[str]) -> bool:
+        """Whether the mixture of these datasets comes to an end."""
+        return self.stop_strategy != "restart" or len(names) == 1 or set(names) <= set(self.max_epochs or {})
 
 
-def check_weights(weights: dict[str, float] | None, names: list[str]) -> None:
+def check_weights(weights: dict[str, float] | None, names: list[str], at: str = "mix.weights") -> None:
     """Raises ConfigError where weights and datasets do not name the same."""
     if weights is None:
         return
     for name in weights:
         if name not in names:
-            raise ConfigError(
-                at=f"mix.weights.{name}", problem=f"no dataset named {name!r}", have=sorted(names), fix=did_you_mean(name, names)
-            )
+            raise ConfigError(at=f"{at}.{name}", problem=f"no dataset named {name!r}", have=sorted(names), fix=did_you_mean(name, names))
     for name in names:
         if name not in weights:
-            raise ConfigError(
-                at="mix.weights", problem=f"no weight for dataset {name!r}", have=weights, fix="Give it one, or leave the dataset out."
-            )
+            raise ConfigError(at=at, problem=f"no weight for dataset {name!r}", have=weights, fix="Give it one, or leave the dataset out.")
 
 
 def block_weights(weights: dict[str, float], block_size: int) -> tuple[int, ...]:
@@ -102,20 +163,45 @@ class MixStage(BaseStage):
         return "mix"
 
     def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
-        names = list(data)
-        check_weights(self.config.weights, names)
+        config, names = self.config, list(data)
+        config.check_names(names)
         parts = {name: require_documents(name, source, context, stage="mix") for name, source in data.items()}
         same_tokenizer(parts, allow=self.config.allow_mixed_tokenizers)
-        weights = {name: self.config.weights[name] if self.config.weights else 1.0 for name in names}
-        if self.config.weights is None:
+        weights = {name: config.weights[name] if config.weights else 1.0 for name in names}
+        if config.weights is None and config.weight_schedule is None:
             log.info("mix: no weights given, so %s have 1/%d each", ", ".join(names), len(names))
         try:
-            whole = integer_weights(weights) if self.config.block_size is None else block_weights(weights, self.config.block_size)
+            whole = integer_weights(weights) if config.block_size is None else block_weights(weights, config.block_size)
         except ConfigError as error:
             raise error.under("mix") from None
-        seed = context.seed if self.config.seed is None else self.config.seed
-        mixture = Mixture(parts=parts, weights=whole, stop=self.config.stop_strategy, seed=seed, context=context)
+        mixture = Mixture(
+            parts=parts,
+            weights=whole,
+            stop=config.stop_strategy,
+            seed=context.seed if config.seed is None else config.seed,
+            context=context,
+            schedule=self._schedule(names, context),
+            unit=config.unit,
+            max_epochs=None if not config.max_epochs else tuple(config.max_epochs.get(name) for name in names),
+            provenance=config.provenance,
+        )
         return {"mixed": MixedShardedSource(mixture)}
+
+    def _schedule(self, names: list[str], context: PipelineContext) -> MixSchedule | None:
+        config, points = self.config, self.config.weight_schedule
+        if points is None:
+            return None
+        if config.weights is not None and points[0].step == 0:
+            log.warning("mix.weights: has no effect, because weight_schedule has a point at step 0")
+        before = None if config.weights is None or points[0].step == 0 else exact_weights(config.weights, names)
+        load = getattr(context.config, "load", None)
+        sizes = None if load is None else batch_sizes_of(load)
+        if config.batch_size is not None:
+            sizes = ((0, config.batch_size),)
+        made = MixSchedule(
+            exact_points(points, names), config.weight_schedule_type, before, config.block_size, sizes, config.batch_size is not None
+        )
+        return made if load is None else made.for_load(load)
 
 
 class MixedShardedSource:

@@ -5,6 +5,7 @@ Nothing is tokenized before a plan is asked for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,16 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core import storage
+from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.documents import Documents as Tokens
 from easypipe.loader.documents import gather_documents
+from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.mix import Stop
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import PackSpec
+from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.sources.cache import TokenCache
+from easypipe.stages.schedule import MixSchedule
 from easypipe.stages.tokens import Documents, token_info
 
 COUNTED_DOCS = 1 << 20  # documents whose EOS flags are looked at together
@@ -38,17 +43,39 @@ class _Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Datasets and how often each is drawn; a dataset on its own is a mixture of one."""
+    """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
+
+    schedule, unit, max_epochs (one for each dataset): as in MixStageConfig. provenance: packed rows tell the dataset of every segment.
+    """
 
     parts: Mapping[str, Documents]
     weights: tuple[int, ...]
     stop: Stop
     seed: int
     context: PipelineContext
+    schedule: MixSchedule | None = None
+    unit: Unit = "rows"
+    max_epochs: tuple[int | None, ...] | None = None
+    provenance: bool = False
+
+    @property
+    def restarts(self) -> bool:
+        """Its datasets begin again on their own, so it has no epochs to be drawn several times."""
+        return self.stop == "restart" and len(self.parts) > 1
 
     @property
     def endless(self) -> bool:
-        return self.stop == "restart" and len(self.parts) > 1
+        return self.restarts and (self.max_epochs is None or None in self.max_epochs)
+
+    def for_load(self, load: LoadStageConfig) -> Mixture:
+        """Under a schedule, the mixture that knows how many rows a training step has; else itself."""
+        return self if self.schedule is None else dataclasses.replace(self, schedule=self.schedule.for_load(load))
+
+    def requested(self, rows: int) -> dict[str, float]:
+        """The share that each dataset is asked to have of the first `rows` rows, in the mixture's unit."""
+        if self.schedule is not None:
+            return dict(zip(self.parts, map(float, self.schedule.mean_shares(rows)), strict=True))
+        return {name: weight / sum(self.weights) for name, weight in zip(self.parts, self.weights, strict=True)}
 
     @property
     def vocab_size(self) -> int:
@@ -61,7 +88,13 @@ class Mixture:
 
     @cached_property
     def caches(self) -> tuple[TokenCache, ...]:
-        """One token cache a dataset; tokenizes what is not tokenized yet."""
+        """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in streaming, which keeps no tokens."""
+        if self.context.config.streaming:
+            raise ConfigError(
+                at="streaming",
+                problem="nothing is counted or cached before it is read, so there is no plan, and no token cache to look into",
+                fix="Iterate over the loader, ask loader.ledger() for what was read so far, or leave streaming out.",
+            )
         return tuple(source.materialize() for source in self.parts.values())
 
     @cached_property
@@ -70,8 +103,8 @@ class Mixture:
         return tuple(_count_without_eos(cache) for cache in self.caches)
 
     def plan(self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None) -> Plan:
-        """The plan, one object for each choice. eos: ends documents which lack it; None adds none. Endless mixtures have no epochs."""
-        choice = _Choice(pack, None if self.endless else num_epochs, eos)
+        """The plan, one object for each choice. eos: ends documents which lack it; None adds none. Mixtures that restart have no epochs."""
+        choice = _Choice(pack, None if self.restarts else num_epochs, eos)
         if choice not in self._plans:
             self._plans[choice] = self._make(choice)
         return self._plans[choice]
@@ -108,14 +141,22 @@ class Mixture:
     def _make(self, choice: _Choice) -> Plan:
         datasets = [self._dataset(i, name, choice.eos) for i, name in enumerate(self.parts)]
         order = self.context.config.order
+        schedule = None if self.schedule is None else self.schedule.spec()
+        length = None if choice.pack is None else choice.pack.seq_length
         spec = PlanSpec(
             seed=self.seed,
-            weights=self.weights,
+            weights=self.weights if schedule is None else (1,) * len(datasets),
             stop=self.stop,
             num_epochs=choice.num_epochs,
             order=OrderSpec(shuffle=order.shuffle, block_rows=order.block_rows),
             pack=choice.pack,
-            window_docs=window_docs(datasets, self.weights, None if choice.pack is None else choice.pack.seq_length),
+            window_docs=min(
+                window_docs(datasets, weights, length) for weights in ([self.weights] if schedule is None else schedule.all_weights)
+            ),
+            schedule=schedule,
+            unit=self.unit,
+            block=None if self.schedule is None else self.schedule.block,
+            max_epochs=self.max_epochs,
         )
         plan = Plan(datasets, spec)
         path = self._checkpoint_path(plan)

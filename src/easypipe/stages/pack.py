@@ -6,11 +6,12 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedSource
-from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, token_dtype
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE, token_dtype
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan
@@ -20,6 +21,8 @@ from easypipe.stages.saved import TokenInfo
 from easypipe.stages.tokens import require_documents, token_info
 
 DEFAULT_PACKERS = 16
+
+PROVENANCE = pa.field(SOURCE, pa.large_list(pa.string()), nullable=False)
 
 
 @config
@@ -122,12 +125,14 @@ class PackedShardedSource:
         fields = [pa.field(INPUT_IDS, pa.large_list(ids), nullable=False)]
         if self.mixture.has_loss_mask:
             fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
-        return pa.schema(fields + [pa.field(name, pa.large_list(places), nullable=False) for name in (SEGMENT_IDS, POSITION_IDS)])
+        fields += [pa.field(name, pa.large_list(places), nullable=False) for name in (SEGMENT_IDS, POSITION_IDS)]
+        return pa.schema(fields + ([PROVENANCE] if self.mixture.provenance else []))
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of a row's values, the same for all."""
-        return sum(field.type.value_type.bit_width // 8 * self.config.seq_length + 8 for field in self.schema)
+        """Bytes of a row's values, the same for all; the names of `__source__` are few, and stored once each."""
+        fields = [field for field in self.schema if field.name != SOURCE]
+        return sum(field.type.value_type.bit_width // 8 * self.config.seq_length + 8 for field in fields)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -138,7 +143,8 @@ class PackedShardedSource:
 
     @property
     def fingerprint(self) -> str:
-        return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id)
+        more = ["provenance"] if self.mixture.provenance else []
+        return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more)
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
         return self.mixture.plan(self.config.spec(), num_epochs=num_epochs, eos=self.eos_token_id)
@@ -157,14 +163,26 @@ class PackedShardedSource:
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         assert shard == 0, f"packed rows are one shard, not {shard + 1}"
-        rows = self.rows().gather(np.arange(start, stop, dtype=np.int64))
+        numbers = np.arange(start, stop, dtype=np.int64)
+        rows = self.rows().gather(numbers)
         rows.setdefault(LOSS_MASK, (rows[SEGMENT_IDS] > 0).astype(np.int32))  # no document of a dataset with masks was drawn
         offsets = pa.array(np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length)
         arrays = []
         for field in self.schema:
+            if field.name == SOURCE:
+                arrays.append(self._provenance(numbers))
+                continue
             values = np.ascontiguousarray(rows[field.name].reshape(-1)).astype(field.type.value_type.to_pandas_dtype())
             arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(values)))
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _provenance(self, rows: NDArray[np.int64]) -> pa.Array:
+        """For every row the datasets of its segments, the first segment first."""
+        pieces = self.plan().pieces(rows)
+        ends = np.cumsum(np.bincount(pieces.row, minlength=len(rows)))
+        offsets = np.concatenate([np.zeros(1, np.int64), ends])
+        names = pa.DictionaryArray.from_arrays(pa.array(pieces.dataset), pa.array(list(self.mixture.parts), pa.string()))
+        return pa.LargeListArray.from_arrays(pa.array(offsets), names.cast(pa.string()))
 
 
 def _eos(mixture: Mixture, config: PackStageConfig) -> int:

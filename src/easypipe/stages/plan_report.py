@@ -238,9 +238,9 @@ class _Run:
 
 def _datasets(mixture: Mixture, tally: Tally) -> tuple[DatasetPlan, ...]:
     draws, placed = sum(t.draws for t in tally.datasets.values()), sum(t.tokens_placed for t in tally.datasets.values())
-    weights = dict(zip(mixture.parts, mixture.weights, strict=True))
+    requested = mixture.requested(tally.rows)
     return tuple(
-        _dataset(name, cache, tally.datasets[name], weights[name] / sum(mixture.weights), draws, placed)
+        _dataset(name, cache, tally.datasets[name], requested[name], draws, placed)
         for name, cache in zip(mixture.parts, mixture.caches, strict=True)
     )
 

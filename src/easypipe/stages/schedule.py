@@ -1,0 +1,155 @@
+"""Weight schedules as people write them: by name and training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from easypipe.core.config import config, from_dict
+from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.loader.options import LoadStageConfig
+from easypipe.plan.mix import integer_weights
+from easypipe.plan.schedule import KINDS, Schedule
+
+ScheduleType = Literal["step", "linear", "cosine"]
+BatchSizes = tuple[tuple[int, int], ...]
+
+
+@config
+class WeightSchedulePoint:
+    """The weights of all datasets at one training step.
+
+    step: of the trainer, counted from 0: one batch of the loader is one step.
+    weights: a number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at that step.
+    """
+
+    step: int
+    weights: dict[str, float]
+
+    def check(self) -> None:
+        if self.step < 0:
+            raise ConfigError(at="step", problem=f"{self.step} is before the first step", fix="Steps count from 0.")
+        for name, weight in self.weights.items():
+            if not math.isfinite(weight) or weight < 0:
+                raise ConfigError(at=f"weights.{name}", problem=f"{weight!r} is no weight", fix="Give a number of at least 0.")
+        if not any(self.weights.values()):
+            raise ConfigError(at="weights", problem="no dataset has any", fix="Give at least one a number above 0.")
+
+
+class WeightScheduler:
+    """Weights by training step, from a few points: the ones that a mixture under the same schedule has.
+
+    points: WeightSchedulePoints, or mappings with `step` and `weights`; steps ascending, the same datasets in all.
+    type: between two points weights stay (`step`), or go over along a line (`linear`) or half a cosine wave (`cosine`). Before the first
+    point they are those of the first, after the last those of the last. Raises ConfigError for points that are none.
+    """
+
+    def __init__(self, points: Sequence[WeightSchedulePoint | Mapping[str, Any]], type: ScheduleType = "step") -> None:
+        made = tuple(
+            point if isinstance(point, WeightSchedulePoint) else from_dict(WeightSchedulePoint, point, f"points[{i}]")
+            for i, point in enumerate(points)
+        )
+        if type not in KINDS:
+            raise ConfigError(at="type", problem=f"{type!r} is not an option", have=KINDS)
+        check_points(made, "points")
+        self.points, self.type = made, type
+        self._names = tuple(made[0].weights)
+        self._schedule = Schedule(exact_points(made, self._names), type, ((0, 1),))
+
+    def get_weights(self, step: int) -> dict[str, float]:
+        """The share of each dataset at a training step; they sum to 1."""
+        if step < 0:
+            raise ConfigError(at="step", problem=f"{step} is before the first step", fix="Steps count from 0.")
+        return dict(zip(self._names, map(float, self._schedule.shares(step)), strict=True))
+
+
+def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
+    """Raises ConfigError where points do not follow one another, or do not name the same datasets."""
+    if not points:
+        raise ConfigError(at=at, problem="there is no point", fix="Give at least one, or leave it out.")
+    first = points[0].weights
+    for i, point in enumerate(points):
+        if i and point.step <= points[i - 1].step:
+            raise ConfigError(
+                at=f"{at}[{i}].step", problem=f"{point.step} does not come after {points[i - 1].step}", fix="Order the points by step."
+            )
+        for name in point.weights:
+            if name not in first:
+                raise ConfigError(
+                    at=f"{at}[{i}].weights.{name}",
+                    problem=f"{at}[0] has no weight for {name!r}",
+                    have=first,
+                    fix=did_you_mean(name, list(first)) or "Name the same datasets in every point; 0 leaves one out.",
+                )
+        for name in first:
+            if name not in point.weights:
+                raise ConfigError(
+                    at=f"{at}[{i}].weights", problem=f"no weight for {name!r}", have=point.weights, fix="Give it one; 0 leaves it out."
+                )
+
+
+def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
+    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0."""
+    above = {name: weight for name, weight in weights.items() if weight > 0}
+    whole = dict(zip(above, integer_weights(above), strict=True))
+    return tuple(whole.get(name, 0) for name in names)
+
+
+def exact_points(points: Sequence[WeightSchedulePoint], names: Sequence[str]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple((point.step, exact_weights(point.weights, names)) for point in points)
+
+
+def batch_sizes_of(load: LoadStageConfig) -> BatchSizes:
+    """(step, rows of a batch from there on), the first from step 0."""
+    later = load.batch_size_schedule
+    return later if later and later[0][0] == 0 else ((0, load.batch_size), *later)
+
+
+@dataclass(frozen=True)
+class MixSchedule:
+    """A schedule that may not know yet how many rows a training step has.
+
+    points, kind, before: as in plan.Schedule. block: documents that shares are rounded to. batch_sizes: None where nobody has said.
+    given: they are mix.batch_size, which load() may not contradict.
+    """
+
+    points: tuple[tuple[int, tuple[int, ...]], ...]
+    kind: ScheduleType
+    before: tuple[int, ...] | None
+    block: int | None
+    batch_sizes: BatchSizes | None
+    given: bool
+
+    def spec(self) -> Schedule:
+        """Raises ConfigError where no batch size is known."""
+        if self.batch_sizes is None:
+            raise ConfigError(
+                at="mix.weight_schedule",
+                problem="its steps are training steps, and nobody has said how many rows one has",
+                fix="Set load.batch_size in the pipeline's config or call load() first, or set mix.batch_size.",
+            )
+        return Schedule(self.points, self.kind, self.batch_sizes, self.before)
+
+    def for_load(self, load: LoadStageConfig) -> MixSchedule:
+        """With the batch sizes of a loader. Raises ConfigError where mix.batch_size is another."""
+        sizes = batch_sizes_of(load)
+        if self.given and sizes != self.batch_sizes:
+            assert self.batch_sizes is not None
+            raise ConfigError(
+                at="mix.batch_size",
+                problem=f"{self.batch_sizes[0][1]}, but load() makes batches of {', then '.join(str(size) for _, size in sizes)} rows",
+                fix="Leave mix.batch_size out, or give load.batch_size the same.",
+            )
+        return dataclasses.replace(self, batch_sizes=sizes)
+
+    def mean_shares(self, rows: int) -> tuple[Fraction, ...]:
+        """The shares that the first `rows` rows are asked to have, the mean over at most 1,024 of their steps."""
+        schedule = self.spec()
+        steps = max(1, schedule.step_of(max(0, rows - 1)) + 1)
+        looks = min(steps, 1024)
+        shares = [schedule.shares((2 * i + 1) * steps // (2 * looks)) for i in range(looks)]
+        return tuple(sum(column, Fraction(0)) / looks for column in zip(*shares, strict=True))
