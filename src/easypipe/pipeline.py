@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import platformdirs
 
@@ -27,15 +27,14 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixStage, MixStageConfig
 from easypipe.stages.pack import PackStage, PackStageConfig
+from easypipe.stages.plan_report import PlanReport, plan_report
+from easypipe.stages.repair import Verification, repair
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.stream import no_plan, require_streamable
 from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
 from easypipe.stages.transform import TransformStage
 from easypipe.transforms.tokenizer import TokenizerConfig
-
-if TYPE_CHECKING:
-    from easypipe.stages.plan_report import PlanReport
 
 log = logging.getLogger("easypipe")
 T = TypeVar("T")
@@ -91,14 +90,6 @@ class Pipeline:
         if self._plan:
             raise StageOrderError(at="", problem="source() was called already", fix="Each pipeline starts with it once.")
         return self._add(SourceStage())
-
-    def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
-        """Columns and rows of text changed by easypipe.transforms, between source() and tokenize(). datasets: which; None means all."""
-        stage = TransformStage(transform, datasets)
-        late = next((step.stage.name for step in self._plan if isinstance(step.stage, TokenizeStage | MixStage | PackStage)), None)
-        if late is not None:
-            raise StageOrderError(at="", problem=f"transform() cannot follow {late}()", fix="Call it between source() and tokenize().")
-        return self._add(stage)
 
     def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
         """Columns and rows of text changed by easypipe.transforms, between source() and tokenize(). datasets: which; None means all."""
@@ -181,6 +172,7 @@ class Pipeline:
         """
         if not 0 <= number < count:
             raise ConfigError(at="number", problem=f"there is no part {number} of {count}", fix=f"Parts count from 0 to {count - 1}.")
+        self._build_is_under_way()
         rows = 0
         for source in self._tokenized().values():
             missing, _ = source.pending()
@@ -192,6 +184,11 @@ class Pipeline:
         self._require_source()
         data = next((step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)), {})
         return {name: source for name, source in data.items() if isinstance(source, TokenizedShardedSource)}
+
+    def _build_is_under_way(self) -> None:
+        if self._reminder is not None:
+            self._reminder.detach()
+            self._reminder = None
 
     def _spread(self) -> None:
         """Has other machines tokenize, where the config says so."""
@@ -228,9 +225,7 @@ class Pipeline:
         """Prepares all data and writes every `save()`, without a loader. The report's ledger reaches to the end of the chain."""
         self._require_source()
         self._spread()
-        if self._reminder is not None:
-            self._reminder.detach()
-            self._reminder = None
+        self._build_is_under_way()
         saves = [(step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)]
         folders, pushed = [], []
         for stage, data in saves:
@@ -262,8 +257,6 @@ class Pipeline:
         steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet (`report.prepared` names it); False
         raises CacheError there. Batches are those of `load()`, or of the config's `load` where the chain has no load() yet.
         """
-        from easypipe.stages.plan_report import plan_report
-
         self._require_source()
         last, context = self._plan[-1], self._context
         [(name, source)] = self._only(last).items()
@@ -272,6 +265,10 @@ class Pipeline:
             context.config.save is not None and context.config.save.enabled
         )
         return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves)
+
+    def repair(self, path: str | Path) -> tuple[Verification, ...]:
+        """Makes again what is broken of a token cache or saved folder that this chain makes; returns what verifying it says afterwards."""
+        return repair(path, [(step.stage, step.data) for step in self._plan], self._context)
 
     def ledger(self) -> Ledger:
         """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
@@ -296,8 +293,6 @@ class Pipeline:
         if self._plan and isinstance(self._plan[-1].stage, LoadStage):
             raise StageOrderError(at="", problem=f"{stage.name}() cannot follow load()", fix="load() ends the chain; call it last.")
         before = dict(self._plan[-1].data) if self._plan else {}
-        if isinstance(stage, MixStage | PackStage | LoadStage):
-            _say_what_is_left_behind(stage.name, before)
         if isinstance(stage, MixStage | PackStage | LoadStage):
             _say_what_is_left_behind(stage.name, before)
         self._plan = (*self._plan, _Step(stage, stage.process(before, self._context)))
@@ -388,13 +383,6 @@ def cache_folder(given: str | Path | None) -> Path:
     """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's."""
     chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
     return Path(chosen).expanduser().absolute()
-
-
-def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:
-    for name, source in data.items():
-        columns = getattr(source, "keep", ())
-        if columns:
-            log.warning("dataset %s: %s() leaves columns behind, save() before it writes them: %s", name, stage, ", ".join(columns))
 
 
 def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:

@@ -61,9 +61,10 @@ def _prepare_part(data: PipelineConfig, held_out: dict[str, PipelineConfig], sha
     if finalize:
         raise ConfigError(at="--finalize", problem="together with --shard", fix="Run it once, after all parts.")
     with progress() as listener:
-        rows = sum(each.prepare_part(number, count) for each in chains(data, held_out, progress=listener).values())
+        pipeline, others = chains(data, held_out, progress=listener, save=False)
+        rows = sum(each.prepare_part(number, count) for each in (pipeline, *others.values()))
     console.print(
-        f"part {number} of {count}: {rows:,} rows tokenized; when all parts are done: easypipe prepare CONFIG --finalize", highlight=False
+        f"part {number} of {count}: {rows:,} rows tokenized. After all parts: easypipe prepare CONFIG --finalize", highlight=False
     )
 
 

@@ -1,0 +1,63 @@
+"""`easypipe prepare --shard I/N` and `--finalize`: array jobs that share a cache folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from token_support import small_tokenizer_folder, texts
+
+
+def easypipe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import sys; from easypipe.cli import main; sys.exit(main(sys.argv[1:]))", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+
+
+def write_project(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(5):
+        rows = [json.dumps({"text": text}) + "\n" for text in texts(20, seed=number)]
+        (folder / f"part-{number}.jsonl").write_text("".join(rows))
+    (folder / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(9, seed=77)))
+    config = {
+        "data": {
+            "datasets": [{"name": "d", "data_files": "part-*.jsonl"}],
+            "default_tokenizer": str(small_tokenizer_folder()),
+            "seed": 1,
+            "cache_dir": "cache",
+            "pack": {"seq_length": 64},
+            "save": {"output_dir": "out"},
+        },
+        "eval": {"held": {"datasets": [{"data_files": "held.jsonl"}]}},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    return folder
+
+
+def test_f15_parts_on_several_machines_make_what_one_machine_makes(tmp_path: Path) -> None:
+    alone, array = write_project(tmp_path / "alone"), write_project(tmp_path / "array")
+    assert easypipe("prepare", "run.yaml", cwd=alone).returncode == 0
+    first = easypipe("prepare", "run.yaml", "--shard", "0/2", cwd=array)
+    assert first.returncode == 0, first.stderr
+    assert "part 0 of 2: 69 rows tokenized" in first.stdout  # three of five files, and the held-out one
+    early = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
+    assert early.returncode == 2
+    assert "--finalize: 2 of 5 ranges of dataset 'd' are not tokenized. Run the parts that are missing" in early.stderr
+    assert not (array / "out").exists()
+    assert easypipe("prepare", "run.yaml", "--shard", "1/2", cwd=array).returncode == 0
+    last = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
+    assert last.returncode == 0, last.stderr
+    made = {folder: {f.name: f.read_bytes() for f in (folder / "out").rglob("*") if f.is_file()} for folder in (alone, array)}
+    assert made[alone] == made[array]
+
+
+def test_f15_parts_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    folder = write_project(tmp_path / "project")
+    for wrong in ("2/2", "x", "-1/2", "1"):
+        refused = easypipe("prepare", "run.yaml", f"--shard={wrong}", cwd=folder)
+        assert refused.returncode == 2
+        assert f"--shard: {wrong!r} is no part. Write I/N" in refused.stderr
+    both = easypipe("prepare", "run.yaml", "--shard", "0/2", "--finalize", cwd=folder)
+    assert "--finalize: together with --shard" in both.stderr

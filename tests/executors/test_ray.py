@@ -1,0 +1,155 @@
+"""Tokenizing on a real Ray cluster of two nodes on this machine: same bytes as here, whoever dies on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from easypipe import BaseStage, ConfigError, DatasetConfig, Pipeline, PipelineConfig, SaveStageConfig, SourceError
+from easypipe.core.protocols import ProgressEvent
+from easypipe.executors.ray import prepare_on_ray
+from easypipe.pipeline import _Remade
+from easypipe.stages.source import SourceStage
+from easypipe.stages.tokenize import TokenizeStage, TokenizeStageConfig
+from token_support import small_tokenizer_folder, texts
+
+ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_nodes() -> Iterator[None]:
+    from ray.cluster_utils import Cluster
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    cluster.wait_for_nodes()
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def write_files(folder: Path, files: int, rows: int = 20) -> list[str]:
+    folder.mkdir()
+    paths = []
+    for number in range(files):
+        path = folder / f"part-{number:05d}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(rows, seed=number)))
+        paths.append(str(path))
+    return paths
+
+
+def pipeline(files: list[str], folder: Path, stage: BaseStage | None = None, listener=None, **options) -> Pipeline:
+    config = PipelineConfig(
+        datasets=(DatasetConfig(name="d", data_files=files, tokenizer=str(small_tokenizer_folder())),),
+        seed=1,
+        cache_dir=folder / "cache",
+        save=SaveStageConfig(output_dir=folder / "out", num_shards=2),
+        **options,
+    )
+    made = Pipeline(config, progress=listener or (lambda event: None)).source()
+    return (made if stage is None else made.add_stage(stage)).tokenize().save()
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    files = [file for kept in ("tokens", "out") for file in sorted((folder / kept).rglob("*")) if file.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def test_f15_a_cluster_makes_the_bytes_that_this_process_makes(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "data", files=7)
+    here, there = tmp_path / "here", tmp_path / "there"
+    pipeline(files, here).build()
+    events: list[ProgressEvent] = []
+    made = pipeline(files, there, listener=events.append, executor="ray")
+    assert made.pending() == {"d": (7, 7)}
+    made.build()
+    assert made.pending() == {"d": (0, 7)}
+    assert bytes_of(here / "cache") == bytes_of(there / "cache")
+    assert bytes_of(here) == bytes_of(there)
+    assert [(e.done, e.total) for e in events if e.unit == "ranges"][-1] == (7, 7)
+    assert made.get_data()["d"].materialize().manifest.facts["ranges_reused"] == 7, "nothing was tokenized by this process"
+
+
+class DieOnce(BaseStage):
+    """The first worker that reads the third file dies as by `kill -9`."""
+
+    name = "die_once"
+
+    def process(self, data, context):
+        marker = self.config
+
+        class Deadly:
+            def __init__(self, inner):
+                self.inner = inner
+
+            def __getattr__(self, name):
+                return getattr(self.inner, name)
+
+            def read(self, shard, start, stop) -> pa.RecordBatch:
+                if shard == 2 and not os.path.exists(marker):
+                    Path(marker).touch()
+                    os._exit(1)
+                return self.inner.read(shard, start, stop)
+
+            scan = select = None
+
+        return {name: Deadly(source) for name, source in data.items()}
+
+
+def test_f15_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "data", files=5)
+    pipeline(files, tmp_path / "here").build()
+    pipeline(files, tmp_path / "there", DieOnce(str(tmp_path / "died")), executor="ray").build()
+    assert (tmp_path / "died").exists()
+    here, there = (bytes_of(tmp_path / name / "cache") for name in ("here", "there"))
+    assert here == there
+
+
+def test_f15_an_error_is_raised_as_it_was_there_and_what_was_done_stays(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "data", files=4)
+    good = Path(files[2]).read_text()
+    Path(files[2]).write_text(good + '{"text": 3}\n')
+    made = pipeline(files, tmp_path / "job", executor="ray")
+    with pytest.raises(SourceError, match=r"part-00002\.jsonl, row 20") as caught:
+        made.build()
+    assert type(caught.value) is SourceError
+    assert any("while tokenizing dataset 'd'" in note for note in caught.value.__notes__)
+    Path(files[2]).write_text(good)
+    again = pipeline(files, tmp_path / "job", executor="ray")
+    missing, total = again.pending()["d"]
+    assert total == 4
+    assert missing < 4
+    again.build()
+
+
+def test_f15_workers_that_write_elsewhere_are_noticed(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "data", files=2)
+    here, elsewhere = pipeline(files, tmp_path / "here"), pipeline(files, tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in this folder"):
+        prepare_on_ray(here._tokenized(), _Remade.of(elsewhere.get_context(), [SourceStage(), TokenizeStage(TokenizeStageConfig())]))
+    assert elsewhere.pending() == {"d": (0, 2)}
+
+
+def test_f15_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"executor: 'ray' needs the package ray.*easypipe\[ray\]"):
+        pipeline(write_files(tmp_path / "data", files=1), tmp_path / "job", executor="ray").build()
+
+
+def test_f15_many_tiny_files_cost_little_each(tmp_path: Path) -> None:
+    files = write_files(tmp_path / "data", files=400, rows=1)
+    made = pipeline(files, tmp_path / "job", executor="ray")
+    pipeline(files[:2], tmp_path / "warm", executor="ray").build()  # workers are up
+    started = time.perf_counter()
+    made.build()
+    each = (time.perf_counter() - started) / len(files)
+    assert each < 0.1, f"{each * 1e3:.0f} ms for each file"  # 20 ms on a quiet machine: benchmarks are for that
