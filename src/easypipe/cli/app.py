@@ -18,6 +18,7 @@ from easypipe.cli.prepare import prepare
 from easypipe.cli.quickstart import quickstart
 from easypipe.cli.show import console
 from easypipe.cli.train import train
+from easypipe.cli.verify import verify
 from easypipe.core.config import allowing_code
 from easypipe.core.errors import EasypipeError, LedgerError, StallError
 
@@ -34,6 +35,7 @@ app.command()(quickstart)
 app.command()(prepare)
 app.command()(plan)
 app.command()(explain)
+app.command()(verify)
 app.command()(train)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from easypipe.cli.prepare import data_of
 from easypipe.core.config import apply_overrides, load_yaml
 from easypipe.core.errors import ConfigError
-from easypipe.loader.loader import LoadStageConfig
 from easypipe.jobs import chain
+from easypipe.loader.loader import LoadStageConfig
 from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.train.record import recorded_seed
 

@@ -1,0 +1,61 @@
+"""`easypipe verify`: whether a token cache or a saved folder is what was committed, and making it so again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.configs import described
+from easypipe.cli.plan import AsJson
+from easypipe.cli.prepare import Overrides
+from easypipe.cli.show import console, progress
+from easypipe.jobs import chain
+from easypipe.stages import verify as check
+
+
+def verify(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A token cache folder, one manifest in it, or what save() wrote.")],
+    repair: Annotated[
+        Path | None, typer.Option("--repair", metavar="CONFIG.YAML", help="Make again from its source what is broken, and only that.")
+    ] = None,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and where; exit code 1 if anything is."""
+    found = check.verify(path)
+    if repair is not None and not all(one.ok for one in found):
+        found = _repaired(path, found, repair, overrides or [])
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(one) | {"ok": one.ok} for one in found], indent=1))
+    else:
+        _show(found)
+    if not all(one.ok for one in found):
+        raise typer.Exit(1)
+
+
+def _repaired(path: str, found: tuple[check.Verification, ...], config: Path, overrides: list[str]) -> tuple[check.Verification, ...]:
+    _show(found)
+    data = described(config, overrides).data
+    cache = check.cache_folder_of(path)
+    if cache is not None:
+        data = dataclasses.replace(data, cache_dir=cache)
+    console.print(f"making good what is broken, from {config}", highlight=False)
+    with progress() as listener:
+        pipeline = chain(data, progress=listener, save=cache is None)
+        return pipeline.repair(path)
+
+
+def _show(found: tuple[check.Verification, ...]) -> None:
+    for one in found:
+        name = f" {one.dataset!r}" if one.dataset else ""
+        state = "ok" if one.ok else f"{len(one.problems)} problems"
+        size = f"{one.files:,} files, {one.num_bytes / 1e6:,.1f} MB, {one.rows:,} rows, {one.tokens:,} tokens"
+        console.print(f"{state}: {one.kind}{name}: {size} ({one.path})", highlight=False, markup=False, soft_wrap=True)
+        for problem in one.problems:
+            console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)
+        for note in one.notes:
+            console.print(f"  note: {note}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,344 @@
+"""Whether what stands on disk is what was committed: token caches and saved folders, byte by byte, and what their manifests say of them.
+
+Nothing is changed here; stages/repair.py makes good what is found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from easypipe.core import storage
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, TokenizerError
+from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SEGMENT_IDS
+from easypipe.sources.cache import cache_schema
+from easypipe.sources.manifest import Manifest, Part, read_manifest
+from easypipe.stages import saved
+from easypipe.stages.decoding import same_tokenizer_again
+from easypipe.stages.folder import RUN
+from easypipe.stages.ranges import Record, read_record
+
+BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is wrong, and where. file: the file to make again, None where none is to blame."""
+
+    at: str
+    what: str
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """One dataset of a token cache, or one saved folder. rows, tokens: as the manifest has them; files, num_bytes: that were read.
+
+    notes: what could not be checked, and why.
+    """
+
+    path: str
+    kind: str  # "token cache", "saved rows", "records"
+    dataset: str
+    files: int
+    num_bytes: int
+    rows: int
+    tokens: int
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> tuple[Verification, ...]:
+    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder, or a folder of saved folders.
+
+    Reads every byte. Raises ConfigError where there is nothing that can be verified.
+    """
+    text = str(path)
+    cache_dir = cache_folder_of(path)
+    if cache_dir is not None:
+        local = Path(text.removeprefix("file://")).expanduser().absolute()
+        if local != cache_dir:
+            return (_cache(local),)
+        return (*(_cache(manifest) for manifest in manifests(cache_dir)), *_records(cache_dir))
+    folders = _saved_folders(text, storage_options)
+    if not folders:
+        raise ConfigError(at=text, problem="is neither a token cache nor a folder that save() wrote", fix="Give one of those.")
+    return tuple(_saved(folder, storage_options) for folder in folders)
+
+
+def cache_folder_of(path: str | Path) -> Path | None:
+    """The folder of the token cache that `path` is, or is a manifest of."""
+    if storage.is_remote(path):
+        return None
+    local = Path(str(path).removeprefix("file://")).expanduser().absolute()
+    if local.parent.name == "manifests" and local.suffix == ".json" and local.is_file():
+        return local.parent.parent
+    return local if (local / "manifests").is_dir() else None
+
+
+def manifests(cache_dir: Path) -> list[Path]:
+    """The manifests of a token cache folder, by name."""
+    return sorted(path for path in (cache_dir / "manifests").glob("*.json") if not path.name.startswith(storage.TEMPORARY))
+
+
+# Token caches
+
+
+def _cache(path: Path) -> Verification:
+    try:
+        manifest = read_manifest(path)
+    except EasypipeError as error:
+        problem = Problem(at=str(path), what=f"the manifest {error.problem}", file=str(path))
+        return Verification(
+            path=str(path), kind="token cache", dataset="?", files=0, num_bytes=0, rows=0, tokens=0, problems=(problem,)
+        )  # fmt: skip
+    folder = path.parent.parent / "tokens"
+    parts = [part for part in manifest.parts if part.file]
+    problems = [*_books(path, manifest)]
+    for part in parts:
+        problems += _part(manifest, part, folder)
+    if manifest.quarantine and not (path.parent / manifest.quarantine).is_file():
+        problems.append(Problem(at=str(path.parent / manifest.quarantine), what="the quarantine file is missing", file=str(path)))
+    more, notes = _probe(manifest.tokenizer.name, manifest.tokenizer.fingerprint)
+    return Verification(
+        path=str(path),
+        kind="token cache",
+        dataset=manifest.dataset,
+        files=len(parts),
+        num_bytes=sum(part.num_bytes for part in parts),
+        rows=manifest.counts.rows,
+        tokens=manifest.counts.tokens,
+        problems=(*problems, *more),
+        notes=notes,
+    )
+
+
+def _books(path: Path, m: Manifest) -> Iterator[Problem]:
+    """What a manifest says against itself."""
+    wrong: list[str] = []
+    docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
+    if (docs, tokens) != (m.counts.docs, m.counts.tokens):
+        wrong.append(f"its parts hold {docs} documents of {tokens} tokens, its counts say {m.counts.docs} of {m.counts.tokens}")
+    wrong += [
+        f"{entry.unit} do not add up: in {dict(entry.into)}, out {dict(entry.out)}"
+        for entry in m.counts.ledger(m.dataset, {}).entries
+        if entry.leak
+    ]
+    at: Counter[int] = Counter()
+    for part in m.parts:
+        if not 0 <= part.shard < len(m.shard_names) or part.start != at[part.shard]:
+            wrong.append(f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row {at[part.shard]}")
+            break
+        at[part.shard] = part.stop
+    else:
+        wrong += [
+            f"{at[i]} of {rows} rows of {name} are told of"
+            for i, (name, rows) in enumerate(zip(m.shard_names, m.shard_rows, strict=False))
+            if at[i] != rows
+        ]
+    content = [[part.shard, part.start, part.stop, part.content] for part in m.parts]
+    if digest("tokens", m.tokenizer.fingerprint, content) != m.fingerprint:
+        wrong.append("its fingerprint is not that of its parts")
+    if path.stem != m.key:
+        wrong.append(f"it is the manifest {m.key}")
+    for what in wrong:
+        yield Problem(at=str(path), what=f"the manifest is damaged: {what}", file=str(path))
+
+
+def _part(m: Manifest, part: Part, folder: Path) -> Iterator[Problem]:
+    file = folder / part.file
+    at = f"{file} (rows {part.start}:{part.stop} of {m.shard_names[part.shard] if 0 <= part.shard < len(m.shard_names) else '?'})"
+    found = _bytes(str(file), part.num_bytes, part.checksum, None)
+    if found is not None:
+        yield Problem(at=at, what=found, file=str(file))
+        return
+    try:
+        with pa.memory_map(str(file)) as mapped:
+            batch = pa.ipc.open_file(mapped).get_batch(0)
+            wrong = _contents(m, part, batch)
+    except (pa.ArrowInvalid, OSError) as error:
+        wrong = f"cannot be read: {error}"
+    if wrong:  # its bytes are those that were committed, so the manifest is what changed
+        yield Problem(at=at, what=f"{wrong}, though its checksum is right", file=str(folder.parent / "manifests" / f"{m.key}.json"))
+
+
+def _contents(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
+    expected = cache_schema(m.tokenizer.vocab_size, loss_mask=m.loss_mask)
+    if not batch.schema.remove_metadata().equals(expected):
+        return f"columns {_columns(batch.schema)}, expected {_columns(expected)}"
+    ids, rows = batch.column(INPUT_IDS).flatten(), batch.column(ROW_NUMBER).to_numpy()
+    if (batch.num_rows, len(ids)) != (part.docs, part.tokens):
+        return f"holds {batch.num_rows} documents of {len(ids)} tokens, the manifest says {part.docs} of {part.tokens}"
+    largest = int(ids.to_numpy().max()) if len(ids) else 0
+    if largest >= m.tokenizer.vocab_size:
+        return f"token {largest} is outside the vocabulary of {m.tokenizer.vocab_size}"
+    if rows.size and not (part.start <= rows[0] and rows[-1] < part.stop and (np.diff(rows) > 0).all()):
+        return f"row numbers {rows[0]} to {rows[-1]} do not ascend within {part.start}:{part.stop}"
+    return None
+
+
+def _records(cache_dir: Path) -> Iterator[Verification]:
+    """Records of ranges: what a later preparation would take over."""
+    paths = sorted(path for path in (cache_dir / "ranges").glob("*/*.json") if not path.name.startswith(storage.TEMPORARY))
+    known: dict[str, storage.Stamp] = {}
+    problems: list[Problem] = []
+    for path in paths:
+        record = read_record(path)
+        if record is None:
+            problems.append(Problem(at=str(path), what="the record of a range cannot be read", file=str(path)))
+        elif record.file and (what := _record(record, cache_dir, known)):
+            problems.append(Problem(at=str(path), what=what, file=str(path)))
+    if problems:
+        yield Verification(
+            path=str(cache_dir / "ranges"), kind="records", dataset="", files=len(paths), num_bytes=0, rows=0, tokens=0,
+            problems=tuple(problems),
+        )  # fmt: skip
+
+
+def _record(record: Record, cache_dir: Path, known: dict[str, storage.Stamp]) -> str | None:
+    """None also where the tokens themselves are gone or damaged: that is told of their manifest, and a preparation notices."""
+    file = cache_dir / "tokens" / record.file
+    if not file.is_file():
+        return None
+    stamp = known.setdefault(record.file, storage.checksum(file))
+    try:
+        with pa.memory_map(str(file)) as mapped:
+            batch = pa.ipc.open_file(mapped).get_batch(0)
+            found = (batch.num_rows, len(batch.column(INPUT_IDS).flatten()))
+    except (pa.ArrowInvalid, OSError):
+        return None
+    if stamp.checksum == record.checksum and found != (record.docs, record.tokens):
+        return f"says {record.docs} documents of {record.tokens} tokens, its file holds {found[0]} of {found[1]}"
+    return None
+
+
+def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]:
+    """The golden probe: what the tokenizer of that name makes of a fixed text, and of its files, is part of the fingerprint."""
+    try:
+        same_tokenizer_again(name, fingerprint)
+    except TokenizerError as error:
+        if "is not the tokenizer" in error.problem:
+            return [Problem(at=f"tokenizer {name}", what=error.problem)], ()
+        return [], (f"the tokenizer is not here, so its encoding was not compared: {error.at}: {error.problem}",)
+    return [], ()
+
+
+# Saved folders
+
+
+def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[str]:
+    fs, root = storage.filesystem(path, storage_options)
+    if not fs.isdir(root):
+        return []
+    below = [str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)]
+    if saved.MANIFEST in below or RUN in below:
+        return [path]
+    return sorted(saved.join(path, name) for name in below if fs.exists(f"{root.rstrip('/')}/{name}/{saved.MANIFEST}"))
+
+
+def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
+    manifest_path = saved.join(folder, saved.MANIFEST)
+
+    def made(problems: list[Problem], m: saved.SavedManifest | None = None, notes: tuple[str, ...] = ()) -> Verification:
+        shards = () if m is None else m.shards
+        return Verification(
+            path=folder,
+            kind="saved rows",
+            dataset=folder.rstrip("/").rpartition("/")[2],
+            files=len(shards),
+            num_bytes=sum(shard.num_bytes for shard in shards),
+            rows=sum(shard.num_rows for shard in shards),
+            tokens=sum(shard.num_tokens for shard in shards),
+            problems=tuple(problems),
+            notes=notes,
+        )
+
+    try:
+        manifest = saved.read_manifest(folder, storage_options)
+    except MissingFileError:
+        return made([Problem(at=folder, what="unfinished: it has no manifest yet; run what writes it again", file=manifest_path)])
+    except EasypipeError as error:
+        return made([Problem(at=manifest_path, what=f"the manifest is {error.problem}", file=manifest_path)])
+    problems: list[Problem] = []
+    text = storage.read_json(manifest_path, storage_options)
+    told, summed = (text.get("num_rows"), text.get("num_tokens")), (manifest.num_rows, sum(shard.num_tokens for shard in manifest.shards))
+    if told != summed:
+        what = f"the manifest is damaged: {told[0]} rows of {told[1]} tokens, its shards have {summed[0]} of {summed[1]}"
+        problems.append(Problem(at=manifest_path, what=what, file=manifest_path))
+    for shard in manifest.shards:
+        path = saved.join(folder, shard.name)
+        found = _bytes(path, shard.num_bytes, shard.checksum, storage_options)
+        if found is not None:
+            problems.append(Problem(at=path, what=found, file=path))
+    if not problems:  # else it cannot be opened
+        problems += _saved_rows(folder, manifest, storage_options)
+    more, notes = ([], ()) if manifest.tokens is None else _probe(manifest.tokens.tokenizer, manifest.tokens.tokenizer_fingerprint)
+    return made([*problems, *more], manifest, notes)
+
+
+def _saved_rows(folder: str, manifest: saved.SavedManifest, storage_options: dict[str, Any] | None) -> Iterator[Problem]:
+    """Counts and columns of every shard, whose bytes are known to be right."""
+    path = saved.join(folder, saved.MANIFEST)
+    try:
+        source = saved.SavedSource(folder, storage_options)
+        for i, (shard, info) in enumerate(zip(manifest.shards, source.shards, strict=True)):
+            rows = tokens = 0
+            for start in range(0, info.num_rows or 0, BATCH_ROWS):
+                batch = source.read(i, start, min(start + BATCH_ROWS, info.num_rows or 0))
+                rows += batch.num_rows
+                tokens += _count_tokens(batch)
+            if (rows, tokens) != (shard.num_rows, shard.num_tokens):
+                what = f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} of {shard.num_tokens}"
+                yield Problem(at=saved.join(folder, shard.name), what=f"{what}, though its checksum is right", file=path)
+    except (EasypipeError, pa.ArrowException, KeyError) as error:
+        yield Problem(at=folder, what=f"its rows are not in the columns that the manifest names: {error}", file=path)
+
+
+def _count_tokens(batch: pa.RecordBatch) -> int:
+    """Without padding, as saving counts them."""
+    if SEGMENT_IDS in batch.schema.names:
+        return int(np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False)))
+    return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
+
+
+# Both
+
+
+def _bytes(path: str, num_bytes: int, checksum: str, storage_options: dict[str, Any] | None) -> str | None:
+    """What is wrong with the bytes of a file, if anything."""
+    fs, name = storage.filesystem(path, storage_options)
+    hasher, size = xxhash.xxh3_128(), 0
+    try:
+        with fs.open(name, "rb") as file:
+            read: Any = file.read  # fsspec's stubs say that binary files may give text
+            while chunk := read(storage.CHUNK_BYTES):
+                hasher.update(chunk)
+                size += len(chunk)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    if size != num_bytes:
+        return f"{size} bytes, committed with {num_bytes}"
+    if hasher.hexdigest() != checksum:
+        return f"damaged: checksum {hasher.hexdigest()}, committed as {checksum}"
+    return None
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -1,0 +1,228 @@
+"""Verifying and repairing: every kind of damage is found and named, and what is made again is byte for byte what was there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from easypipe import ConfigError, MissingFileError, Pipeline
+from easypipe.cli import main
+from easypipe.core.config import to_dict
+from easypipe.core.storage import TEMPORARY
+from easypipe.stages.saved import MANIFEST
+from easypipe.stages.verify import verify
+from pipelines import config, tokenizer
+
+
+def values(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    return to_dict(config(tmp_path)) | {"mix": {"stop_strategy": "all_exhausted"}, "pack": {"seq_length": 64}} | options
+
+
+def prepared(tmp_path: Path) -> Path:
+    Pipeline.from_config(values(tmp_path)).source().tokenize().mix().ledger()
+    return tmp_path / "cache"
+
+
+def saved(tmp_path: Path, **options: Any) -> Path:
+    save = {"output_dir": str(tmp_path / "out"), "num_shards": 3, **options}
+    Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save().build()
+    return tmp_path / "out"
+
+
+def files(folder: Path, *skip: str) -> dict[str, bytes]:
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: data for name, data in found.items() if not name.startswith(skip)}
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    data = bytearray(path.read_bytes())
+    data[random.Random(1).randrange(len(data)) if at is None else at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped": (flip, "damaged: checksum"),
+    "flipped in its padding": (lambda path: flip(path, 6), "damaged: checksum"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size // 2), "bytes, committed with"),
+    "empty": (lambda path: path.write_bytes(b""), "0 bytes, committed with"),
+    "gone": (lambda path: path.unlink(), "missing"),
+}
+
+
+def test_what_is_whole_is_said_to_be(tmp_path: Path) -> None:
+    cache, out = verify(prepared(tmp_path)), verify(saved(tmp_path))
+    assert [one.dataset for one in cache] in (["code", "docs"], ["docs", "code"])
+    assert all(one.ok and not one.notes for one in (*cache, *out))
+    assert sum(one.rows for one in cache) == 150
+    assert out[0].files == 3
+    assert verify(next((tmp_path / "cache" / "manifests").glob("*.json")))[0] in cache
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_broken_token_file_is_named_and_repaired(tmp_path: Path, kind: str) -> None:
+    cache = prepared(tmp_path)
+    before = files(cache, "locks")
+    victim = sorted((cache / "tokens").rglob("*.arrow"))[1]
+    damage, message = DAMAGE[kind]
+    damage(victim)
+    [broken] = [one for one in verify(cache) if not one.ok]
+    [problem] = broken.problems
+    assert message in problem.what
+    assert problem.at.startswith(f"{victim} (rows 0:")
+    written = {path: path.stat().st_mtime_ns for path in (cache / "tokens").rglob("*.arrow") if path != victim}
+    after = Pipeline.from_config(values(tmp_path)).source().tokenize().mix().pack().repair(cache)
+    assert all(one.ok for one in after)
+    assert files(cache, "locks") == before
+    assert written == {path: path.stat().st_mtime_ns for path in written}, "what was whole was not written again"
+
+
+def manifest_of(cache: Path, dataset: str) -> Path:
+    return next(path for path in (cache / "manifests").glob("*.json") if json.loads(path.read_text())["dataset"] == dataset)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    read = json.loads(path.read_text())
+    change(read)
+    path.write_text(json.dumps(read))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["counts"].update(docs=7), "its counts say 7"),
+        (lambda m: m["parts"][0].update(docs=3), "documents"),
+        (lambda m: m["parts"][0].update(start=2), "do not follow row 0"),
+        (lambda m: m["parts"][-1].update(content="0" * 32), "its fingerprint is not that of its parts"),
+        (lambda m: m["shard_rows"].__setitem__(0, 1000), "of 1000 rows of"),
+        (lambda m: m.update(format=99), "token cache format 99"),
+        (lambda m: m.pop("parts"), "not a token cache manifest"),
+        (lambda m: m["tokenizer"].update(vocab_size=9), "is outside the vocabulary of 9"),
+    ],
+)
+def test_a_manifest_that_lies_is_found_and_made_again(tmp_path: Path, change: Any, message: str) -> None:
+    cache = prepared(tmp_path)
+    before = {name: json.loads(data) for name, data in files(cache / "manifests").items()}
+    edit(manifest_of(cache, "code"), change)
+    assert message in str([str(problem) for one in verify(cache) for problem in one.problems])
+    assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
+    after = {name: json.loads(data) for name, data in files(cache / "manifests").items()}
+    assert [m | {"facts": {}} for m in after.values()] == [m | {"facts": {}} for m in before.values()]
+
+
+def test_not_json_and_broken_records(tmp_path: Path) -> None:
+    cache = prepared(tmp_path)
+    before = files(cache, "locks")
+    record = sorted((cache / "ranges").rglob("*.json"))[0]
+    edit(record, lambda r: r.update(docs=r["docs"] + 1))
+    [found] = [one for one in verify(cache) if not one.ok]
+    assert (found.kind, found.problems[0].file) == ("records", str(record))
+    assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
+    assert files(cache, "locks") == before
+    manifest_of(cache, "code").write_text("{")
+    [found] = [one for one in verify(cache) if not one.ok]
+    assert "not JSON" in found.problems[0].what
+    assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("form", ["parquet", "arrow", "jsonl"])
+def test_a_broken_shard_is_named_and_repaired(tmp_path: Path, kind: str, form: str) -> None:
+    out = saved(tmp_path, format=form)
+    before = files(out)
+    victim = sorted(out.glob("part-*"))[1]
+    damage, message = DAMAGE[kind]
+    damage(victim)
+    [broken] = verify(out)
+    [problem] = broken.problems
+    assert (problem.at, message in problem.what) == (str(victim), True)
+    others = {path: path.stat().st_mtime_ns for path in out.glob("part-*") if path != victim}
+    pipeline = Pipeline.from_config(values(tmp_path, save={"output_dir": str(out), "num_shards": 3, "format": form}))
+    assert all(one.ok for one in pipeline.source().tokenize().mix().pack().save().repair(out))
+    assert files(out) == before
+    assert others == {path: path.stat().st_mtime_ns for path in others}
+
+
+def test_a_saved_manifest_that_lies(tmp_path: Path) -> None:
+    out = saved(tmp_path)
+    before = files(out)
+    edit(out / MANIFEST, lambda m: m["shards"][0].update(num_rows=m["shards"][0]["num_rows"] + 1))
+    assert "the manifest is damaged" in str(verify(out)[0].problems[0])
+    save = {"output_dir": str(out), "num_shards": 3}
+    chain = Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save()
+    assert all(one.ok for one in chain.repair(out))
+    assert files(out) == before
+    (out / MANIFEST).write_text("{")
+    assert "not JSON" in str(verify(out)[0].problems[0])
+    assert all(one.ok for one in chain.repair(out))
+    assert files(out) == before
+
+
+def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
+    """The golden probe: the name now leads to files that encode otherwise; a name that leads nowhere is only noted."""
+    cache = prepared(tmp_path)
+    edited = json.loads((Path(tokenizer()) / "tokenizer.json").read_text())
+    moved = tmp_path / "elsewhere"
+    edit(manifest_of(cache, "code"), lambda m: m["tokenizer"].update(name=str(moved)))
+    [noted] = [one for one in verify(cache) if one.notes]
+    assert noted.ok
+    assert "the tokenizer is not here" in noted.notes[0]
+    moved.mkdir()
+    edited["model"]["merges"] = edited["model"]["merges"][:-5]
+    (moved / "tokenizer.json").write_text(json.dumps(edited))
+    [wrong] = [one for one in verify(cache) if not one.ok]
+    assert "is not the tokenizer that made these tokens" in wrong.problems[0].what
+
+
+def test_a_repair_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    cache = prepared(tmp_path)
+    victim = sorted((cache / "tokens").rglob("*.arrow"))[0]
+    flip(victim)
+    before = files(cache, "locks", "indexes")
+    pipeline = Pipeline.from_config(values(tmp_path)).source().tokenize().mix()
+    for file in (tmp_path / "data").rglob("*.jsonl"):
+        file.rename(file.with_suffix(".away"))
+    with pytest.raises(MissingFileError):
+        pipeline.repair(cache)
+    assert files(cache, "locks", "indexes") == before
+    assert not list(cache.rglob(f"{TEMPORARY}*"))
+
+
+def test_what_the_pipeline_does_not_make_stays_broken(tmp_path: Path) -> None:
+    cache = prepared(tmp_path)
+    for file in (cache / "tokens").rglob("*.arrow"):
+        os.truncate(file, 10)
+    only_code = values(tmp_path) | {"datasets": [d for d in values(tmp_path)["datasets"] if d["name"] == "code"]}
+    after = Pipeline.from_config(only_code).source().tokenize().repair(cache)
+    assert {one.dataset: one.ok for one in after} == {"code": True, "docs": False}
+    with pytest.raises(ConfigError, match=r"is to be repaired\. Set cache_dir="):
+        Pipeline.from_config(only_code | {"cache_dir": str(tmp_path / "other")}).source().tokenize().repair(cache)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(values(tmp_path, save={"output_dir": str(tmp_path / "out"), "num_shards": 2})))
+    assert main(["prepare", str(path)]) == 0
+    before = files(tmp_path / "cache", "locks"), files(tmp_path / "out")
+    for folder in ("cache", "out"):
+        assert main(["verify", str(tmp_path / folder)]) == 0
+    assert "ok: token cache 'code': 2 files" in capsys.readouterr().out
+    shard, tokens = sorted((tmp_path / "out").glob("part-*"))[0], sorted((tmp_path / "cache" / "tokens").rglob("*.arrow"))[0]
+    flip(shard)
+    flip(tokens)
+    for folder, victim in (("cache", tokens), ("out", shard)):
+        assert main(["verify", str(tmp_path / folder)]) == 1
+        assert str(victim) in capsys.readouterr().out
+        assert main(["verify", str(tmp_path / folder), "--json"]) == 1
+        assert any(not one["ok"] for one in json.loads(capsys.readouterr().out))
+        assert main(["verify", str(tmp_path / folder), "--repair", str(path)]) == 0
+    assert (files(tmp_path / "cache", "locks"), files(tmp_path / "out")) == before
+    assert main(["verify", str(tmp_path)]) == 0, "a folder of saved folders"
+    assert main(["verify", str(tmp_path / "data")]) == 2
+    assert "is neither a token cache nor a folder that save() wrote" in capsys.readouterr().err
