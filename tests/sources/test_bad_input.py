@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import re
@@ -94,7 +95,7 @@ def test_empty_file(tmp_path: Path, name: str) -> None:
     refused(put(tmp_path / name, b""), "{path}: is empty (0 bytes). Remove it from data_files.")
 
 
-@pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.txt.zst", zstandard.compress)])
+@pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.txt.zst", zstandard.compress), ("a.csv.bz2", bz2.compress)])
 def test_empty_when_decompressed(tmp_path: Path, name: str, pack) -> None:
     refused(put(tmp_path / name, pack(b"")), "{path}: is empty (nothing is left when it is decompressed). Remove it from data_files.")
 
@@ -162,7 +163,7 @@ def test_gz_called_plain(tmp_path: Path) -> None:
     refused(path, "{path}: is compressed (gz), which its name does not say. Rename it to end in .gz.")
 
 
-@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress)])
 def test_truncated_compressed(tmp_path: Path, ending: str, pack) -> None:
     data = pack(b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(2000)))
     path = put(tmp_path / f"a.jsonl.{ending}", data[:-200])

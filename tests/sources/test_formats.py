@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
@@ -82,6 +83,11 @@ def _many_members(data: bytes) -> bytes:
     return b"".join(gzip.compress(data[i : i + 50]) for i in range(0, len(data), 50)) + b"\0" * 9
 
 
+def _many_streams(data: bytes) -> bytes:
+    """bzip2 as pbzip2 writes it."""
+    return b"".join(bz2.compress(data[i : i + 50]) for i in range(0, len(data), 50))
+
+
 def _many_frames(data: bytes) -> bytes:
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00skip"
     return skippable + b"".join(zstandard.compress(data[i : i + 50]) for i in range(0, len(data), 50))
@@ -91,6 +97,8 @@ PACKINGS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
     ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".streams.bz2": _many_streams,
     ".members.gz": _many_members,
     ".frames.zst": _many_frames,
 }

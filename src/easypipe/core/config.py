@@ -241,6 +241,10 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
         return ConfigError(at=at, problem="required, but not given", fix=f"Set {at!r}.")
     wanted = list(dict.fromkeys(_lower(c["msg"]) for c in same_field))
     value = first["input"]
+    if any(f.metadata.get("secret") and f.name == str(loc[0]) for f in dataclasses.fields(cls)):
+        return ConfigError(
+            at=at, problem=f"{' or '.join(dict.fromkeys(_lower(c['msg']) for c in same_field))}, got a value of another type"
+        )
     if first["type"] == "literal_error" and len(same_field) == 1:
         options = re.findall(r"'([^']*)'", str((first.get("ctx") or {}).get("expected", "")))
         fix = did_you_mean(value, options) if isinstance(value, str) else None

@@ -22,14 +22,16 @@ import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import xxhash
 from fsspec.core import url_to_fs
 
-from easypipe.core.errors import MissingFileError, StorageError
+from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
+from easypipe.core.remote import http_facts, is_http, public_url, remote_call, retrying, tell
 
+T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
 TEMPORARY = ".tmp-"
 
@@ -64,30 +66,47 @@ def filesystem(path: str | Path, storage_options: dict[str, Any] | None = None) 
     try:
         return url_to_fs(str(path), **(storage_options or {}))
     except (ValueError, ImportError) as error:
-        protocol = str(path).partition("://")[0]
-        raise StorageError(
-            at=str(path), problem=f"cannot open {protocol}:// paths: {error}", fix=f"Install the fsspec package for {protocol}."
-        ) from error
+        at, protocol = public_url(str(path)), str(path).partition("://")[0]
+        extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}.get(protocol)
+        fix = f"pip install 'easypipe[{extra}]'." if extra else f"Install the fsspec package for {protocol}."
+        problem = f"cannot open {protocol}:// paths: {tell(error, str(path), storage_options)}"
+    raise StorageError(at=at, problem=problem, fix=fix)  # not from the library's error, which may show credentials
 
 
 def exists(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
     if not is_remote(path):
         return Path(_local(path)).exists()
-    fs, name = filesystem(path, storage_options)
-    return bool(fs.exists(name))
+    try:
+        if is_http(str(path)):
+            _remote(path, storage_options, http_facts)
+        else:
+            _remote(path, storage_options, lambda fs, name, timeout_s: remote_call(fs, "info", timeout_s, name))
+    except MissingFileError:
+        return False
+    return True
 
 
 def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) -> bytes:
     try:
         if not is_remote(path):
             return Path(_local(path)).read_bytes()
-        fs, name = filesystem(path, storage_options)
-        data: Any = fs.cat_file(name)
-        return bytes(data)
+        return bytes(_remote(path, storage_options, lambda fs, name, timeout_s: remote_call(fs, "cat_file", timeout_s, name)))
+    except EasypipeError:
+        raise
     except FileNotFoundError as error:
         raise MissingFileError(at=str(path), problem="no such file") from error
     except OSError as error:
         raise StorageError(at=str(path), problem=f"cannot be read: {error}") from error
+
+
+def _remote(path: str | Path, storage_options: dict[str, Any] | None, call: Callable[[Any, str, float], T]) -> T:
+    """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason."""
+
+    def attempt(timeout_s: float) -> T:
+        fs, name = filesystem(path, storage_options)
+        return call(fs, name, timeout_s)
+
+    return retrying(str(path), attempt, options=storage_options)
 
 
 def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -> Any:
@@ -162,7 +181,9 @@ def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> Non
         raise
     except Exception as error:  # each store's client has errors of its own: missing credentials, a bucket that is not there
         raise StorageError(
-            at=target, problem=f"cannot be written: {type(error).__name__}: {error}", fix="Check the address, storage_options and permissions."
+            at=target,
+            problem=f"cannot be written: {type(error).__name__}: {error}",
+            fix="Check the address, storage_options and permissions.",
         ) from error
 
 

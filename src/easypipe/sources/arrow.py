@@ -135,7 +135,7 @@ def _open(file: FileRef) -> pa.NativeFile:
     if file.remote:
         return pa.PythonFile(open_binary(file), mode="r")
     with LocalFile(file):  # refuses a file that changed; the map below must never meet a shorter one
-        return pa.memory_map(file.path, "r")
+        return pa.memory_map(file.here.path, "r")
 
 
 class _arrow_errors:

@@ -24,6 +24,7 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, Scan, Shard
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
+from easypipe.sources.partitions import constant, partition_schema
 from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -175,7 +176,7 @@ class FileSource:
     def _column(self, file: FileRef, data: pa.Schema, name: str, table: pa.Table) -> pa.Array:
         kind = data.field(name).type
         if name not in table.column_names:
-            return pa.nulls(table.num_rows, kind)
+            return constant(dict(file.partitions).get(name), table.num_rows, kind)
         try:
             return column(table.column(name).chunks, kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -221,7 +222,8 @@ class FileSource:
                 finally:
                     for future in pending:  # after a failure the rest need not start
                         future.cancel()
-        wanted = [(file.path, _project(survey.schema, self.columns)) for file, survey in zip(self.files, surveys, strict=True)]
+        found = [_with_partitions(file, survey.schema) for file, survey in zip(self.files, surveys, strict=True)]
+        wanted = [(file.path, _project(schema, self.columns)) for file, schema in zip(self.files, found, strict=True)]
         data = reconcile(wanted)
         if not any(survey.schema.names for survey in surveys):
             raise self._no_columns(surveys)
@@ -253,7 +255,8 @@ class FileSource:
     def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:
         for name in self.columns or ():
             if name not in data.names:
-                have = list(dict.fromkeys(n for survey in surveys for n in survey.schema.names))
+                pairs = zip(self.files, surveys, strict=True)
+                have = list(dict.fromkeys(n for file, survey in pairs for n in _with_partitions(file, survey.schema).names))
                 at = self.files[0].path + (f" (and {len(self.files) - 1} more)" if len(self.files) > 1 else "")
                 raise SourceError(at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have))
 
@@ -280,6 +283,11 @@ def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def _project(schema: pa.Schema, columns: tuple[str, ...] | None) -> pa.Schema:
     return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
+
+
+def _with_partitions(file: FileRef, schema: pa.Schema) -> pa.Schema:
+    """The columns of a file and those that its folders name; where both do, the file's own are read."""
+    return pa.schema([*schema, *(field for field in partition_schema(file.partitions) if field.name not in schema.names)])
 
 
 def _empty(schema: pa.Schema) -> pa.RecordBatch:

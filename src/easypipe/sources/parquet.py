@@ -28,6 +28,7 @@ KEPT_GROUPS = 4  # decoded small groups that a source remembers
 STREAMED_BYTES = 4 << 20  # of a large group, decoded at a time
 KEPT_STREAMS = 4  # places in large groups from which reading can go on, per file
 CUT_BYTES = 16 << 20  # a large group has cuts about this far apart
+JUMP_BYTES = 1 << 16  # of a remote file, read at a time: the library asks for whole column chunks
 MAGIC = b"PAR1"
 
 
@@ -59,7 +60,7 @@ class ParquetFormat:
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
         _check_magic(file)
-        with open_binary(file) as opened, _arrow_errors(file):
+        with open_binary(file, JUMP_BYTES) as opened, _arrow_errors(file):
             parquet = pq.ParquetFile(opened)
             metadata, schema = parquet.metadata, parquet.schema_arrow
         rows = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
@@ -103,7 +104,7 @@ class ParquetFormat:
                     return decoded.slice(a, b - a)
         if not small and not whole:
             return self._streamed(file, groups, columns, group, a, b)
-        with open_binary(file) as opened:
+        with open_binary(file, JUMP_BYTES) as opened:
             decoded = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True).read_row_group(
                 group, columns=list(columns), use_threads=len(columns) > 1
             )
@@ -147,7 +148,7 @@ class ParquetShardedSource(FileSource):
 
 
 def _open_stream(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Stream:
-    parquet = pq.ParquetFile(open_binary(file), metadata=groups.metadata, pre_buffer=False, buffer_size=1 << 20)
+    parquet = pq.ParquetFile(open_binary(file, JUMP_BYTES), metadata=groups.metadata, pre_buffer=False, buffer_size=1 << 20)
     info = groups.metadata.row_group(group)
     rows = max(1, info.num_rows * STREAMED_BYTES // max(1, _group_bytes(groups.metadata, group, columns)))
     batches = parquet.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns), use_threads=False)

@@ -1,12 +1,13 @@
-"""The bytes of a file as text formats see them: plain, gzip or zstandard, read forward or by range.
+"""The bytes of a file as text formats see them: plain, gzip, bzip2 or zstandard, read forward or by range.
 
 Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file can only be entered at its start or where a
-new gzip member or zstd frame begins (its restarts; BGZF and multi-frame zst have many). `CompressedBytes` keeps a few places from which
-reading can go on, so that consecutive ranges are decompressed once; what a fetch returns never depends on them.
+new gzip member, bzip2 stream or zstd frame begins (its restarts; BGZF, pbzip2 and multi-frame zst have many). `CompressedBytes` keeps a few
+places from which reading can go on, so that consecutive ranges are decompressed once; what a fetch returns never depends on them.
 """
 
 from __future__ import annotations
 
+import bz2
 import threading
 import zlib
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
 OUTPUT_BYTES = 1 << 20  # decompressed bytes handed on at a time
 KEPT_PLACES = 4  # per compressed file
 RESTART_BYTES = 1 << 20  # restarts closer than this in plain bytes are not worth remembering
-MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
+MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh"}
+BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # behind the level: the first block, or the end of a stream without one
+DAMAGED = (zlib.error, zstandard.ZstdError, OSError, EOFError)  # bz2 raises OSError
 SKIPPABLE = tuple(bytes([low]) + b"\x2a\x4d\x18" for low in range(0x50, 0x60))  # zstd frames without content (RFC 8878, 3.1.2)
 
 
@@ -60,8 +63,11 @@ class Bytes(Protocol):
 def check_compression(file: FileRef) -> str | None:
     """The compression that the file's name promises. Raises SourceError where its first bytes say otherwise."""
     kind = compression_of(file.path)
-    head = read_range(file, 0, min(4, file.num_bytes))
+    first = read_range(file, 0, min(10, file.num_bytes))
+    head = first[:4]
     found = next((k for k, magic in MAGIC.items() if head.startswith(magic)), None)
+    if found == "bz2" and first[4:] not in BZ2_BLOCKS:  # three letters alone could be text
+        found = None
     if kind == "zst" and head in SKIPPABLE:
         found = "zst"
     if kind and found != kind:
@@ -203,7 +209,7 @@ class _Decompressed:
     def read(self) -> bytes:
         """Some plain bytes; empty only at the end. Raises SourceError for damaged or truncated data."""
         while True:
-            if not self._rest:
+            if not self._rest and not self._held():
                 self._rest = reading(self._file, lambda: self._input.read(INPUT_BYTES))
                 if not self._rest:
                     if self._engine is not None:
@@ -225,6 +231,8 @@ class _Decompressed:
             if not stripped:
                 return False
             self._engine = zlib.decompressobj(31)
+        elif self._kind == "bz2":
+            self._engine = bz2.BZ2Decompressor()
         else:
             self._engine = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         last = self.restarts[-1].plain if self.restarts else 0
@@ -232,16 +240,23 @@ class _Decompressed:
             self.restarts.append(Restart(self._plain, self._packed))
         return True
 
+    def _held(self) -> bool:
+        """Whether the engine has input of its own to go on with."""
+        return self._kind == "bz2" and self._engine is not None and not self._engine.needs_input
+
     def _decompress(self) -> bytes:
         engine, given = self._engine, self._rest
         try:
             if self._kind == "gz":
                 out = engine.decompress(given, OUTPUT_BYTES)
                 left = engine.unused_data if engine.eof else engine.unconsumed_tail
+            elif self._kind == "bz2":  # it keeps input that it has not decompressed yet to itself
+                out = engine.decompress(given, OUTPUT_BYTES)
+                left = engine.unused_data if engine.eof else b""
             else:
                 out = engine.decompress(given)
                 left = engine.unused_data if engine.eof else b""
-        except (zlib.error, zstandard.ZstdError) as error:
+        except DAMAGED as error:
             raise SourceError(
                 at=self._file.path,
                 problem=f"damaged {self._kind} data near byte {self._packed}: {error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +57,7 @@ class DatasetConfig:
     on_error: what a bad row does: `error` stops, `skip` counts it by reason, `quarantine` also writes it to a file with its place.
     max_bad_rows: with skip and quarantine, stop at the first bad row after so many; None knows no limit.
     save_path, save_format: where and how `save()` writes this dataset, in place of the save stage's own.
-    storage_options: passed to fsspec, for remote files.
+    storage_options: passed to fsspec, for remote files; kept out of reports, fingerprints and saved configs, as it may hold credentials.
     """
 
     data_files: Any
@@ -84,7 +85,7 @@ class DatasetConfig:
     max_bad_rows: int | None = None
     save_path: str | Path | None = None
     save_format: Literal["parquet", "arrow", "jsonl"] | None = None
-    storage_options: dict[str, Any] | None = None
+    storage_options: dict[str, Any] | None = field(default=None, repr=False, metadata={"secret": True})  # may hold credentials
 
     def check(self) -> None:
         files = self.data_files

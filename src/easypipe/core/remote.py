@@ -1,0 +1,330 @@
+# pyright: strict
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
+"""Talking to remote storage: every call goes through `retrying`, and no secret leaves it.
+
+A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked for) is made again after a wait that
+doubles, with jitter, until the policy's attempts or its deadline are used up. What is raised then names the URL, the attempts and the
+last cause, without credentials: those of the URL (user info, signatures) and those of storage_options are hidden.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import re
+import ssl
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
+from fsspec.asyn import AsyncFileSystem, sync
+
+from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
+
+T = TypeVar("T")
+log = logging.getLogger("easypipe")
+
+SLOWEST_BYTES_PER_S = 1 << 18  # a transfer slower than this counts as hung
+HIDDEN = "***"
+
+_PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
+_PASSING_ERRNO = frozenset(
+    {errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH}
+    | {errno.EBUSY}  # what s3fs makes of SlowDown
+)
+_PASSING_NAMES = re.compile(
+    r"^(ServerDisconnected|ClientPayload|ClientOS|ClientConnector|ServerTimeout|ConnectionClosed|EndpointConnection|ReadTimeout|ConnectTimeout|"
+    r"ResponseStreaming|IncompleteRead|HTTPClient|Connect|Read|Write|Pool|RemoteProtocol|Protocol|ChunkedEncoding|Connection)(Error|Timeout|)$"
+)
+_LIBRARIES = ("aiohttp", "botocore", "aiobotocore", "httpx", "httpx2", "httpcore", "requests", "urllib3", "http", "gcsfs")
+_SECRET_QUERY = re.compile(
+    r"^(x-amz-.*|x-goog-.*|sig(nature)?|s[eprvt]|skoid|sktid|.*token.*|api[-_]?key|.*access.?key.*|key-pair-id|.*secret.*|password|expires|policy)$",
+    re.IGNORECASE,
+)
+_SECRET_OPTION = re.compile(r"token|secret|pass|key|cred|auth|sign|sas|header|cookie|session|conn", re.IGNORECASE)
+_NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")  # words that gcsfs takes for a token
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """How long remote storage is given. Waits double from first_wait_s to longest_wait_s, each shortened at random by up to half.
+
+    attempt_timeout_s: one attempt, plus the time that its bytes take at 256 KiB/s. deadline_s: all attempts and waits together, likewise.
+    """
+
+    attempts: int = 8
+    first_wait_s: float = 0.5
+    longest_wait_s: float = 20.0
+    attempt_timeout_s: float = 60.0
+    deadline_s: float = 180.0
+
+
+_policy = RetryPolicy()
+
+
+def retry_policy() -> RetryPolicy:
+    return _policy
+
+
+def set_retry_policy(policy: RetryPolicy | None) -> None:
+    """For this process, from now on; None brings the default back."""
+    global _policy
+    _policy = policy or RetryPolicy()
+
+
+class ShortReadError(OSError):
+    """Fewer bytes came than were asked for and announced."""
+
+
+class ChangedError(OSError):
+    """What is read now is not what was resolved."""
+
+
+def retrying(url: str, call: Callable[[float], T], *, options: Mapping[str, Any] | None = None, num_bytes: int = 0) -> T:
+    """`call(timeout_s)`, again and again while it fails for passing reasons.
+
+    Raises MissingFileError where nothing is there, StorageError (it names the public URL, the attempts and the last cause) for all else.
+    """
+    policy, started, attempt = _policy, time.monotonic(), 0
+    extra = num_bytes / SLOWEST_BYTES_PER_S
+    deadline = started + policy.deadline_s + extra
+    while True:
+        attempt += 1
+        left = deadline - time.monotonic()
+        try:
+            return call(max(0.001, min(policy.attempt_timeout_s + extra, left)))
+        except EasypipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  (libraries of every store have trees of their own; all of it is raised again below)
+            failure = error
+        if not is_passing(failure):
+            break
+        wait = _wait(policy, attempt, failure)
+        if attempt >= policy.attempts or time.monotonic() + wait >= deadline:
+            break
+        log.info("%s: %s; attempt %d of %d in %.1f s", public_url(url), tell(failure, url, options), attempt + 1, policy.attempts, wait)
+        time.sleep(wait)
+    # Raised here, outside of the except block: the library's own error has the whole URL in it, and a traceback would print it.
+    raise _told(failure, url, options, attempt, time.monotonic() - started)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether another attempt may succeed."""
+    for link in _chain(error):
+        if isinstance(link, ChangedError | ssl.SSLCertVerificationError) or "Certificate" in type(link).__name__:
+            return False
+        if isinstance(link, ConnectionError | TimeoutError | ShortReadError):
+            return True
+        if isinstance(link, OSError) and link.errno in _PASSING_ERRNO:
+            return True
+        if type(link).__module__.partition(".")[0] in _LIBRARIES and _PASSING_NAMES.match(type(link).__name__):
+            return True
+    return status_of(error) in _PASSING_STATUS
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status behind an error, whatever library made it."""
+    for link in _chain(error):
+        if type(link).__module__ == "aiohttp.http_exceptions":  # a broken body; the status that it carries is aiohttp's own invention
+            continue
+        response = getattr(link, "response", None)
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, Mapping) else None
+        for holder, name in ((link, "status"), (response, "status_code"), (link, "status_code"), (link, "code")):
+            found = getattr(holder, name, None) if found is None else found
+        if isinstance(found, str) and found.isdigit():
+            found = int(found)
+        if isinstance(found, int) and 300 <= found < 600:
+            return found
+    return None
+
+
+def public_url(url: str) -> str:
+    """`url` without credentials: no user info, and no query parameter that signs or authorises. What remains names the same file."""
+    if "://" not in url:
+        return url
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # a bracket that is no IPv6 host: a glob
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    query = parts.query
+    if query:
+        kept = [(key, value) for key, value in parse_qsl(query, keep_blank_values=True) if not _SECRET_QUERY.match(key)]
+        query = query if len(kept) == query.count("&") + 1 else urlencode(kept)
+    if host == parts.netloc and query == parts.query:
+        return url
+    return urlunsplit((parts.scheme, host, parts.path, query, parts.fragment))
+
+
+def tell(error: BaseException, url: str, options: Mapping[str, Any] | None) -> str:
+    """The error in words, with every secret of the URL and the options hidden."""
+    status = status_of(error)
+    text = str(error).strip()
+    if isinstance(error, TimeoutError) and not text:
+        text = "no answer in time"
+    text = text.replace(url, public_url(url))
+    for secret in sorted({*_secrets_of(options), *_secrets_of_url(url)}, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN).replace(quote(secret, safe=""), HIDDEN)
+    name = type(error).__name__
+    code = f"HTTP {status}, " if status is not None and str(status) not in text else ""
+    return f"{code}{name}: {text}" if text else f"{code}{name}"
+
+
+def remote_call(fs: Any, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    """`fs.name(*args)` under a time limit where the filesystem is asynchronous inside, else as it is."""
+    method = getattr(fs, f"_{name}", None) if isinstance(fs, AsyncFileSystem) else None
+    if method is None:
+        return getattr(fs, name)(*args, **kwargs)
+    return sync(fs.loop, method, *args, timeout=timeout_s, **kwargs)
+
+
+def is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class HttpFacts:
+    """What one request for the first byte tells. ranges: the server sends parts of the file."""
+
+    num_bytes: int | None
+    identity: str
+    ranges: bool
+
+
+def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
+    """Size, identity (ETag, else Last-Modified) and whether ranges are served. HEAD is not used: signed URLs often allow GET alone."""
+    answer: Any = sync(fs.loop, _http_facts, fs, url, timeout=timeout_s)
+    return answer
+
+
+def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_s: float) -> bytes:
+    """Bytes `start` to `stop`. Raises ChangedError where the server's ETag is another, ShortReadError where bytes are missing."""
+    answer: Any = sync(fs.loop, _http_range, fs, url, start, stop, identity, timeout=timeout_s)
+    return answer
+
+
+async def _http_facts(fs: Any, url: str) -> HttpFacts:
+    async with await _get(fs, url, "bytes=0-0") as answer:
+        total: int | None = None
+        if answer.status == 416:  # an empty file has no first byte
+            total = _total(answer.headers.get("Content-Range", ""))
+            return HttpFacts(0 if total is None else total, _http_identity(answer.headers), True)
+        answer.raise_for_status()
+        if answer.status == 206:
+            total = _total(answer.headers.get("Content-Range", ""))
+        elif answer.headers.get("Content-Length", "").isdigit() and answer.headers.get("Content-Encoding", "identity") in ("", "identity"):
+            total = int(answer.headers["Content-Length"])
+        identity = _http_identity(answer.headers)
+        if answer.status != 206:
+            answer.close()  # else the connection would be kept, and the whole body read to free it
+        return HttpFacts(total, identity or f"size:{total}", answer.status == 206)
+
+
+async def _http_range(fs: Any, url: str, start: int, stop: int, identity: str) -> bytes:
+    async with await _get(fs, url, f"bytes={start}-{stop - 1}") as answer:
+        if answer.status == 416:
+            raise ChangedError("the server says that the file is shorter now")
+        answer.raise_for_status()
+        now = _http_identity(answer.headers)
+        if now and identity.startswith(("etag:", "modified:")) and now != identity and now.partition(":")[0] == identity.partition(":")[0]:
+            raise ChangedError("the server says that the file is another now")
+        if answer.status == 206:
+            data: bytes = await answer.read()
+        else:  # the server sends the whole file whatever is asked for: take the part, and hang up
+            pieces: list[bytes] = []
+            at = 0
+            async for piece in answer.content.iter_chunked(1 << 18):
+                if at + len(piece) > start:
+                    pieces.append(piece[max(0, start - at) : stop - at])
+                at += len(piece)
+                if at >= stop:
+                    answer.close()
+                    break
+            data = b"".join(pieces)
+        if len(data) != stop - start:
+            raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
+        return data
+
+
+def _get(fs: Any, url: str, byte_range: str) -> Coroutine[Any, Any, Any]:
+    async def send() -> Any:
+        session = await fs.set_session()
+        kwargs = dict(fs.kwargs)
+        headers = {**kwargs.pop("headers", {}), "Range": byte_range, "Accept-Encoding": "identity"}
+        return await session.get(fs.encode_url(url), headers=headers, **kwargs)
+
+    return send()
+
+
+def _total(content_range: str) -> int | None:
+    total = content_range.rpartition("/")[2]
+    return int(total) if total.isdigit() else None
+
+
+def _http_identity(headers: Mapping[str, str]) -> str:
+    if headers.get("ETag"):
+        return f"etag:{headers['ETag']}"
+    return f"modified:{headers['Last-Modified']}" if headers.get("Last-Modified") else ""
+
+
+def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
+    wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+    for link in _chain(error):
+        headers = getattr(link, "headers", None) or getattr(getattr(link, "response", None), "headers", None)
+        asked = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
+        if str(asked).isdigit():  # the other form of Retry-After is a date; the doubling wait serves for it
+            return max(wait, float(asked))
+    return wait
+
+
+def _told(error: BaseException, url: str, options: Mapping[str, Any] | None, attempts: int, seconds: float) -> EasypipeError:
+    at, text, status = public_url(url), tell(error, url, options), status_of(error)
+    if status == 404 or (isinstance(error, FileNotFoundError) and status is None):
+        return MissingFileError(at=at, problem="no such file or folder", fix="Check the URL.")
+    if status in (401, 403) or isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
+        return StorageError(at=at, problem=f"access denied: {text}", fix="Give credentials by storage_options or the environment.")
+    if isinstance(error, ChangedError):
+        return StorageError(at=at, problem=f"changed after the source was made: {error}", fix="Make the source again.")
+    if is_passing(error):
+        tries = f"{attempts} attempt{'s' if attempts > 1 else ''}"
+        problem = f"gave up after {tries} in {seconds:.1f} s; the last one: {text}"
+        return StorageError(at=at, problem=problem, fix="Check the network and the server, then run again.")
+    return StorageError(at=at, problem=text, fix=None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _secrets_of(options: Any, secret: bool = False) -> Iterator[str]:
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            yield from _secrets_of(value, secret or bool(_SECRET_OPTION.search(str(key))))
+    elif isinstance(options, list | tuple):
+        for value in options:
+            yield from _secrets_of(value, secret)
+    elif secret and isinstance(options, str) and len(options) >= 4 and options not in _NO_SECRETS:
+        yield options
+        if options.startswith("Bearer "):
+            yield options.removeprefix("Bearer ")
+
+
+def _secrets_of_url(url: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return
+    if "@" in parts.netloc:
+        yield from (part for part in re.split(r"[:@]", parts.netloc.rpartition("@")[0]) if len(part) >= 3)
+    for key, value in parse_qsl(parts.query):
+        if _SECRET_QUERY.match(key) and len(value) >= 4:
+            yield value

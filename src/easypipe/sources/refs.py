@@ -1,0 +1,136 @@
+"""What a file is called, how it is told apart, and how its failures are told."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from easypipe.core import remote
+from easypipe.core.config import digest
+from easypipe.core.errors import EasypipeError, MissingFileError, SourceError, StorageError
+from easypipe.core.storage import is_remote
+from easypipe.sources.partitions import partition_values
+
+# What a file's extension says of its format; compressions may follow those of line formats.
+EXTENSIONS: dict[str, tuple[str, ...]] = {
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".arrows", ".ipc", ".feather"),
+    "json": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv", ".tsv"),
+    "txt": (".txt", ".text"),
+}
+COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
+COMPRESSIBLE = ("json", "csv", "txt")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRef:
+    """One file as it was when it was resolved.
+
+    path: absolute path or URL, without credentials. num_bytes: size at rest. identity: changes when the content does (mtime in ns; an
+    object's etag). partitions: values that its folders name (`lang=en/`), constant columns of its rows. url: where it is read, where
+    that is not `path`. twin: a copy on this machine, which is read instead.
+    """
+
+    path: str
+    num_bytes: int
+    identity: str
+    partitions: tuple[tuple[str, str | int | None], ...] = ()
+    url: str | None = field(default=None, compare=False, repr=False)  # may be signed: never shown
+    storage_options: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # may hold credentials: never shown
+    twin: FileRef | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def address(self) -> str:
+        return self.url or self.path
+
+    @property
+    def here(self) -> FileRef:
+        """The file to open: the copy on this machine where there is one."""
+        return self.twin or self
+
+    @property
+    def remote(self) -> bool:
+        return is_remote(self.here.path)
+
+    @property
+    def digest(self) -> str:
+        parts = [self.path, self.num_bytes, self.identity]
+        return digest(*parts, [list(pair) for pair in self.partitions]) if self.partitions else digest(*parts)
+
+
+def format_of(path: str) -> str | None:
+    """The format that a path's extension names, None where it names none."""
+    name = plain_name(path).rstrip("/").rpartition("/")[2].lower()
+    stem, dot, last = name.rpartition(".")
+    compressed = f"{dot}{last}" in COMPRESSIONS
+    if compressed:
+        name = stem
+    for kind, endings in EXTENSIONS.items():
+        if name.endswith(endings) and (not compressed or kind in COMPRESSIBLE):
+            return kind
+    return None
+
+
+def compression_of(path: str) -> str | None:
+    """ "gz", "zst", "bz2" or None, by the extension; whether the content agrees is checked when it is read."""
+    return COMPRESSIONS.get(os.path.splitext(plain_name(path).lower())[1])
+
+
+def plain_name(path: str) -> str:
+    """`path` without the query of a URL, which would hide its extension."""
+    return path.partition("?")[0] if remote.is_http(path) else path
+
+
+def data_files_in(folder: str, text: str, inside: Iterable[str], kinds: tuple[str, ...]) -> list[str]:
+    """The data files among `inside`, sorted; names that begin with "." or "_" are bookkeeping of whoever wrote the folder."""
+    kept = []
+    for name in inside:
+        parts = name[len(folder) :].strip("/").split("/")
+        if not any(part.startswith((".", "_")) for part in parts) and format_of(name) in kinds:
+            kept.append(name)
+    if not kept:
+        endings = [ending for kind in kinds for ending in EXTENSIONS[kind]]
+        raise MissingFileError(at=text, problem=f"the folder holds no data file ({' '.join(endings)})", fix="Give the files, or a glob.")
+    return sorted(kept, key=natural)
+
+
+def fixed_part(pattern: str) -> str:
+    """The folders of a pattern in front of the first with magic in it."""
+    parts = pattern.split("/")
+    return "/".join(parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))])
+
+
+def partitioned(files: list[FileRef], root: str) -> list[FileRef]:
+    """The files with the values that their folders below `root` name."""
+    values = partition_values([file.path for file in files], root)
+    return [replace(file, partitions=value) if value else file for file, value in zip(files, values, strict=True)]
+
+
+def natural(path: str) -> list[tuple[int, int, str]]:
+    """Sort key under which part-2 comes before part-10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"([0-9]+)", path) if part]
+
+
+def reading(file: FileRef, call: Callable[[], T]) -> T:
+    """`call()`, with failures of the file system told as SourceErrors that name the file."""
+    try:
+        return call()
+    except FileNotFoundError as error:
+        raise MissingFileError(at=file.path, problem="was there when the source was made, and is gone") from error
+    except StorageError as error:
+        raise SourceError(at=file.path, problem=error.problem, fix=error.fix) from None
+    except OSError as error:
+        if isinstance(error, EasypipeError):
+            raise
+        raise SourceError(at=file.path, problem=f"cannot be read: {error.strerror or error}") from error
+
+
+def changed(file: FileRef) -> SourceError:
+    return SourceError(at=file.path, problem="changed after the source was made", fix="Make the source again.")

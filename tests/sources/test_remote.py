@@ -1,0 +1,291 @@
+"""Remote reads on a real web server that fails in every passing way, and on real S3 and GCS servers, all on loopback."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import itertools
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from easypipe.core import remote, storage
+from easypipe.core.config import to_dict
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.sources import files as sources_files
+from easypipe.sources.open import open_files
+from laws import assert_stateless_reads
+from web import WebServer, web_server
+
+TABLE = pa.table({"text": [f"row {i}" for i in range(3000)], "n": range(3000)})
+LINES = b"".join(json.dumps({"text": f"row {i}"}).encode() + b"\n" for i in range(3000))
+
+
+def _parquet() -> bytes:
+    out = io.BytesIO()
+    pq.write_table(TABLE, out, row_group_size=500)
+    return out.getvalue()
+
+
+def _arrow() -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_file(out, TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=700)
+    return out.getvalue()
+
+
+FILES = {
+    "a.parquet": _parquet(),
+    "b.arrow": _arrow(),
+    "c.jsonl": LINES,
+    "d.jsonl.gz": gzip.compress(LINES),
+    "e.jsonl.bz2": bz2.compress(LINES),
+    "f.csv": b"text\n" + b"".join(b"row %d\n" % i for i in range(3000)),
+}
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    with web_server() as server:
+        server.files.update({f"/data/{name}": data for name, data in FILES.items()})
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    remote.set_retry_policy(remote.RetryPolicy(attempts=5, first_wait_s=0.01, longest_wait_s=0.05, attempt_timeout_s=0.5, deadline_s=5))
+    yield
+    remote.set_retry_policy(None)
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_every_format_over_http(web: WebServer, name: str) -> None:
+    source = open_files(f"{web.url}/data/{name}")
+    assert_stateless_reads(source, [1, 499, 1024, 2999])
+    assert source.read(0, 1234, 1236).column("text").to_pylist() == ["row 1234", "row 1235"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [*itertools.product(["a.parquet", "c.jsonl"], [503, 429, 500, "reset", "short"]), ("c.jsonl", "hang")]
+)
+def test_passing_failures_are_tried_again(web: WebServer, name: str, fault: object) -> None:
+    """Every request fails once, while it is resolved, indexed and read; the rows are those of a server that never fails."""
+    remote.set_retry_policy(remote.RetryPolicy(attempts=6, first_wait_s=0.001, longest_wait_s=0.002, attempt_timeout_s=0.3, deadline_s=30))
+    web.faults.extend([fault, None] * (2 if fault == "hang" else 400))
+    source = open_files(f"{web.url}/data/{name}")
+    assert source.read(0, 100, 2600).column("text").to_pylist() == [f"row {i}" for i in range(100, 2600)]
+
+
+def test_giving_up_names_the_url_the_attempts_and_the_cause(web: WebServer) -> None:
+    source = open_files(f"{web.url}/data/c.jsonl")
+    web.faults.extend([503] * 100)
+    with pytest.raises(SourceError, match=r"data/c\.jsonl: gave up after 5 attempts in [\d.]+ s; the last one: .*503.*Check the network"):
+        source.shards  # noqa: B018
+    web.faults.clear()
+    assert source.shards[0].num_rows == 3000  # run again, as the message says
+    web.faults.extend(["reset"] * 100)
+    with pytest.raises(SourceError, match=r"gave up after 5 attempts.*ServerDisconnected|gave up after 5 attempts.*reset"):
+        source.read(0, 0, 10)
+
+
+def test_the_deadline_ends_it(web: WebServer) -> None:
+    remote.set_retry_policy(remote.RetryPolicy(attempts=1000, first_wait_s=0.05, longest_wait_s=0.05, deadline_s=0.4))
+    web.faults.extend([503] * 10_000)
+    started = time.monotonic()
+    with pytest.raises(SourceError, match="gave up after"):
+        open_files(f"{web.url}/data/c.jsonl")
+    assert 0.2 < time.monotonic() - started < 2
+
+
+def test_the_server_says_how_long_to_wait(web: WebServer) -> None:
+    web.retry_after, web.faults = "1", type(web.faults)([429])
+    started = time.monotonic()
+    open_files(f"{web.url}/data/c.jsonl")
+    assert time.monotonic() - started >= 1
+
+
+def test_what_does_not_pass_is_not_tried_again(web: WebServer) -> None:
+    for status, kind, message in ((404, MissingFileError, "no such file or folder"), (403, SourceError, "access denied: .*403")):
+        web.seen.clear()
+        web.faults.extend([status])
+        with pytest.raises(kind, match=message):
+            open_files(f"{web.url}/data/c.jsonl")
+        assert len(web.seen) == 1
+
+
+def test_no_one_there() -> None:
+    with pytest.raises(SourceError, match=r"http://127\.0\.0\.1:9/a\.jsonl: gave up after 5 attempts"):
+        open_files("http://127.0.0.1:9/a.jsonl")
+
+
+def test_a_file_that_changed(web: WebServer) -> None:
+    source = open_files(f"{web.url}/data/c.jsonl")
+    assert source.shards
+    fingerprint = source.fingerprint
+    web.files["/data/c.jsonl"] = LINES.replace(b"row 1", b"ROW 1")
+    with pytest.raises(SourceError, match=r"changed after the source was made.*Make the source again"):
+        source.read(0, 0, 10)
+    assert open_files(f"{web.url}/data/c.jsonl").fingerprint != fingerprint
+
+
+def test_a_server_without_ranges(web: WebServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    web.ranges = False
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        source = open_files(f"{web.url}/data/a.parquet")
+    assert "sends no ranges: every read transfers the whole file" in caplog.text
+    assert source.read(0, 7, 9).column("text").to_pylist() == ["row 7", "row 8"]
+    from easypipe.sources import listing
+
+    monkeypatch.setattr(listing, "WHOLE_BYTES", 100)
+    with pytest.raises(SourceError, match=r"the server sends no ranges, .*Download the file"):
+        open_files(f"{web.url}/data/a.parquet")
+
+
+def test_web_servers_list_nothing(web: WebServer) -> None:
+    with pytest.raises(ConfigError, match=r"a web server lists no files\. Give the URL of every file"):
+        open_files(f"{web.url}/data/*.jsonl")
+    web.files["/empty.jsonl"] = b""
+    source = open_files(f"{web.url}/empty.jsonl")
+    with pytest.raises(SourceError, match=r"empty\.jsonl: is empty"):
+        source.shards  # noqa: B018
+
+
+def test_only_what_is_needed_is_transferred(web: WebServer) -> None:
+    big = pa.table({"text": ["x"] * 20_000, "ballast": [str(i) * 40 for i in range(20_000)]})
+    out = io.BytesIO()
+    pq.write_table(big, out, row_group_size=5000, compression="none")
+    web.files["/big.parquet"] = out.getvalue()
+    source = open_files(f"{web.url}/big.parquet", columns=["text"])
+    source.read(0, 0, 20_000)
+    assert web.sent < len(out.getvalue()) / 5
+
+
+# Secrets
+
+
+def everything_said(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+SECRET = "s3cr3t-t0ken-value"
+
+
+@pytest.mark.parametrize("fault", [503, 403, 404, "reset", "hang"])
+def test_secrets_stay_secret(web: WebServer, fault: object, caplog: pytest.LogCaptureFixture) -> None:
+    remote.set_retry_policy(remote.RetryPolicy(attempts=2, first_wait_s=0.01, attempt_timeout_s=0.1, deadline_s=2))
+    options = {"headers": {"X-Api-Token": SECRET}}
+    host = web.url.replace("http://", f"http://user:{SECRET}@")
+    url = f"{host}/data/c.jsonl?X-Amz-Signature={SECRET}&version=7&X-Amz-Credential={SECRET}%2F2026"
+    with caplog.at_level(logging.DEBUG, "easypipe"):
+        source = open_files(url, storage_options=options)
+        web.faults.extend([fault] * 50)
+        with pytest.raises(SourceError) as caught:
+            source.read(0, 0, 10)
+        with pytest.raises(SourceError) as again:
+            open_files(url, storage_options=options)
+        with pytest.raises((StorageError, MissingFileError)) as low:
+            storage.read_bytes(url, options)
+    text = everything_said(caught.value) + everything_said(again.value) + everything_said(low.value) + caplog.text
+    assert "data/c.jsonl?version=7" in text
+    assert SECRET not in text
+    assert SECRET not in repr(source.files)
+    assert SECRET not in source.files[0].path
+    assert {(h.get("X-Api-Token"), "Basic " in h.get("Authorization", "")) for h in web.headers} == {
+        (SECRET, True)
+    }  # and yet they were used
+
+
+def test_a_new_signature_is_the_same_file(web: WebServer) -> None:
+    one, two = (open_files(f"{web.url}/data/a.parquet?sig={sig}") for sig in ("first0", "second"))
+    assert one.fingerprint == two.fingerprint
+    assert one.shard_identity(0) == two.shard_identity(0)
+    assert open_files(f"{web.url}/data/a.parquet?version=2").fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("url", "public"),
+    [
+        ("s3://bucket/a b.parquet", "s3://bucket/a b.parquet"),
+        ("https://h/x?download=true", "https://h/x?download=true"),
+        ("https://me:pw@h/x", "https://h/x"),
+        ("https://h/x?key=a.txt&token=abc", "https://h/x?key=a.txt"),
+        ("https://h/x?sv=1&sig=2&se=3", "https://h/x"),
+        ("/a/b?c", "/a/b?c"),
+        ("s3://b/[ab].txt", "s3://b/[ab].txt"),
+    ],
+)
+def test_public_urls(url: str, public: str) -> None:
+    assert remote.public_url(url) == public
+
+
+def test_configs_keep_no_storage_options() -> None:
+    from easypipe import DatasetConfig
+
+    dataset = DatasetConfig(data_files="s3://bucket/a.parquet", storage_options={"secret": SECRET})
+    assert SECRET not in repr(dataset)
+    assert SECRET not in json.dumps(to_dict(dataset))
+    with pytest.raises(ConfigError) as caught:
+        DatasetConfig(data_files="s3://bucket/a.parquet", storage_options=SECRET)  # type: ignore[arg-type]
+    assert SECRET not in everything_said(caught.value)
+
+
+# Buckets
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict]:
+    pytest.importorskip("s3fs")
+    server_module = pytest.importorskip("moto.server", reason="moto[server] serves S3 on loopback")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield {"key": "AKIAEXAMPLE1", "secret": SECRET, "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
+    server.stop()
+
+
+def fill(options: dict, protocol: str) -> Callable[[str, bytes], None]:
+    import fsspec
+
+    fs = fsspec.filesystem(protocol, **options)
+    if not fs.exists("bucket"):
+        fs.mkdir("bucket")
+    return lambda name, data: fs.pipe_file(f"bucket/{name}", data)
+
+
+def check_bucket(protocol: str, options: dict) -> None:
+    put = fill(options, protocol)
+    for name, data in FILES.items():
+        put(f"data/{name}", data)
+    put("data/z/g.parquet", FILES["a.parquet"])
+    for name in ("a.parquet", "d.jsonl.gz"):
+        source = open_files(f"{protocol}://bucket/data/{name}", storage_options=options)
+        assert_stateless_reads(source, [1, 1024, 2999])
+    listed = sources_files.resolve(f"{protocol}://bucket/data", options, extensions=["parquet"])
+    assert [file.path for file in listed] == [f"{protocol}://bucket/data/a.parquet", f"{protocol}://bucket/data/z/g.parquet"]
+    listed = sources_files.resolve(f"{protocol}://bucket/data/*.jsonl*", options)
+    assert [file.path.rpartition("/")[2] for file in listed] == ["c.jsonl", "d.jsonl.gz", "e.jsonl.bz2"]
+    before = open_files(f"{protocol}://bucket/data/c.jsonl", storage_options=options).fingerprint
+    put("data/c.jsonl", LINES + LINES)
+    assert open_files(f"{protocol}://bucket/data/c.jsonl", storage_options=options).fingerprint != before
+    with pytest.raises(MissingFileError, match="no such file or folder"):
+        open_files(f"{protocol}://bucket/missing.jsonl", storage_options=options)
+
+
+def test_s3(s3: dict) -> None:
+    check_bucket("s3", s3)
+
+
+def test_s3_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*args: object, **kwargs: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(storage, "url_to_fs", absent)
+    with pytest.raises(StorageError, match=r"s3://bucket/a\.txt: cannot open s3:// paths: .*pip install 'easypipe\[s3\]'"):
+        open_files("s3://bucket/a.txt")
