@@ -66,7 +66,7 @@ def train(
     evals = {}
     for name, pipeline in prepared.held_out.items():
         own = run.eval[name].load or options
-        evals[name] = _loader(pipeline, dataclasses.replace(own, num_epochs=1, drop_last=False, shuffle_buffer_size=None), mesh)
+        evals[name] = _loader(pipeline, _held_out(own), mesh)
         _same_tokens(f"eval.{name}", info, tokens_of(pipeline))
     seed = prepared.data.get_context().seed
     resolved = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed), model=_with_vocabulary(run.model, info))
@@ -86,6 +86,12 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
 
 def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader:
     return pipeline.copy().load(dataclasses.replace(options, mesh=mesh)).loader()
+
+
+def _held_out(options: LoadStageConfig) -> LoadStageConfig:
+    """Every row once, in batches of one shape."""
+    once: dict[str, Any] = {"num_epochs": 1, "drop_last": False, "shuffle_buffer_size": None}
+    return dataclasses.replace(options, accumulation_steps=1, batch_size_schedule=(), **once)
 
 
 def _check_mesh(run: RunConfig) -> None:

@@ -84,7 +84,9 @@ class TrainConfig:
     eval_batches: int | None = None  # of each held-out loader; None: all it has
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
-    resume_changes: tuple[str, ...] = ()  # key paths that may differ from the checkpoint's, such as "train.steps"
+    resume_changes: tuple[
+        str, ...
+    ] = ()  # key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan
 
     def check(self) -> None:
         _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches")

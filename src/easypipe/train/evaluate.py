@@ -24,7 +24,7 @@ class HeldOut:
     def __init__(self, name: str, loader: BatchLoader, *, max_batches: int | None) -> None:
         """Raises ConfigError for a loader that never ends, where `max_batches` does not end it."""
         self.name, self.max_batches = name, max_batches
-        self._loader, self._start = loader, loader.state()
+        self.loader, self._start = loader, loader.state()
         if max_batches is None:
             try:
                 len(loader)
@@ -35,17 +35,17 @@ class HeldOut:
 
     def check(self, mesh: Mesh) -> None:
         """Raises PlacementError where the loader's batches do not divide by the mesh."""
-        check_batch_size(self._loader.batch_size, mesh, at=f"eval.{self.name}.batch_size")
+        check_batch_size(self.loader.batch_size, mesh, at=f"eval.{self.name}.batch_size")
 
     def evaluate(self, step: EvalStep, state: TrainState, mesh: Mesh, heard: Callable[[int], None]) -> dict[str, Any]:
         """loss and nll (nats a token, over all targets of all batches, the short last one included), ppl, num_targets.
 
         heard: called with the number of batches seen. Raises TrainError where nothing is a target.
         """
-        self._loader.restore(self._start)
-        rows = -(-self._loader.batch_size // batch_shards(mesh)) * batch_shards(mesh)
+        self.loader.restore(self._start)
+        rows = -(-self.loader.batch_size // batch_shards(mesh)) * batch_shards(mesh)
         sums = []
-        for seen, batch in enumerate(itertools.islice(iter(self._loader), self.max_batches), start=1):
+        for seen, batch in enumerate(itertools.islice(iter(self.loader), self.max_batches), start=1):
             sums.append(step(state.params, state.rest, place_batch(batch, mesh, rows=rows)))
             if seen > 2:
                 jax.block_until_ready(sums[-3])  # batches in flight hold memory: two are enough to keep the device busy

@@ -56,13 +56,16 @@ def check_batch_size(batch_size: int, mesh: Mesh, accumulate_steps: int = 1, at:
         )
 
 
-def place_batch(batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None) -> dict[str, jax.Array]:
+def place_batch(batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None, in_micro_batches: bool = False) -> dict[str, jax.Array]:
     """The arrays of `batch`, rows spread over data and fsdp; those that lie there already are passed on untouched.
 
     batch: [B, ...] NumPy arrays or jax.Arrays of the global batch. rows: pad to this many with slots that train nothing (0, and -100
-    for labels). Raises PlacementError for rows that do not divide, TrainError for arrays of which other processes hold parts.
+    for labels).
+    in_micro_batches: arrays are [A, B/A, ...], and their second axis is spread.
+    Raises PlacementError for rows that do not divide, TrainError for arrays of which other processes hold parts.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    axis = 1 if in_micro_batches else 0
+    sharding = NamedSharding(mesh, PartitionSpec(*(None,) * axis, BATCH_AXES))
     placed = {}
     for name, value in batch.items():
         if rows is not None and value.shape[0] < rows:
@@ -70,8 +73,8 @@ def place_batch(batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None
         if isinstance(value, jax.Array) and value.sharding == sharding:
             placed[name] = value
             continue
-        if value.shape[0] % batch_shards(mesh):
-            check_batch_size(value.shape[0], mesh, at=f"batch.{name}")
+        if value.shape[axis] % batch_shards(mesh):
+            check_batch_size(value.shape[axis], mesh, at=f"batch.{name}")
         if jax.process_count() > 1:
             raise TrainError(
                 at=f"batch.{name}",

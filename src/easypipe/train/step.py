@@ -30,7 +30,8 @@ def make_train_step(
     """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed (donated).
 
     batch: [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the rows. Micro-batch a holds the rows
-    r with r % A == a, so that cutting moves no row between devices. Losses and gradients are summed over tokens and divided once by the
+    r with r % A == a, so that cutting moves no row between devices; a loader may have cut them so already, to [A, B/A, ...].
+    Losses and gradients are summed over tokens and divided once by the
     number of targets: every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
     learning_rate (Float32), num_targets, num_tokens (Int32, slots outside padding), attended (Float32, sum of squared segment lengths).
@@ -93,7 +94,8 @@ def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
     nothing = LossOutput(jnp.float32(0), jnp.int32(0), jnp.float32(0))
-    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), jax.tree.map(cut, dict(batch)))
+    micro = dict(batch) if batch["input_ids"].ndim == 3 else jax.tree.map(cut, dict(batch))
+    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), micro)
     return grads, out, rest
 
 
@@ -104,6 +106,6 @@ def _float32(out: LossOutput) -> LossOutput:
 def _count(batch: Mapping[str, jax.Array]) -> Metrics:
     ids = batch["input_ids"]
     segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
-    position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
+    position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape))
     num_tokens, attended = segment_sums(segment_ids, position_ids)
     return {"num_tokens": num_tokens, "attended": attended}

@@ -39,6 +39,7 @@ from easypipe.train.step import LossFn, make_eval_step, make_train_step
 
 logger = logging.getLogger("easypipe")
 
+LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 _MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainConfig: what decides the numbers
 
 
@@ -88,8 +89,10 @@ class Trainer:
         self.metrics_path, self.plot_path = self.output_dir / "metrics.jsonl", self.output_dir / "loss.png"
         self._evals = held_out(evals or {}, max_batches=config.eval_batches)
         check_batch_size(train.batch_size, self.mesh, config.accumulate_steps)
+        self._in_micro_batches = _micro_batches("train.accumulate_steps", train, config.accumulate_steps)
         for one in self._evals:
             one.check(self.mesh)
+            _micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
         self._model_config = model if isinstance(model, ModelConfig) else None
         self._module = model if isinstance(model, nnx.Module) else None
         self._build = _builder(model, config.seed)
@@ -179,7 +182,9 @@ class Trainer:
             )
         abstract = states.abstract_state(self.layout, self.optimizer)
         arrays = checkpoints.load(step, states.flatten(abstract))
-        self.train.restore(_loader_state(self.train, saved["loader"]))
+        allowed = [part for part in LOADER_PARTS if any(_under(f"loader.{part}", key) for key in self.config.resume_changes)]
+        loader: Any = self.train
+        loader.restore(_loader_state(loader, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
         if unlike:
             logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
         return states.unflatten(arrays, abstract)
@@ -197,7 +202,7 @@ class Trainer:
                     raise TrainError(
                         at=f"step {step + 1}", problem=f"the loader ended, {self.steps} steps were asked for", fix="Set num_epochs: null."
                     )
-                state, measured = self._train_step(state, place_batch(batch, self.mesh))
+                state, measured = self._train_step(state, place_batch(batch, self.mesh, in_micro_batches=self._in_micro_batches))
                 step += 1
                 if unread is not None:
                     self._write(metrics, meter, *unread)
@@ -276,6 +281,18 @@ def _resolve_steps(config: TrainConfig, train: BatchLoader) -> int:
     return config.steps
 
 
+def _micro_batches(at: str, loader: BatchLoader, pieces: int) -> bool:
+    """Whether the loader yields [A, B/A, ...] already. Raises ConfigError where its A is not `pieces`."""
+    cut = getattr(loader, "accumulation_steps", 1)
+    if cut in (1, pieces):
+        return cut > 1
+    raise ConfigError(
+        at=at,
+        problem=f"{pieces}, but the loader cuts its batches into {cut} micro-batches",
+        fix=f"Use the same number, {pieces} or {cut}, for both.",
+    )
+
+
 def _saved_loader_state(loader: BatchLoader) -> Any:
     """JSON text where the state can write itself as such, else the state, which then is plain JSON."""
     state = loader.state()
@@ -291,7 +308,7 @@ def _under(path: str, key: str) -> bool:
 
 
 def _check_changes(changes: tuple[str, ...], identity: Mapping[str, Any]) -> None:
-    known = [*identity, *differences({}, identity), *(f"train.{key}" for key in _MUST_MATCH)]
+    known = [*identity, *differences({}, identity), *(f"train.{key}" for key in _MUST_MATCH), *(f"loader.{part}" for part in LOADER_PARTS)]
     for key in changes:
         if key not in known:
             problem = f"{key!r} is nothing that a checkpoint is compared by"

@@ -1,0 +1,66 @@
+"""What a loader can be told, as the Trainer sees it: micro-batches, batch sizes by step, and data that changed."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from easypipe.core.errors import ConfigError, StateError
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.train.mesh import make_mesh
+from easypipe.train.metrics import read_metrics
+from easypipe.train.trainer import Trainer
+from loader_support import MemoryCache, plan_rows, some_docs
+from train.runs import Tiny, numbers, settings
+
+MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
+CACHE = MemoryCache(some_docs([9] * 90, vocab_size=32), vocab_size=32)
+OTHER = MemoryCache(some_docs([9] * 90, vocab_size=32, seed=4), vocab_size=32)
+
+
+def loader(cache=CACHE, **load) -> Loader:
+    load = {"batch_size": 4, "num_epochs": None, "mesh": MESH, **load}
+    return Loader(plan_rows([cache], seq_length=12, num_epochs=load["num_epochs"]), LoadStageConfig(**load))
+
+
+def trainer(folder, train, evals=None, **changes) -> Trainer:
+    return Trainer(Tiny, settings(folder, **{"steps": 3, **changes}), train, evals, mesh=MESH)
+
+
+def curve(folder):
+    return numbers(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_micro_batches_cut_by_the_loader_train_the_same_bit_for_bit(tmp_path):
+    trainer(tmp_path / "trainer", loader(), accumulate_steps=2).run()
+    trainer(tmp_path / "loader", loader(accumulation_steps=2), accumulate_steps=2).run()
+    assert curve(tmp_path / "loader") == curve(tmp_path / "trainer")
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_both_have_to_agree_on_how_many(tmp_path, pieces):
+    message = rf"train\.accumulate_steps: {pieces}, but the loader cuts its batches into 2 micro-batches\. Use the same number"
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, loader(accumulation_steps=2), accumulate_steps=pieces)
+    with pytest.raises(ConfigError, match=r"eval\.held\.load\.accumulation_steps: 1, but the loader cuts"):
+        trainer(tmp_path, loader(), {"held": loader(accumulation_steps=2, num_epochs=1)})
+
+
+def test_batches_grow_with_the_step(tmp_path):
+    one = loader(batch_size_schedule=((2, 8),), accumulation_steps=2, mesh=None)  # NumPy batches, which the Trainer places
+    trainer(tmp_path, one, steps=4, accumulate_steps=2).run()
+    tokens = [record["num_tokens"] for record in curve(tmp_path)]
+    real = [sum(int((b["segment_ids"] > 0).sum()) for b in [loader(mesh=None, batch_size_schedule=((2, 8),)).batch(t)]) for t in range(4)]
+    assert tokens == real
+    assert np.diff(tokens)[1] > 20
+
+
+def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
+    trainer(tmp_path, loader(), steps=3).run()
+    with pytest.raises(StateError, match="sources and plan changed"):
+        trainer(tmp_path, loader(OTHER), steps=5, resume_changes=("train.steps",)).run()
+    one = loader(OTHER)
+    trainer(tmp_path, one, steps=5, resume_changes=("train.steps", "loader.sources", "loader.plan")).run()
+    assert len(curve(tmp_path)) == 5
+    assert one.state().changes[0]["batch"] == 3
