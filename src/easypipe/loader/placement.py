@@ -63,6 +63,17 @@ def local_mesh() -> Mesh:
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
+def gather_bytes(own: bytes) -> list[bytes]:
+    """What every process gives, all of one length, in their order. Collective: every process calls it, in the same place of its program."""
+    import jax
+    from jax.experimental.multihost_utils import process_allgather
+
+    if jax.process_count() == 1:
+        return [own]
+    gathered = np.asarray(process_allgather(np.frombuffer(own, np.uint8)))
+    return [row.tobytes() for row in gathered.reshape(jax.process_count(), len(own))]
+
+
 def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
     """`{axis: size}` with what can be said without devices. Raises PlacementError."""
     sizes: dict[str, int] = {}

@@ -12,6 +12,7 @@ import pyarrow as pa
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.sources.forward import ForwardSource, open_forward
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
@@ -153,7 +154,8 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
             )
         source = saved
     else:
-        source = open_files(
+        forward = _forward(dataset, kind) if context.config.streaming else None
+        source = forward or open_files(
             files,
             type=kind,
             on_error=dataset.on_error,
@@ -163,3 +165,15 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
     if dataset.num_rows is not None:
         source = LimitedSource(source, dataset.num_rows)
     return formatted(source, dataset)
+
+
+def _forward(dataset: DatasetConfig, kind: str | None) -> ForwardSource | None:
+    """The files as streaming reads them; None where their format has, or needs, a count of its rows."""
+    forward = open_forward(dataset.data_files, kind, on_error=dataset.on_error, storage_options=dataset.storage_options)
+    if forward is not None and dataset.num_rows is not None:
+        raise ConfigError(
+            at=f"datasets.{dataset.name}.num_rows",
+            problem="lines are not counted in streaming, so nobody knows which the first ones are",
+            fix="Leave it, or streaming, out; parquet and Arrow files know their rows.",
+        )
+    return forward

@@ -1,0 +1,388 @@
+"""Streaming: batches from data that nobody has counted or cached, in an order that no number of hosts or workers changes.
+
+stream   one of S canonical streams; it gives R = batch_size / S neighbouring rows of every batch: rows s·R to (s + 1)·R
+share    the ranges of every dataset that a stream reads (streaming_read.py); they follow from the files, S and the seed
+window   documents of a stream that are drawn, shuffled and packed together (streaming_window.py); a row never holds two
+state    of a stream: what its next window depends on (streaming_state.py); of the loader: that of every stream, and the batch
+
+Row r of stream s stands in batch r // R. A stream that has ended gives rows of padding (segment 0, labels -100). A pass over finite data
+ends with the last batch that any stream has a row for; with drop_last, before the first that one has no row for.
+A process reads the streams that its rows belong to. Where the data ends, it has to know when the others end, and reads all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError
+from easypipe.core.ledger import Ledger
+from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_attention_mask
+from easypipe.loader.gather import Tables, write_rows
+from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.placement import Placement, gather_bytes, local_mesh
+from easypipe.loader.prefetch import InOrder, Prefetcher
+from easypipe.loader.state import LoaderState
+from easypipe.loader.streaming_books import ledger_of
+from easypipe.loader.streaming_read import Deal, Forward
+from easypipe.loader.streaming_state import StreamState
+from easypipe.loader.streaming_window import Books, Stream, StreamSpec, Window
+
+log = logging.getLogger("easypipe")
+
+MOST_STREAMS = 8  # that a batch has where nothing else is said
+
+
+def default_streams(batch_size: int) -> int:
+    """The largest divisor of the batch size up to MOST_STREAMS."""
+    return next(count for count in range(min(MOST_STREAMS, batch_size), 0, -1) if batch_size % count == 0)
+
+
+class StreamLoader:
+    """Batches `{column: Int32[batch, slots]}` made forward: NumPy arrays, or jax.Arrays where there is a mesh.
+
+    Laws: as of Loader. Batch `t` is byte-equal for any number of processes, threads and batches in flight; after `restore(state)` with the
+    state after batch n, iteration yields batch n + 1 onward, at the cost of at most one window of each stream.
+    On several processes `state()` of endless data is collective: each process knows its own streams, so all call it after the same batch.
+    sources: the datasets, in the order of `spec.weights`. identity: digests of sources and tokenizer. workers: threads that read.
+    Raises ConfigError where streams do not divide the batch, PlacementError where batch and mesh do not fit.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Forward],
+        spec: StreamSpec,
+        config: LoadStageConfig | None = None,
+        *,
+        identity: Mapping[str, str],
+        pad_token_id: int,
+        collate: CollateConfig | None = None,
+        workers: int | None = None,
+        name: str = "loader",
+    ) -> None:
+        self.config = config or LoadStageConfig()
+        self.collate = collate or CollateConfig()
+        self.spec, self.name, self.batch_size = spec, name, self.config.batch_size
+        if not 1 <= spec.num_streams <= self.batch_size or self.batch_size % spec.num_streams:
+            raise ConfigError(
+                at="num_streams",
+                problem=f"{spec.num_streams} streams do not divide a batch of {self.batch_size} rows",
+                fix=f"Give a divisor of {self.batch_size}, or leave it out for {default_streams(self.batch_size)}.",
+            )
+        self._rows_each = self.batch_size // spec.num_streams
+        self._sources, self._identity, self._pad = tuple(sources), dict(identity), pad_token_id
+        self._workers = workers or _cores()
+        self._placement = self._place()
+        self._local = np.arange(self.batch_size) if self._placement is None else self._placement.local_rows
+        self._width = self._fixed_width()
+        own = sorted({int(row) // self._rows_each for row in self._local})
+        self._own = own
+        if spec.num_epochs is not None and len(own) < spec.num_streams:
+            log.warning(
+                "%s: num_epochs is %d, so every process reads all %d streams to know where they end, not only its own %d; "
+                "with num_epochs=None and a number of steps each reads its own alone",
+                name, spec.num_epochs, spec.num_streams, len(own),
+            )  # fmt: skip
+            self._own = list(range(spec.num_streams))
+        self._yielded = 0
+        self._restored: _After | None = None
+        self._latest = _After(0, ())
+        self._newest = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        entry, self._restored = self._restored or _After(0, ()), None
+        self._latest = entry
+        self._newest += 1
+        return StreamBatches(self, entry, self._newest)
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "a streaming loader has no len(): its rows are not counted before they are read. "
+            "Count steps instead (max_steps), or leave streaming out."
+        )
+
+    def state(self) -> LoaderState:
+        """The state after the batch that was last yielded, whatever is in flight. Collective on several processes that read their own."""
+        known = {state.number: state.state.to_text() for state in self._latest.streams}
+        if not known:
+            return self._state(0, None)
+        if len(known) < self.spec.num_streams:
+            known = self._of_all(known)
+        return self._state(self._latest.batch, [known[number] for number in range(self.spec.num_streams)])
+
+    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any]) -> None:
+        """Makes the next iteration go on behind `state`, given as it is or as its JSON. Raises StateError naming what changed since."""
+        if not isinstance(state, LoaderState):
+            state = LoaderState.from_json(state)
+        try:
+            state.check(self._components, self._settings)
+        except StateError as error:
+            error.fix = "Restore into the pipeline that saved it, or start a new run: a stream cannot be entered at another place."
+            raise
+        texts = state.hint or []
+        if len(texts) != (self.spec.num_streams if state.batch else 0):
+            raise StateError(at="loader state", problem=f"{len(texts)} streams after batch {state.batch}", fix="Restore another state.")
+        streams = [_Numbered(number, StreamState.from_text(text, len(self._sources))) for number, text in enumerate(texts)]
+        self._restored = self._latest = _After(state.batch, tuple(streams))
+        self._newest += 1
+
+    def ledger(self) -> Ledger:
+        """Where everything went that the newest iteration has read in this process up to its last batch, from counters."""
+        return ledger_of(self._latest.books or Books(), [source.name for source in self._sources], self.spec)
+
+    def _state(self, batch: int, hint: list[str] | None) -> LoaderState:
+        row = batch * self.batch_size
+        return LoaderState(batch=batch, row=row, components=self._components, config=self._settings, hint=hint)
+
+    def _of_all(self, known: dict[int, str]) -> dict[int, str]:
+        """The states of all processes' streams."""
+        room = 24 + 48 * len(self._sources)
+        table = b"".join(known.get(number, "").encode().ljust(room) for number in range(self.spec.num_streams))
+        found = dict(known)
+        for other in gather_bytes(table):
+            texts = [other[i : i + room].decode().strip() for i in range(0, len(other), room)]
+            found |= {number: text for number, text in enumerate(texts) if text and number not in found}
+        return found
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "streaming": True,
+            "batch_size": self.batch_size,
+            "num_streams": self.spec.num_streams,
+            "drop_last": self.config.drop_last,
+            "shuffle_buffer_size": self.config.shuffle_buffer_size,
+            "padding": self.collate.padding,
+            "max_length": self.collate.max_length,
+            "attention_mask": self.collate.attention_mask,
+        }
+
+    @cached_property
+    def _components(self) -> dict[str, str]:
+        return {**self._identity, "plan": self.spec.fingerprint(), "config": digest(self._settings)}
+
+    def _place(self) -> Placement | None:
+        mesh = self.config.mesh
+        if mesh is None:
+            if not self.config.prefetch_to_device:
+                return None
+            mesh = local_mesh()
+        fixed = self.spec.pack is not None or self.collate.padding == "max_length"
+        return Placement(mesh, self.config.partition_spec, self.batch_size, fixed_width=fixed)
+
+    def _fixed_width(self) -> int | None:
+        if self.spec.pack is not None:
+            return self.spec.pack.seq_length
+        if self.collate.padding == "max_length":
+            return self.collate.max_length
+        if self._placement is not None and len(self._placement.local_rows) < self.batch_size:
+            raise PlacementError(
+                at="padding",
+                problem="the longest row of a global batch is known only to the processes that read it",
+                fix="Set padding='max_length' and max_length, or pack the rows.",
+            )
+        return None
+
+
+def _cores() -> int:
+    """Cores that this process may use; not every system tells which those are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+class _Numbered(NamedTuple):
+    number: int
+    state: StreamState
+
+
+class _After(NamedTuple):
+    """What stands behind batch number `batch`, of the streams that this process reads."""
+
+    batch: int
+    streams: tuple[_Numbered, ...]
+    books: Books | None = None
+
+
+class StreamBatches(Iterator[dict[str, Any]]):
+    """One iteration over a StreamLoader. `close()` ends its threads; so does dropping it."""
+
+    def __init__(self, loader: StreamLoader, entry: _After, number: int) -> None:
+        settings = loader.config
+        self._loader, self._number = loader, number
+        maker = _Maker(loader, entry)
+        self._maker = maker
+        self._end = weakref.finalize(self, maker.close)
+        if settings.prefetch_enabled:
+            self._made: Any = Prefetcher(
+                maker.make,
+                entry.batch,
+                workers=1,  # what a stream gives next depends on what it gave before
+                ahead=settings.prefetch_buffer_size,
+                stall_timeout_s=settings.stall_timeout_s,
+                name=loader.name,
+            )
+        else:
+            self._made = InOrder(maker.make, entry.batch)
+
+    def __next__(self) -> dict[str, Any]:
+        newest = self._loader._newest == self._number
+        try:
+            batch, after = next(self._made)
+        except StopIteration:
+            if newest and self._maker.last is not None:
+                self._loader._latest = self._loader._latest._replace(books=self._maker.last)
+            self._end()
+            raise
+        except StallError:
+            self._maker.abandoned = True  # whoever hangs is not waited for
+            self._end()
+            raise
+        except BaseException:
+            self._end()
+            raise
+        if newest:
+            self._loader._latest = after
+        return batch
+
+    def close(self) -> None:
+        self._made.close()
+        self._end()
+
+
+class _Maker:
+    """Makes batch after batch, on one thread, from streams whose chunks a pool reads."""
+
+    def __init__(self, loader: StreamLoader, entry: _After) -> None:
+        self._loader = loader
+        self._books = Books()
+        self._entry = entry
+        self.last: Books | None = None  # at the end of the data
+        self.abandoned = False
+        self._prefix = f"easypipe-{loader.name}-read"
+        self._pool = ThreadPoolExecutor(loader._workers, thread_name_prefix=self._prefix)
+        self._streams: dict[int, Stream] = {}
+
+    def close(self) -> None:
+        own = threading.current_thread().name.startswith(self._prefix)  # garbage is collected on any thread
+        self._pool.shutdown(wait=not (own or self.abandoned), cancel_futures=True)
+
+    def make(self, batch: int, enter: Callable[[str], None]) -> tuple[dict[str, Any], _After] | None:
+        loader, stage = self._loader, "read"
+        each = loader._rows_each
+        try:
+            enter(stage)
+            if not self._streams:
+                self._begin()
+            first, stop = batch * each, (batch + 1) * each
+            reached = [stream.reach(stop - 1) or stream.reach(first) for stream in self._streams.values()]
+            short = loader.config.drop_last and not all(stream.reach(stop - 1) for stream in self._streams.values())
+            if short or not any(reached):
+                self.last = self._snapshot()
+                return None
+            stage = "gather"
+            enter(stage)
+            columns = self._gather(first)
+            for stream in self._streams.values():
+                stream.forget(stop)
+            after = _After(batch + 1, tuple(_Numbered(n, stream.state_at(stop)) for n, stream in self._streams.items()), self._snapshot())
+            if loader.collate.attention_mask:
+                columns = with_attention_mask(columns)
+            if loader._placement is None:
+                return columns, after
+            stage = "place"
+            enter(stage)
+            return loader._placement.place(columns), after
+        except Exception as error:
+            error.add_note(f"{loader.name}: streaming batch {batch}, stage {stage!r}")
+            raise
+
+    def _snapshot(self) -> Books:
+        for i in range(len(self._loader._sources)):
+            self._books.waiting[i] = sum(stream.waiting(i) for stream in self._streams.values())
+        return self._books.copy()
+
+    def _begin(self) -> None:
+        loader, spec = self._loader, self._loader.spec
+        deals = [Deal(source, spec.num_streams, seed=spec.seed, shuffle=spec.shuffle) for source in loader._sources]
+        states = dict(self._entry.streams)
+        for number in loader._own:
+            self._streams[number] = Stream(number, spec, deals, self._pool, self._books, states.get(number))
+
+    def _gather(self, first: int) -> dict[str, NDArray[np.int32]]:
+        """This process's rows of the batch whose streams give rows from `first` on."""
+        loader = self._loader
+        local, each = loader._local, loader._rows_each
+        rows = first + local % each
+        numbers = local // each
+        for number, stream in self._streams.items():
+            here = numbers == number
+            rows[here] = np.where(rows[here] < stream.state.first_row, rows[here], -1)
+        self._books.padding_rows += int((rows < 0).sum())
+        width = loader._width
+        if width is None or loader.spec.pack is None:
+            longest = row_width(self._lengths(numbers, rows), loader.collate)
+            width = longest if width is None else width
+        columns = fresh_columns(BATCH_COLUMNS, len(local), width)
+        done = np.zeros(len(local), np.bool_)
+        for number, stream in self._streams.items():
+            mine = np.flatnonzero(numbers == number)
+            if not len(mine):
+                continue
+            a, b = int(mine[0]), int(mine[-1]) + 1  # local rows ascend, so a stream's lie together
+            part = {name: values[a:b] for name, values in columns.items()}
+            for window in stream.windows or [_EMPTY]:
+                if window.first_row >= first + each or done[a:b].all():
+                    break
+                self._write(window, rows[a:b], done[a:b], part)
+            if not done[a:b].all():
+                self._write(_EMPTY, rows[a:b], done[a:b], part)
+        assert done.all(), "a row stands in no window"
+        return columns
+
+    def _write(self, window: Window | _Empty, rows: NDArray[np.int64], done: NDArray[np.bool_], part: dict[str, NDArray[np.int32]]) -> None:
+        spec = self._loader.spec
+        eos = -1 if spec.eos is None else spec.eos
+        masked = int(window.tables.mask[0]) != 0
+        mask = np.empty(part[INPUT_IDS].shape if masked else (0, 0), np.uint8)
+        _, bad = write_rows(
+            window.view, rows, done, window.tables, eos, self._loader._pad, True,
+            part[INPUT_IDS], part[LABELS], part[SEGMENT_IDS], part[POSITION_IDS], mask,
+        )  # fmt: skip
+        assert bad < 0, f"piece {bad} of a window is not in its tokens"
+
+    def _lengths(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        lengths = np.zeros(len(rows), np.int32)
+        for i, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):  # rows of one batch
+            if row >= 0:
+                window = next(w for w in self._streams[number].windows if row < w.stop)
+                lengths[i] = window.layout.length[window.layout.first_piece[row - window.first_row]]
+        return lengths
+
+
+class _Empty(NamedTuple):
+    """A window without rows, for those of padding."""
+
+    first_row: int
+    view: tuple
+    tables: Tables
+
+
+def _empty() -> _Empty:
+    none = np.zeros(1, np.uint64)
+    table = Tables(np.array([0, 1]), np.array([0, 0]), none, none, np.zeros(1, np.uint64), np.array([2]))
+    view = (0, np.zeros(1, np.int64), np.zeros((5, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
+    return _Empty(0, view, table)
+
+
+_EMPTY = _empty()

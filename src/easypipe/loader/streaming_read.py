@@ -1,0 +1,263 @@
+"""Documents of one dataset, read forward by one stream: which ranges are its share, and where it stands in them.
+
+entry   a range of rows of one shard, or a whole file whose rows can only be found by reading on; every pass permutes the entries anew
+chunk   what is read and tokenized at a time: a range, or the c-th piece of such a file
+deal    the chunk of the entry at position j of a pass belongs to stream j mod S; of a file, its chunk c to stream (j + c) mod S
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import Shard
+from easypipe.core.random import child, fold
+from easypipe.plan.order import permute
+
+CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them
+CHUNKS_A_STREAM = 16  # at least, of a dataset, where its rows allow it: streams then end at about the same time
+MAX_ENTRIES = 1 << 20
+ROWS_OF_UNKNOWN_SIZE = 1 << 10
+MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos: Bool[n]. mask: UInt8, one for each id.
+
+    ended: nothing of its entry stands behind the chunk. rows: physical rows that were read; rejects: how many of them by reason.
+    """
+
+    ids: NDArray[np.unsignedinteger]
+    offsets: NDArray[np.int64]
+    has_eos: NDArray[np.bool_]
+    mask: NDArray[np.uint8] | None
+    rows: int
+    rejects: Counter[str] = field(default_factory=Counter)
+    ended: bool = True
+
+    @property
+    def num_docs(self) -> int:
+        return self.offsets.shape[0] - 1
+
+
+class Forward(Protocol):
+    """A dataset as documents that are read in order. `load` is called from several threads; `shards` are listed without reading rows."""
+
+    name: str
+
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+
+    @property
+    def rows_are_bytes(self) -> bool: ...
+
+    def load(self, shard: int, start: int, stop: int) -> Loaded: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stream stands in a dataset: `taken` documents of the chunk (entry position, chunk number); `epoch` counts passes."""
+
+    epoch: int = 0
+    entry: int = 0
+    chunk: int = 0
+    taken: int = 0
+
+
+class Deal:
+    """The entries of a dataset and whose they are. Follows from the files' sizes, the number of streams and the seed alone."""
+
+    def __init__(self, source: Forward, num_streams: int, *, seed: int, shuffle: bool) -> None:
+        self.source = source
+        self.num_streams = num_streams
+        self._key = fold(seed, "stream order", source.name) if shuffle else None
+        shards = source.shards
+        total = sum(shard.num_bytes for shard in shards)
+        self.step = max(1, min(CHUNK_BYTES, total // (CHUNKS_A_STREAM * num_streams)), total // MAX_ENTRIES)
+        entries = list(self._entries(shards))
+        self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
+        self.files_forward = bool((self._entries_at[:, 2] < 0).any())
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._entries_at)
+
+    def entry(self, epoch: int, position: int) -> tuple[int, int, int]:
+        """(shard, start, stop); a stop of -1: the whole file, in chunks of `step` plain bytes."""
+        if self._key is not None:
+            position = int(permute(np.array([position]), self.num_entries, child(self._key, epoch))[0])
+        shard, start, stop = self._entries_at[position].tolist()
+        return shard, start, stop
+
+    def first(self, stream: int, place: Place) -> Place | None:
+        """The first chunk of `stream` at `place` or behind it; None where the pass has no more."""
+        entry, chunk, streams = place.entry, place.chunk, self.num_streams
+        while entry < self.num_entries:
+            if self.files_forward and self.entry(place.epoch, entry)[2] < 0:
+                chunk += (stream - entry - chunk) % streams
+                return Place(place.epoch, entry, chunk, place.taken if (entry, chunk) == (place.entry, place.chunk) else 0)
+            if chunk == 0 and entry % streams == stream:
+                return Place(place.epoch, entry, 0, place.taken if entry == place.entry else 0)
+            entry, chunk = entry + 1 if self.files_forward or chunk else entry + (stream - entry) % streams, 0
+        return None
+
+    def load(self, place: Place) -> Loaded:
+        shard, start, stop = self.entry(place.epoch, place.entry)
+        if stop >= 0:
+            return self.source.load(shard, start, stop)
+        start = place.chunk * self.step
+        return self.source.load(shard, start, start + self.step)
+
+    def _entries(self, shards: Sequence[Shard]) -> Iterator[tuple[int, int, int]]:
+        cuts = sum(len(shard.cuts) for shard in shards)
+        for number, shard in enumerate(shards):
+            if shard.num_rows is None:
+                yield number, 0, -1
+                continue
+            rows = shard.num_rows
+            step = max(1, self.step * rows // shard.num_bytes) if shard.num_bytes else ROWS_OF_UNKNOWN_SIZE
+            step = max(1, min(step, rows))
+            edges = range(0, rows, step)
+            if cuts >= 4 * self.num_streams and len(shard.cuts) > 1:  # pieces that can be entered cheaply, and enough of them for all
+                edges = [0]
+                for cut in shard.cuts[1:]:
+                    if cut - edges[-1] >= step:
+                        edges.append(cut)
+            for a, b in itertools.pairwise([*edges, rows]):
+                if a < b:
+                    yield number, a, b
+
+
+class Cursor:
+    """The documents of one stream's share of one dataset, pass after pass. Not thread safe: a stream owns it.
+
+    Chunks are read ahead on the pool, as many as the next window is thought to take (`wish`); what is read never depends on it.
+    """
+
+    def __init__(
+        self, deal: Deal, stream: int, place: Place, pool: ThreadPoolExecutor, count: Callable[[Loaded, int], None], *, endless: bool
+    ) -> None:
+        """endless: a new pass begins behind the last document.
+
+        count: called for every chunk, in order, with how many of its documents were taken before `place`.
+        """
+        self._deal, self._stream, self._pool, self._count, self._endless = deal, stream, pool, count, endless
+        self._held: deque[tuple[Place, Loaded]] = deque()
+        self._start = place  # where the pass, or this cursor, began
+        self._next = deal.first(stream, place)  # the chunk behind those that are held
+        self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
+        self._pass_docs = 0
+        self._available = 0
+        self._wish = 0
+        self._chunk_docs = 0.0  # of a chunk, as far as is known
+
+    @property
+    def place(self) -> Place:
+        """Behind the document that was taken last."""
+        if self._held:
+            return self._held[0][0]
+        return Place(self._start.epoch, self._deal.num_entries) if self._next is None else self._next
+
+    def fill(self, count: int) -> int:
+        """Reads on until `count` documents wait, or the pass has no more. Returns how many wait."""
+        while self._available < count and self._read():
+            pass
+        return self._available
+
+    def take(self, count: int) -> list[tuple[Loaded, int, int]]:
+        """The next `count` documents as ranges of what was loaded. They must have been filled."""
+        taken = []
+        self._available -= count
+        while count:
+            place, loaded = self._held[0]
+            here = min(count, loaded.num_docs - place.taken)
+            taken.append((loaded, place.taken, place.taken + here))
+            count -= here
+            if place.taken + here < loaded.num_docs:
+                self._held[0] = (Place(place.epoch, place.entry, place.chunk, place.taken + here), loaded)
+            else:
+                self._held.popleft()
+        return taken
+
+    def wish(self, count: int) -> None:
+        """About so many documents will be taken next."""
+        self._wish = count
+        self._read_ahead()
+
+    def drop(self) -> int:
+        """Forgets the documents that wait. Returns how many there were."""
+        dropped, self._available = self._available, 0
+        self._held.clear()
+        return dropped
+
+    def begin(self, epoch: int) -> None:
+        """Pass `epoch` begins behind what waits."""
+        self.close()
+        self._start = Place(epoch)
+        self._next = self._deal.first(self._stream, self._start)
+        self._pass_docs = 0
+
+    @property
+    def waiting(self) -> int:
+        return self._available
+
+    def close(self) -> None:
+        for _, future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+
+    def _read(self) -> bool:
+        """Takes in the next chunk; False where the pass has no more."""
+        if self._next is None:
+            if not self._endless:
+                return False
+            if self._start == Place(self._start.epoch) and not self._pass_docs:
+                raise ConfigError(
+                    at="num_streams",
+                    problem=f"dataset {self._deal.source.name!r} has no document in the share of stream {self._stream} of "
+                    f"{self._deal.num_streams}, and a new pass would never bring one",
+                    fix="Use fewer streams, or leave streaming out: the dataset is small.",
+                )
+            self.begin(self._start.epoch + 1)
+            return True
+        self._read_ahead()
+        place, future = self._ahead.popleft()
+        loaded = future.result()
+        self._count(loaded, min(place.taken, loaded.num_docs))
+        self._pass_docs += loaded.num_docs
+        self._chunk_docs = max(1.0, (self._chunk_docs or loaded.num_docs) * 0.75 + loaded.num_docs * 0.25)
+        if loaded.num_docs > place.taken:
+            self._held.append((place, loaded))
+            self._available += loaded.num_docs - place.taken
+        if loaded.ended and self._deal.entry(place.epoch, place.entry)[2] < 0:
+            self.close()  # what was asked for behind it lies behind the end of the file
+        self._next = self._deal.first(self._stream, self._behind(place, loaded.ended))
+        self._read_ahead()
+        return True
+
+    def _behind(self, place: Place, ended: bool) -> Place:
+        return Place(place.epoch, place.entry + 1) if ended else Place(place.epoch, place.entry, place.chunk + 1)
+
+    def _read_ahead(self) -> None:
+        """Asks for the next chunk, and for as many behind it as the wish takes. A file whose end is unknown is thought to go on."""
+        missing = self._wish - self._available
+        wanted = 1 if not self._chunk_docs else max(1, min(MOST_AHEAD, math.ceil(missing / self._chunk_docs)))
+        while len(self._ahead) < wanted:
+            if self._ahead:
+                last = self._ahead[-1][0]
+                place = self._deal.first(self._stream, self._behind(last, self._deal.entry(last.epoch, last.entry)[2] >= 0))
+            else:
+                place = self._next
+            if place is None:
+                return
+            self._ahead.append((place, self._pool.submit(self._deal.load, place)))

@@ -1,0 +1,72 @@
+"""What a stream depends on between two windows, and its form in a saved state: at most 48 characters for each of its datasets.
+
+Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first, the whole in base64 without padding:
+first_row, epoch, then for every dataset: deficit, active, and its place (epoch, entry, chunk, taken).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from easypipe.core.errors import StateError
+from easypipe.loader.streaming_read import Place
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits, active: of the mixture (`plan.mix`)."""
+
+    first_row: int
+    epoch: int
+    deficits: tuple[int, ...]
+    active: tuple[bool, ...]
+    places: tuple[Place, ...]
+
+    def to_text(self) -> str:
+        numbers = [self.first_row, self.epoch]
+        for deficit, active, place in zip(self.deficits, self.active, self.places, strict=True):
+            numbers += [2 * deficit if deficit >= 0 else -2 * deficit - 1, int(active), place.epoch, place.entry, place.chunk, place.taken]
+        return base64.b64encode(b"".join(_leb128(number) for number in numbers)).decode().rstrip("=")
+
+    @classmethod
+    def from_text(cls, text: str, num_datasets: int) -> StreamState:
+        """Raises StateError where `text` is not what `to_text` writes for so many datasets."""
+        try:
+            numbers = list(_numbers(base64.b64decode(text + "=" * (-len(text) % 4), validate=True)))
+            first_row, epoch, *rest = numbers
+            if len(rest) != 6 * num_datasets:
+                raise ValueError(f"{len(rest)} numbers for {num_datasets} datasets")
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise StateError(at="loader state", problem=f"{text!r} is no state of a stream: {error}") from None
+        parts = [rest[i : i + 6] for i in range(0, len(rest), 6)]
+        return cls(
+            first_row=first_row,
+            epoch=epoch,
+            deficits=tuple(-(part[0] + 1 >> 1) if part[0] & 1 else part[0] >> 1 for part in parts),
+            active=tuple(bool(part[1]) for part in parts),
+            places=tuple(Place(*part[2:]) for part in parts),
+        )
+
+
+def _leb128(number: int) -> bytes:
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _numbers(data: bytes) -> Iterator[int]:
+    number = shift = 0
+    for byte in data:
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield number
+            number = shift = 0
+    if shift:
+        raise ValueError("cut short")

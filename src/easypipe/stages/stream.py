@@ -1,0 +1,275 @@
+"""Streaming: what a pipeline refuses, the datasets as documents that are read forward, and the loader over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.config import digest
+from easypipe.core.errors import BudgetError, ConfigError, SourceError, place
+from easypipe.core.protocols import PipelineContext, Reject, Shard, ShardedSource, scan
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.loader.collate import CollateConfig
+from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.streaming import StreamLoader, default_streams
+from easypipe.loader.streaming_read import Loaded
+from easypipe.loader.streaming_window import StreamSpec
+from easypipe.stages.mix import MixedShardedSource
+from easypipe.stages.mixture import Mixture
+from easypipe.stages.pack import PackedShardedSource, single
+from easypipe.stages.text_rows import read_texts
+from easypipe.stages.tokenize import TokenizedShardedSource
+from easypipe.stages.tokens import Documents, token_info
+
+log = logging.getLogger("easypipe")
+
+PROVED_ROWS, PROVED_BYTES = 256, 128 << 10  # of the first chunk, compared with the reference tokenizer before the fast one is used
+
+# The options of each stage that streaming knows; every other one is refused where it is not at its default.
+KNOWN = {
+    "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers"},
+    "mix": {"weights", "block_size", "stop_strategy", "seed", "allow_mixed_tokenizers"},
+    "pack": {"enabled", "seq_length", "strategy", "num_packers", "oversize", "eos_token_id", "pad_token_id", "shuffle_packed"},
+    "load": {
+        "batch_size",
+        "prefetch_enabled",
+        "prefetch_buffer_size",
+        "shuffle_buffer_size",
+        "drop_last",
+        "prefetch_to_device",
+        "num_epochs",
+        "mesh",
+        "partition_spec",
+        "stall_timeout_s",
+    },
+}
+WHY = {
+    "load.prefetch_workers": "batches of a stream follow one from the other; threads that read are tokenize.num_workers",
+    "load.batch_size_schedule": "every stream gives the same number of rows of every batch",
+    "load.accumulation_steps": "every stream gives neighbouring rows of a batch",
+}
+
+
+def problems_of(config: Any) -> list[ConfigError]:
+    """What a PipelineConfig asks for that streaming cannot do, and streaming options without streaming."""
+    if not config.streaming:
+        if config.num_streams is None:
+            return []
+        return [ConfigError(at="num_streams", problem="has no effect without streaming", fix="Leave it out, or set streaming=True.")]
+    problems = []
+    for at in ("tokenize", "mix", "pack", "save", "load"):
+        try:
+            require_streamable(at, getattr(config, at))
+        except ConfigError as error:
+            problems.append(error)
+    if config.order.block_rows > 1:
+        problems.append(
+            ConfigError(at="order.block_rows", problem="has no effect in streaming: ranges are read whole", fix="Leave it out.")
+        )
+    for i, dataset in enumerate(config.datasets):
+        if dataset.on_error == "quarantine":
+            problems.append(
+                ConfigError(
+                    at=f"datasets[{i}].on_error",
+                    problem="'quarantine' writes a file when all rows were seen, and streaming may see each many times",
+                    fix="Set it to 'skip', or leave streaming out.",
+                )
+            )
+    batch_size = (config.load or LoadStageConfig()).batch_size
+    if config.num_streams is not None and (config.num_streams < 1 or batch_size % config.num_streams):
+        problems.append(
+            ConfigError(
+                at="num_streams",
+                problem=f"{config.num_streams} streams do not divide a batch of {batch_size} rows",
+                fix=f"Give a divisor of {batch_size}, or leave it out for {default_streams(batch_size)}.",
+            )
+        )
+    return problems
+
+
+def require_streamable(at: str, config: Any) -> None:
+    """Raises ConfigError for an option of the stage `at` that has no meaning in streaming."""
+    if config is None or at not in (*KNOWN, "save"):
+        return
+    if at == "save":
+        if config.enabled:
+            raise ConfigError(
+                at="save", problem="streaming writes nothing: it reads forward and keeps no tokens", fix="Leave streaming out."
+            )
+        return
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name not in KNOWN[at] and value != default:
+            why = WHY.get(f"{at}.{field.name}", "it needs rows that are counted first")
+            raise ConfigError(at=f"{at}.{field.name}", problem=f"is not there in streaming: {why}", fix="Leave it, or streaming, out.")
+
+
+def no_plan() -> ConfigError:
+    return ConfigError(
+        at="streaming",
+        problem="nothing is counted or cached before it is read, so there is no plan, no token cache and no ledger of the whole",
+        fix="Ask loader.ledger() for what was read so far, or leave streaming out.",
+    )
+
+
+class ForwardDocuments:
+    """The documents of one dataset as streams read them, tokenized on the way; implements loader.streaming_read.Forward.
+
+    Raises SourceError for a bad row under on_error="error", BudgetError at the first bad row after `max_bad_rows` that this process reads.
+    """
+
+    def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
+        self.name, self._source, self._context = name, source, context
+        dataset = {dataset.name: dataset for dataset in context.config.datasets}.get(name)
+        self._on_error = "error" if dataset is None else dataset.on_error
+        self._max_bad_rows = None if dataset is None else dataset.max_bad_rows
+        self._bytes: Any = _innermost(source)
+        self._lock, self._proving = threading.Lock(), threading.Lock()
+        self._bad = 0
+        self._proved = not isinstance(source, TokenizedShardedSource)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self._source.shards
+
+    @property
+    def rows_are_bytes(self) -> bool:
+        return bool(getattr(self._bytes, "rows_are_bytes", False))
+
+    def load(self, shard: int, start: int, stop: int) -> Loaded:
+        at = f"dataset {self.name!r}, {self._source.shards[shard].name}, {'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
+        try:
+            self._prove(shard, start, stop)
+            batch, rejects = scan(self._source, shard, start, stop)
+            self._charge(shard, rejects)
+        except Exception as error:
+            error.add_note(f"while streaming {at}")
+            raise
+        column = batch.column(INPUT_IDS)
+        offsets = np.asarray(column.offsets.to_numpy(), np.int64)
+        first, last = int(offsets[0]), int(offsets[-1])
+        counts = Counter[str]()
+        for reject in rejects:
+            counts[reject.reason] += getattr(reject, "count", 1)
+        if not self.rows_are_bytes:  # some sources say only which rows they pass on
+            counts["other"] += stop - start - batch.num_rows - sum(counts.values())
+        mask = batch.column(LOSS_MASK).values.to_numpy()[first:last] if LOSS_MASK in batch.schema.names else None
+        return Loaded(
+            ids=column.values.to_numpy()[first:last],
+            offsets=offsets - first,
+            has_eos=batch.column(HAS_EOS).to_numpy().astype(np.bool_),
+            mask=None if mask is None else mask.astype(np.uint8),
+            rows=batch.num_rows + sum(counts.values()),
+            rejects=+counts,
+            ended=self._source.shards[shard].num_rows is not None or self._bytes.at_end(shard, stop),
+        )
+
+    def _prove(self, shard: int, start: int, stop: int) -> None:
+        """The fast tokenizer is used only once it agreed with the reference on some of this dataset."""
+        if self._proved:
+            return
+        with self._proving:
+            if self._proved:
+                return
+            source: Any = self._source
+            kind = source.source.schema.field(source.content_field).type
+            if pa.types.is_large_string(kind) or pa.types.is_string(kind):
+                texts = read_texts(source.source, shard, start, stop, source.content_field).texts.slice(0, PROVED_ROWS)
+                ends = np.cumsum([len(text) for text in texts.to_pylist()])
+                kept = max(1, int(np.searchsorted(ends, PROVED_BYTES, side="right"))) if len(texts) else 0
+                source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=self._context.cache_dir)
+            self._proved = True
+
+    def _charge(self, shard: int, rejects: Sequence[Reject]) -> None:
+        for reject in rejects:
+            if reject.benign:
+                continue
+            name = self._source.shards[shard].name
+            at = f"{name}, line at byte {reject.row}" if self.rows_are_bytes else place(name, row=reject.row)
+            said = f"{reject.reason}: {reject.detail}"
+            if self._on_error == "error":
+                raise SourceError(at=at, problem=said, fix="Correct the row, or set on_error to 'skip'.")
+            with self._lock:
+                self._bad += 1
+                over = self._max_bad_rows is not None and self._bad > self._max_bad_rows
+            if over:
+                raise BudgetError(
+                    at=at,
+                    problem=f"bad row number {self._bad} that this process reads ({said}), and max_bad_rows is {self._max_bad_rows}",
+                    fix="Correct the rows, or raise max_bad_rows.",
+                )
+
+
+def open_stream(
+    name: str, source: ShardedSource, context: PipelineContext, config: LoadStageConfig, collate: CollateConfig
+) -> StreamLoader:
+    """The loader that reads `source` forward. Reads no rows."""
+    if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
+        raise ConfigError(
+            at="streaming",
+            problem=f"the rows of dataset {name!r} are packed already: they are counted, and read where they lie",
+            fix="Leave streaming out.",
+        )
+    packed = isinstance(source, PackedShardedSource)
+    mixture = (
+        source.mixture if isinstance(source, PackedShardedSource | MixedShardedSource) else single(name, source, context, stage="load")
+    )
+    num_epochs = config.num_epochs
+    if mixture.endless:
+        if num_epochs not in (1, None):
+            raise ConfigError(
+                at="load.num_epochs",
+                problem=f"{num_epochs}, but {name!r} never ends: its stop_strategy is 'restart'",
+                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
+            )
+        num_epochs = None
+    shuffle = context.config.order.shuffle
+    info = token_info(next(iter(mixture.parts.values())))
+    known = [] if info is None else [info.pad_token_id, info.eos_token_id]
+    pad = source.pad_token_id if packed else next((i for i in known if i is not None), 0)
+    spec = StreamSpec(
+        seed=mixture.seed,
+        num_streams=context.config.num_streams or default_streams(config.batch_size),
+        weights=mixture.weights,
+        stop=mixture.stop,
+        num_epochs=num_epochs,
+        shuffle=shuffle,
+        shuffle_window=shuffle or config.shuffle_buffer_size is not None,
+        window_docs=config.shuffle_buffer_size,
+        pack=source.config.spec() if packed else None,
+        eos=source.eos_token_id if packed else None,
+    )
+    tokenize = context.config.tokenize
+    return StreamLoader(
+        [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
+        spec,
+        config,
+        identity=_identity(mixture, spec.eos, pad),
+        pad_token_id=pad,
+        collate=collate,
+        workers=None if tokenize is None else tokenize.num_workers,
+        name=f"loader of {name!r}",
+    )
+
+
+def _identity(mixture: Mixture, eos: int | None, pad: int) -> Mapping[str, str]:
+    tokens = [token_info(source) for source in mixture.parts.values()]
+    return {
+        "sources": digest([[name, source.fingerprint] for name, source in mixture.parts.items()]),
+        "tokenizer": digest(["" if info is None else info.tokenizer_fingerprint for info in tokens], eos, pad),
+    }
+
+
+def _innermost(source: Any) -> Any:
+    """The source that reads the files, under whatever was put around it."""
+    while (inner := getattr(source, "source", None)) is not None:
+        source = inner
+    return source

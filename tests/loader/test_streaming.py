@@ -1,0 +1,448 @@
+"""Streaming under the laws: every document once, exact resume at every batch, the same rows for any number of hosts and threads."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import logging
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipelines
+from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig
+from easypipe.core.config import from_dict
+from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
+from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.state import LoaderState
+from easypipe.loader.streaming import StreamLoader, default_streams
+from easypipe.loader.streaming_read import Place
+from easypipe.loader.streaming_state import StreamState
+from easypipe.sources.forward import ForwardSource, open_forward
+from easypipe.sources.open import open_files
+from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
+from laws import (
+    assert_conserved,
+    assert_exact_resume,
+    assert_labels,
+    assert_no_new_threads,
+    assert_rows_well_formed,
+    assert_same_batches,
+)
+from strategies import examples
+
+ALL = MixStageConfig(stop_strategy="all_exhausted", weights={"code": 0.7, "docs": 0.3})
+
+
+def build(folder: Path, *, load: dict[str, Any] | None = None, pack: dict[str, Any] | None = None, **options: Any) -> StreamLoader:
+    """The two datasets of `pipelines`, streamed, packed into rows of 64, in batches of 4 with nothing left out."""
+    values: dict[str, Any] = {
+        "streaming": True,
+        "mix": ALL,
+        "load": LoadStageConfig(**({"batch_size": 4, "drop_last": False} | (load or {}))),
+    }
+    values["pack"] = PackStageConfig(**({"seq_length": 64} | (pack or {})))
+    config = pipelines.config(folder, **(values | options))
+    pipeline = Pipeline(config).source().tokenize()
+    if config.mix is not None:
+        pipeline.mix()
+    if config.pack.enabled:
+        pipeline.pack()
+    return pipeline.load().build()
+
+
+def segments(batches: list[dict[str, np.ndarray]]) -> Counter[tuple[int, ...]]:
+    """Every piece of a document that was seen, with how often."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for batch in batches:
+        for ids, of in zip(np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS]), strict=True):
+            found.update(tuple(ids[of == segment].tolist()) for segment in range(1, int(of.max(initial=0)) + 1))
+    return found
+
+
+def cached_segments(folder: Path, **options: Any) -> Counter[tuple[int, ...]]:
+    values = {"mix": ALL, "pack": PackStageConfig(seq_length=64), "load": LoadStageConfig(batch_size=1)} | options
+    return segments(list(Pipeline(pipelines.config(folder, **values)).source().tokenize().mix().pack().load().build()))
+
+
+def one(folder: Path, texts: list[str], name: str = "a.jsonl", **options: Any) -> tuple[DatasetConfig, ...]:
+    """A dataset of one file, compressed and formatted as its name says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    data = "".join((text if ".txt" in name else json.dumps({"text": text})) + "\n" for text in texts).encode()
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(data, mtime=0))
+    elif name.endswith(".zst"):
+        path.write_bytes(zstandard.compress(data))
+    else:
+        path.write_bytes(data)
+    return (DatasetConfig(name="code", data_files=str(path), **options),)
+
+
+# Laws
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "pool", "first_fit"])
+def test_a_pass_holds_what_the_cached_mode_holds_each_document_once(tmp_path: Path, strategy: str) -> None:
+    loader = build(tmp_path, pack={"strategy": strategy})
+    batches = list(loader)
+    assert segments(batches) == cached_segments(tmp_path)
+    for batch in batches:
+        assert_rows_well_formed({k: np.asarray(v) for k, v in batch.items()})
+        assert_labels(batch)
+    assert_conserved(loader.ledger())
+    assert loader.ledger().find("mix", "code", "documents").out == {"drawn": 60}
+    assert loader.ledger().find("stream", "docs", "rows").out == {"documents": 90}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.zst", "a.parquet"])
+def test_every_format_gives_every_document_once_and_resumes(tmp_path: Path, name: str) -> None:
+    texts = pipelines.texts(70, 3)
+    datasets = one(tmp_path / "data", texts, name)
+    expected = cached_segments(tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted"))
+
+    def make() -> StreamLoader:
+        return build(tmp_path, datasets=datasets, mix=None)
+
+    assert segments(list(make())) == expected
+    assert_exact_resume(make, 8, hops=(1, 2), stops=(0, 1, 3))
+
+
+def test_resume_is_exact_at_every_batch(tmp_path: Path) -> None:
+    datasets = pipelines.two_datasets(tmp_path / "data", 20, 30)
+    options: dict[str, Any] = {"datasets": datasets, "load": {"num_epochs": 2, "shuffle_buffer_size": 10}}
+    total = len(list(build(tmp_path, **options)))
+    assert total >= 8
+    assert_exact_resume(lambda: build(tmp_path, **options), total)
+    assert_exact_resume(lambda: build(tmp_path, **options), total, hops=(1, 3), stops=range(0, total, 4))
+
+
+def test_endless_mixtures_resume_too(tmp_path: Path) -> None:
+    mix = MixStageConfig(weights={"code": 0.8, "docs": 0.2})
+    options: dict[str, Any] = {"mix": mix, "load": {"batch_size": 2, "shuffle_buffer_size": 7}}
+    assert_exact_resume(lambda: build(tmp_path, **options), 60, hops=(2, 5), stops=range(0, 60, 6))
+    loader = build(tmp_path, **options)
+    list(itertools.islice(iter(loader), 60))
+    drawn = {name: loader.ledger().find("mix", name, "documents").out["drawn"] for name in ("code", "docs")}
+    assert 3.5 < drawn["code"] / drawn["docs"] < 4.5
+    assert_conserved(loader.ledger())
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    streams=st.sampled_from([1, 2, 3, 6]),
+    window=st.integers(1, 30),
+    compressed=st.booleans(),
+    stop=st.integers(0, 12),
+)
+@examples(15)
+def test_any_shards_and_streams(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], streams: int, window: int, compressed: bool, stop: int
+) -> None:
+    folder = tmp_path_factory.mktemp("stream")
+    (folder / "data").mkdir()
+    written = 0
+    for i, size in enumerate(sizes):
+        lines = [json.dumps({"text": f"{i} {j} " + "word " * (j % 9)}) for j in range(size)]
+        data = ("\n".join(lines) + ("\n" if i % 2 or not lines else "")).encode()
+        path = folder / "data" / f"{i}.jsonl{'.zst' if compressed else ''}"
+        path.write_bytes(zstandard.compress(data) if compressed else data)
+        written += size
+    if not written:
+        return
+    datasets = (DatasetConfig(name="code", data_files=str(folder / "data")),)
+    options: dict[str, Any] = {"datasets": datasets, "mix": None, "num_streams": streams, "pack": {"seq_length": 16}}
+    options["load"] = {"batch_size": 6, "shuffle_buffer_size": window}
+    loader = build(folder, **options)
+    batches = list(loader)
+    ledger = loader.ledger()
+    assert_conserved(ledger)
+    assert ledger.find("mix", "code", "documents").out == {"drawn": written}
+    placed = ledger.find("pack", "code", "tokens").out["placed"]
+    assert sum(int((batch[SEGMENT_IDS] > 0).sum()) for batch in batches) == placed
+    assert_exact_resume(lambda: build(folder, **options), len(batches), stops=[min(stop, len(batches))])
+
+
+def test_neither_threads_nor_prefetching_change_a_batch(tmp_path: Path) -> None:
+    expected = list(build(tmp_path))
+    for load, workers in (({"prefetch_enabled": False}, 1), ({"prefetch_buffer_size": 1}, 3), ({"prefetch_buffer_size": 50}, 2)):
+        made = build(tmp_path, load=load, tokenize={"num_workers": workers})
+        assert_same_batches(expected, made, what=f"{load}, {workers} workers")
+
+
+def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) -> None:
+    """A host with some of the rows reads only their streams, and makes the same rows."""
+    endless: dict[str, Any] = {
+        "mix": MixStageConfig(),
+        "load": {"batch_size": 8, "num_epochs": None, "shuffle_buffer_size": 16},
+        "num_streams": 2,
+    }
+    whole = list(itertools.islice(iter(build(tmp_path, **endless)), 12))
+    for rows in (range(4), range(4, 8), range(2, 6)):
+        part = build(tmp_path, **endless)
+        part._local = np.array(rows)
+        part._own = sorted({row // 4 for row in rows})
+        for expected, made in zip(whole, part, strict=False):
+            assert all((expected[column][rows] == made[column]).all() for column in expected)
+
+
+def test_epochs_come_in_another_order(tmp_path: Path) -> None:
+    once, twice = list(build(tmp_path)), list(build(tmp_path, load={"num_epochs": 2}))
+    assert segments(twice) == Counter({piece: 2 * count for piece, count in segments(once).items()})
+    lines = one(tmp_path / "lines", pipelines.texts(40, 3))
+    options: dict[str, Any] = {"datasets": lines, "mix": None, "num_streams": 1, "order": {"shuffle": False}}
+    in_order = list(build(tmp_path, pack={"shuffle_packed": False}, **options))
+    assert_same_batches(in_order, build(tmp_path, pack={"shuffle_packed": False}, seed=99, **options))
+    known = load_tokenizer(TokenizerConfig(name_or_path=pipelines.tokenizer()))
+    read = [known.decode(piece, skip_special_tokens=True) for piece in segments(in_order)]
+    assert read[:20] == pipelines.texts(40, 3)[:20]
+
+
+def test_the_seed_decides_the_order(tmp_path: Path) -> None:
+    first, other = (np.concatenate([b[INPUT_IDS] for b in build(tmp_path, seed=seed)][:3]) for seed in (1, 2))
+    assert (first != other).any()
+
+
+# State
+
+
+def test_a_state_is_small(tmp_path: Path) -> None:
+    datasets = pipelines.two_datasets(tmp_path / "data", 900, 900)
+    loader = build(
+        tmp_path,
+        datasets=datasets,
+        load={"batch_size": 64, "num_epochs": None, "shuffle_buffer_size": 9},
+        num_streams=16,
+        mix=MixStageConfig(),
+    )
+    next(iter(loader))
+    text = loader.state().to_json()
+    assert len(text) <= 4096 + 48 * 16 * 2
+    assert all(len(stream) <= 2 * 48 for stream in loader.state().hint)
+    worst = StreamState(1 << 40, 1000, ((1 << 40) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),))
+    assert len(worst.to_text()) <= 48
+    assert StreamState.from_text(worst.to_text(), 1) == worst
+    negative = StreamState(3, 0, (-5, 4), (True, False), (Place(), Place(1, 2, 3, 4)))
+    assert StreamState.from_text(negative.to_text(), 2) == negative
+    with pytest.raises(StateError, match="is no state of a stream"):
+        StreamState.from_text(negative.to_text(), 3)
+
+
+def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
+    loader = build(tmp_path)
+    next(iter(loader))
+    state = loader.state().to_json()
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 8}, "plan"),
+        ({"num_streams": 2}, "config and plan"),
+        ({"pack": {"seq_length": 32}}, "plan"),
+    ]
+    for options, changed in others:
+        with pytest.raises(StateError, match=f"{changed} changed since this state was saved") as raised:
+            build(tmp_path, **options).restore(LoaderState.from_json(state))
+        assert "allow_changed" not in str(raised.value)
+    build(tmp_path).restore(state)
+
+
+# Ends
+
+
+def test_drop_last_ends_before_the_first_batch_that_is_not_full(tmp_path: Path) -> None:
+    whole, full = list(build(tmp_path)), list(build(tmp_path, load={"drop_last": True}))
+    assert 0 < len(full) < len(whole)
+    assert_same_batches(whole[: len(full)], full)
+    assert all((batch[SEGMENT_IDS].max(axis=1) > 0).all() for batch in full)
+    padding = whole[len(full)]
+    empty = padding[SEGMENT_IDS].max(axis=1) == 0
+    assert empty.any()
+    assert (padding[LABELS][empty] == -100).all()
+
+
+def test_first_exhausted_ends_a_stream_where_a_dataset_would_have_to_give_more(tmp_path: Path) -> None:
+    loader = build(tmp_path, mix=MixStageConfig(stop_strategy="first_exhausted", weights={"code": 0.5, "docs": 0.5}), num_streams=1)
+    batches = list(loader)
+    ledger = loader.ledger()
+    assert_conserved(ledger)
+    assert ledger.find("mix", "code", "documents").out == {"drawn": 60}
+    docs = ledger.find("mix", "docs", "documents").out
+    assert docs["drawn"] in (60, 61)
+    assert docs["left at the end of an epoch"] > 0
+    assert segments(batches)
+
+
+def test_a_dataset_too_small_for_its_streams(tmp_path: Path) -> None:
+    tiny = (DatasetConfig(name="code", data_files=[{"text": "one"}, {"text": "two"}]),)
+    assert sum(segments(list(build(tmp_path, datasets=tiny, mix=None))).values()) == 2
+    endless = build(tmp_path, datasets=tiny, mix=None, load={"num_epochs": None})
+    with pytest.raises(ConfigError, match=r"num_streams: a whole pass of stream \d of 4 .* gave no row"):
+        next(iter(endless))
+    assert next(iter(build(tmp_path, datasets=tiny, mix=None, load={"num_epochs": None}, num_streams=1)))
+
+
+def test_it_has_no_length(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"has no len\(\): its rows are not counted"):
+        len(build(tmp_path))
+
+
+# Rows that are bad, and rows that are not packed
+
+
+def test_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good one"}\n{"text": nonsense}\n{"text": "good two"}\n{"text": ""}\n\n{"text": "good three"}\n')
+
+    def make(**options: Any) -> StreamLoader:
+        return build(tmp_path, datasets=(DatasetConfig(name="code", data_files=str(path), **options),), mix=None, num_streams=1)
+
+    with pytest.raises(SourceError, match=r"bad\.jsonl, line at byte \d+: .*Correct the"):
+        list(make())
+    loader = make(on_error="skip")
+    assert sum(segments(list(loader)).values()) == 3
+    assert loader.ledger().find("stream", "code", "rows").out == {"documents": 3, "blank_line": 1, "empty": 1, "unparsable": 1}
+    with pytest.raises(BudgetError, match="bad row number 2 that this process reads"):
+        list(make(on_error="skip", max_bad_rows=1))
+
+
+def test_documents_without_packing(tmp_path: Path) -> None:
+    loader = build(tmp_path, pack={"enabled": False})
+    batches = list(loader)
+    assert sum(int((b[SEGMENT_IDS].max(axis=1) > 0).sum()) for b in batches) == 150
+    assert len({b[INPUT_IDS].shape[1] for b in batches}) > 1
+    assert_conserved(loader.ledger())
+    assert_exact_resume(lambda: build(tmp_path, pack={"enabled": False}), 10, stops=(0, 4))
+
+
+def test_tokens_with_a_loss_mask(tmp_path: Path) -> None:
+    rows = [{INPUT_IDS: [5 + i % 7] * (3 + i % 5), LOSS_MASK: [0] + [1] * (2 + i % 5)} for i in range(40)]
+    options: dict[str, Any] = {"datasets": (DatasetConfig(name="code", data_files=rows),), "mix": None, "num_streams": 2}
+    for batch in build(tmp_path, **options):
+        first = (batch[POSITION_IDS] == 0) & (batch[SEGMENT_IDS] > 0)
+        assert (batch[LABELS][:, :-1][first[:, 1:]] == -100).all()
+    assert_exact_resume(lambda: build(tmp_path, **options), 3)
+
+
+# Manners
+
+
+def test_breaking_off_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    for _ in build(tmp_path):
+        break
+    iterator: Any = iter(build(tmp_path, load={"prefetch_enabled": False}))
+    next(iterator)
+    iterator.close()
+    list(build(tmp_path))
+    assert_no_new_threads(before)
+
+
+def test_nothing_is_written_to_the_token_cache(tmp_path: Path) -> None:
+    list(build(tmp_path))
+    assert not (tmp_path / "cache" / "tokens").exists()
+    assert not (tmp_path / "cache" / "indexes").exists()
+
+
+def test_batches_lie_on_a_mesh(tmp_path: Path) -> None:
+    expected = list(build(tmp_path))
+    made = list(build(tmp_path, load={"mesh": {"data": 1}}))
+    assert type(made[0][INPUT_IDS]).__module__.startswith("jax")
+    assert_same_batches(expected, made)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save": {"output_dir": "x"}}, "save: streaming writes nothing"),
+        ({"order": {"block_rows": 4}}, "order.block_rows: has no effect in streaming"),
+        ({"load": {"prefetch_workers": 2}}, "load.prefetch_workers: is not there in streaming"),
+        ({"load": {"accumulation_steps": 2}}, "load.accumulation_steps: is not there in streaming"),
+        ({"num_streams": 3}, "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave it out for 8"),
+        ({"num_streams": 2, "streaming": False}, "num_streams: has no effect without streaming"),
+        ({"datasets": [{"data_files": "x", "on_error": "quarantine"}]}, r"datasets\[0\].on_error: 'quarantine'"),
+    ],
+)
+def test_what_streaming_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    config = from_dict(PipelineConfig, {"streaming": True, "datasets": [{"data_files": "x"}]} | options)
+    with pytest.raises(ConfigError, match=message):
+        Pipeline(config)
+
+
+def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
+    config = pipelines.config(tmp_path, streaming=True)
+    pipeline = Pipeline(config).source().tokenize()
+    with pytest.raises(ConfigError, match="save: streaming writes nothing"):
+        pipeline.copy().save({"output_dir": str(tmp_path / "out")})
+    with pytest.raises(ConfigError, match="there is no plan"):
+        pipeline.mix().pack().ledger()
+    with pytest.raises(ConfigError, match="there is no plan"):
+        _ = pipeline.get_data()["mixed"].shards
+    with pytest.raises(ConfigError, match="num_rows: lines are not counted"):
+        build(tmp_path, datasets=one(tmp_path / "n", ["a"], num_rows=1), mix=None)
+    assert [default_streams(n) for n in (1, 6, 7, 12, 13, 64)] == [1, 6, 7, 6, 1, 8]
+
+
+# Lines by byte
+
+
+@given(
+    lines=st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\n\r\x00"), max_size=12), max_size=30),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    end=st.sampled_from(["", "\n"]),
+    kind=st.sampled_from(["txt", "txt.gz", "jsonl", "jsonl.zst"]),
+)
+@examples(60)
+def test_reads_by_byte_are_stateless(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], cuts: list[int], end: str, kind: str
+) -> None:
+    written = [json.dumps({"text": line}, ensure_ascii=False) for line in lines] if "json" in kind else lines
+    data = ("\n".join(written) + end).encode()
+    if not data.strip():
+        return
+    path = tmp_path_factory.mktemp("lines") / f"a.{kind}"
+    path.write_bytes(zstandard.compress(data) if kind.endswith("zst") else gzip.compress(data) if kind.endswith("gz") else data)
+    source = open_forward(str(path), on_error="skip")
+    assert isinstance(source, ForwardSource)
+    whole = source.read(0, 0, len(data))
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    pieces = [source.read(0, a, b) for a, b in itertools.pairwise(edges)]
+    assert pa.Table.from_batches(pieces).combine_chunks().equals(pa.Table.from_batches([whole]).combine_chunks())
+    counted = open_files(str(path), on_error="skip")
+    texts = counted.read(0, 0, counted.shards[0].num_rows or 0).column("text").to_pylist()
+    assert whole.column("text").to_pylist() == texts
+    assert source.at_end(0, len(data))
+    assert not source.at_end(0, len(data) - 1)
+
+
+def test_a_compressed_file_entered_in_the_middle_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = b"".join(b'{"text": "%d %s"}\n' % (i, b"x" * 1000) for i in range(5000))
+    (path := tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(data))
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        source = open_forward(str(path))
+        assert source is not None
+        late = source.read(0, 4_000_000, 4_100_000)
+    assert "a.jsonl.zst: zst data cannot be entered in the middle: reading from plain byte 0" in caplog.text
+    again = open_forward(str(path))
+    assert again is not None
+    again.read(0, 0, 1000)
+    assert again.read(0, 4_000_000, 4_100_000).equals(late)
+    assert again.read(0, 0, 1000).num_rows == 1
+
+
+def test_json_arrays_and_csv_are_counted_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"text": "two"}]')
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
+    for name in ("a.json", "a.csv"):
+        assert open_forward(str(tmp_path / name)) is None
+        datasets = (DatasetConfig(name="code", data_files=str(tmp_path / name)),)
+        assert sum(segments(list(build(tmp_path, datasets=datasets, mix=None))).values()) == 2
