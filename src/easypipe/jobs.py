@@ -1,15 +1,76 @@
-"""What a config describes, as whole chains: data to train on and held-out data, prepared here or in parts on several machines."""
+"""Whole chains: one dataset tokenized and saved, or what a config describes, prepared here or in parts on several machines."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 from easypipe.core.ledger import Ledger
+from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
-from easypipe.stages.save import SaveReport
+from easypipe.stages.save import SaveReport, SaveStageConfig
+from easypipe.stages.source import DatasetConfig
+from easypipe.stages.tokenize import TokenizeStageConfig
+from easypipe.transforms.tokenizer import TokenizerConfig
+
+
+def tokenize_and_save(
+    data_files: Any,
+    tokenizer: TokenizerConfig | str,
+    output_path: str | Path,
+    output_format: Literal["parquet", "arrow", "jsonl"] = "parquet",
+    max_length: int | None = None,
+    *,
+    content_field: str = "text",
+    on_error: Literal["error", "skip", "quarantine"] = "error",
+    max_bad_rows: int | None = None,
+    num_shards: int | None = None,
+    max_shard_size: int | str | None = None,
+    compression: Literal["none", "gzip", "lz4", "zstd"] | None = None,
+    overwrite: bool = False,
+    num_workers: int | None = None,
+    executor: Literal["local", "ray"] = "local",
+    cache_dir: str | Path | None = None,
+    storage_options: dict[str, Any] | None = None,
+    output_storage_options: dict[str, Any] | None = None,
+    progress: ProgressListener | None = None,
+) -> SaveReport:
+    """Tokenizes one dataset and writes its documents in their order: the Pipeline of source, tokenize and save, whose options these are.
+
+    A run that was stopped goes on where it was; one that was complete is up to date. storage_options: of data_files, and of output_path
+    unless output_storage_options are given. progress: None keeps a line on the terminal with rows and MB a second and the time to go, or
+    logs one every ten seconds; `easypipe.core.protocols.silent` says nothing. Raises what `Pipeline.build` raises.
+    """
+    dataset = DatasetConfig(
+        data_files=data_files,
+        tokenizer=tokenizer,
+        content_field=content_field,
+        on_error=on_error,
+        max_bad_rows=max_bad_rows,
+        storage_options=storage_options,
+    )
+    save = SaveStageConfig(
+        output_dir=output_path,
+        format=output_format,
+        num_shards=num_shards,
+        max_shard_size=max_shard_size,
+        compression=compression,
+        overwrite=overwrite,
+        storage_options=storage_options if output_storage_options is None else output_storage_options,
+    )
+    config = PipelineConfig(
+        datasets=(dataset,),
+        seed=0,  # nothing here is drawn
+        cache_dir=cache_dir,
+        executor=executor,
+        tokenize=TokenizeStageConfig(max_length=max_length, num_workers=num_workers),
+        save=save,
+    )
+    return Pipeline(config, progress=progress or ProgressLine()).source().tokenize().save().build()
 
 
 def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: bool = True) -> Pipeline:

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import platformdirs
 
@@ -349,34 +349,6 @@ def create_pipeline(
     """A Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
     values = {"datasets": list(datasets), "default_tokenizer": default_tokenizer, **options}
     return Pipeline(from_dict(PipelineConfig, values), progress=progress)
-
-
-def tokenize_and_save(
-    data_files: Any,
-    tokenizer: TokenizerConfig | str,
-    output_path: str | Path,
-    output_format: Literal["parquet", "arrow", "jsonl"] = "parquet",
-    max_length: int | None = None,
-    *,
-    content_field: str = "text",
-    num_shards: int | None = None,
-    compression: Literal["none", "gzip", "lz4", "zstd"] | None = None,
-    overwrite: bool = False,
-    num_workers: int | None = None,
-    cache_dir: str | Path | None = None,
-    progress: ProgressListener = silent,
-) -> SaveReport:
-    """Tokenizes one dataset and writes its documents in their order: the Pipeline of source, tokenize and save."""
-    config = PipelineConfig(
-        datasets=(DatasetConfig(data_files=data_files, tokenizer=tokenizer, content_field=content_field),),
-        seed=0,  # nothing here is drawn
-        cache_dir=cache_dir,
-        tokenize=TokenizeStageConfig(max_length=max_length, num_workers=num_workers),
-        save=SaveStageConfig(
-            output_dir=output_path, format=output_format, num_shards=num_shards, compression=compression, overwrite=overwrite
-        ),
-    )
-    return Pipeline(config, progress=progress).source().tokenize().save().build()
 
 
 def cache_folder(given: str | Path | None) -> Path:

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from easypipe.core.ledger import Ledger
+from easypipe.core.progress import Pace
 from easypipe.core.protocols import ProgressEvent, ProgressListener
 from easypipe.stages.save import SaveReport
 from easypipe.train.events import TrainEvent, TrainListener
@@ -19,7 +20,7 @@ console = Console()
 
 @contextmanager
 def progress() -> Iterator[ProgressListener]:
-    """A bar for every stage and dataset that reports progress, in the order in which they first do."""
+    """A bar for every stage and dataset that reports progress, in the order in which they first do: how far, how fast, how long still."""
     bars = Progress(
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}"),
@@ -27,15 +28,18 @@ def progress() -> Iterator[ProgressListener]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[pace]}"),
         console=console,
     )
     tasks: dict[tuple[str, str], TaskID] = {}
+    pace = Pace()
 
     def listen(event: ProgressEvent) -> None:
         key = (event.stage, event.dataset)
         if key not in tasks:
-            tasks[key] = bars.add_task(f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit)
-        bars.update(tasks[key], completed=event.done, total=event.total)
+            tasks[key] = bars.add_task(f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit, pace="")
+        ended = event.done == event.total  # what is done at once has no rate
+        bars.update(tasks[key], completed=event.done, total=event.total, **({} if ended else {"pace": pace.text(event)}))
 
     with bars:
         yield listen
@@ -131,3 +135,6 @@ def show_report(report: SaveReport) -> None:
             f"{mb:,.1f} MB ({state}): {folder.path}",
             highlight=False,
         )
+    for pushed in report.pushed:
+        state = "up to date" if pushed.up_to_date else f"{pushed.seconds:.2f} s"
+        console.print(f"pushed {pushed.num_files} files, {pushed.num_bytes / 1e6:,.1f} MB ({state}): {pushed.url}", highlight=False)

@@ -120,13 +120,17 @@ class Collator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
-    """How far one piece of long work has come. `done` and `total` count `unit`s; total is None where it is unknown."""
+    """How far one piece of long work has come. `done` and `total` count `unit`s; total is None where it is unknown.
+
+    num_bytes: of what was read or written so far, uncompressed; 0 where nobody counts them.
+    """
 
     stage: str
     dataset: str
     done: int
     total: int | None
     unit: str
+    num_bytes: int = 0
 
 
 class ProgressListener(Protocol):

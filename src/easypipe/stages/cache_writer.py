@@ -156,7 +156,8 @@ def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressList
     with contextlib.closing(_run(job, ranges)) as records:
         for piece, record in zip(ranges, records, strict=True):
             totals.add(piece, record)
-            progress(ProgressEvent(stage="tokenize", dataset=dataset, done=totals.rows, total=rows, unit="rows"))
+            done = totals.rows
+            progress(ProgressEvent(stage="tokenize", dataset=dataset, done=done, total=rows, unit="rows", num_bytes=totals.text_bytes))
     totals.require_documents()
     quarantine = _write_quarantine(job, ranges, path) if job.on_error == "quarantine" and totals.bad else ""
     seconds = time.perf_counter() - started

@@ -104,7 +104,8 @@ def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         shards = tuple(done[name] for name in names)
         _check_sizes(target, shards)
     rows = sum(shard.num_rows for shard in shards)
-    context.progress(_progress(target.dataset, rows, rows))
+    read = count_rows(source.shards)
+    context.progress(_progress(target.dataset, read, read))
     rejected: Counter[str] = Counter()
     for shard in shards:
         rejected.update(shard.rejected)
@@ -113,7 +114,7 @@ def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         path=target.folder,
         format=target.format,
         num_shards=len(shards),
-        num_read=count_rows(source.shards),
+        num_read=read,
         num_rows=rows,
         num_tokens=sum(shard.num_tokens for shard in shards),
         num_bytes=sum(shard.num_bytes for shard in shards),
@@ -178,13 +179,14 @@ def _write_missing(
     written: dict[str, SavedShard] = {}
     if not missing:
         return written
-    stop, lock, done = threading.Event(), threading.Lock(), sum(s.num_rows for s in finished.values())
+    stop, lock, num_bytes = threading.Event(), threading.Lock(), 0
+    done = sum(shard.num_rows + sum(shard.rejected.values()) for shard in finished.values())
 
-    def count(rows: int) -> None:
-        nonlocal done
+    def count(rows: int, of_bytes: int) -> None:
+        nonlocal done, num_bytes
         with lock:
-            done += rows
-            context.progress(_progress(target.dataset, done, int(edges[-1])))
+            done, num_bytes = done + rows, num_bytes + of_bytes
+            context.progress(_progress(target.dataset, done, int(edges[-1]), num_bytes))
 
     def work(i: int) -> SavedShard:
         try:
@@ -217,7 +219,7 @@ def _write_shard(
     start: int,
     stop_row: int,
     stop: threading.Event,
-    count: Callable[[int], None],
+    count: Callable[[int, int], None],
 ) -> SavedShard:
     rows, tokens, rejected = 0, 0, Counter()
     with (
@@ -232,7 +234,7 @@ def _write_shard(
             tokens += _count_tokens(batch)
             for reject in rejects:
                 rejected[reject.reason] += reject.count
-            count(batch.num_rows)
+            count(batch.num_rows + sum(reject.count for reject in rejects), batch.nbytes)
     done = stamp()
     saved = SavedShard(
         name=name, num_rows=rows, num_tokens=tokens, num_bytes=done.num_bytes, checksum=done.checksum, rejected=dict(rejected)
@@ -248,5 +250,5 @@ def _count_tokens(batch: pa.RecordBatch) -> int:
     return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
 
 
-def _progress(dataset: str, done: int, total: int) -> ProgressEvent:
-    return ProgressEvent(stage="save", dataset=dataset, done=done, total=total, unit="rows")
+def _progress(dataset: str, done: int, total: int, num_bytes: int = 0) -> ProgressEvent:
+    return ProgressEvent(stage="save", dataset=dataset, done=done, total=total, unit="rows", num_bytes=num_bytes)
