@@ -64,6 +64,16 @@ assert not np.asarray(last["segment_ids"])[total % 16 :].any()
 assert (np.asarray(last["labels"])[total % 16 :] == -100).all()
 
 
+plain = list(loader(batch_size_schedule=((2, 32),)))
+spread = {"mesh": {"data": 2, "seq": 4}, "partition_spec": ["data", "seq"]}
+for batch, whole in zip(loader(batch_size_schedule=((2, 32),), accumulation_steps=4, **spread), plain, strict=True):
+    for name, values in batch.items():
+        size = len(whole[name])
+        assert values.sharding.spec == PartitionSpec(None, "data", "seq")
+        assert {shard.data.shape for shard in values.addressable_shards} == {(4, size // 8, 16)}
+        np.testing.assert_array_equal(np.asarray(values).swapaxes(0, 1).reshape(size, 64), whole[name])
+
+
 def refused(message: str, **load) -> None:
     with pytest.raises(PlacementError, match=message):
         loader(**load)
@@ -79,6 +89,12 @@ refused(
     r"batch_size: 3 rows do not divide over data=2 x fsdp=4 = 8 ways\. Set batch_size to 8, or", batch_size=3, mesh={"data": 2, "fsdp": 4}
 )
 assert next(iter(loader(batch_size=8, mesh={"data": 2, "fsdp": 4})))["labels"].shape == (8, 64)
+refused(
+    r"batch_size: 16 rows in 4 micro-batches do not divide over data=8 = 8 ways\. Set batch_size to 32, or change the mesh",
+    accumulation_steps=4,
+    mesh={"data": 8},
+)
+refused(r"batch_size: 20 rows do not divide over data=8", batch_size_schedule=((9, 20),), mesh={"data": 8})
 refused(r"mesh: data=3 x fsdp=-1: the fixed axes take 3 devices, which does not divide the 8", mesh={"data": 3, "fsdp": -1})
 refused(r"mesh: data=4 is 4 devices, there are 8\. Set one axis to -1", mesh={"data": 4})
 assert make_mesh({"data": 4, "fsdp": -1}).shape == {"data": 4, "fsdp": 2}
