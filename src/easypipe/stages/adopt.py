@@ -23,10 +23,12 @@ from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity, write_manifest
 from easypipe.stages.ranges import Range, ranges_of
 from easypipe.stages.saved import TokenInfo
+from easypipe.stages.token_rows import ends_closed, ends_with
 
 log = logging.getLogger("easypipe")
 
 ADOPT_VERSION = 1
+MASKED_VERSION = 2  # of documents with a loss mask: one that ends with EOS and one token more needs no other EOS
 
 
 class AdoptedTokens:
@@ -43,7 +45,8 @@ class AdoptedTokens:
         self._columns = [column for column in (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK) if column in source.schema.names]
         self.has_mask = LOSS_MASK in self._columns or LABELS in self._columns
         self.schema = cache_schema(tokens.vocab_size, loss_mask=self.has_mask)
-        self._key = digest("adopt", ADOPT_VERSION, FORMAT, tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
+        version = MASKED_VERSION if self.has_mask else ADOPT_VERSION
+        self._key = digest("adopt", version, FORMAT, tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -139,8 +142,8 @@ class AdoptedTokens:
         refused["empty"] += int((~full).sum())
         offsets, rows = np.concatenate([[0], offsets[1:][full]]).astype(np.int64), rows[full]  # an empty row moves no offset
         eos = self.tokens.eos_token_id
-        ends = np.zeros(len(rows), np.uint8) if eos is None else (ids[offsets[1:] - 1] == eos).astype(np.uint8)
         stored = ids.astype(token_dtype(self.tokens.vocab_size))
+        ends = (ends_closed if self.has_mask else ends_with)(stored, offsets, eos)
         hasher = xxhash.xxh3_128()
         arrays = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(stored)), pa.array(ends), pa.array(rows, pa.int64())]
         for values in (offsets, stored, ends, rows):

@@ -76,7 +76,7 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         offsets = np.concatenate([[0], np.cumsum(all_lengths[kept])]).astype(np.int64)
         added = len(rows) * room
     tokens, lost = int(offsets[-1]), int(cut.sum())
-    eos = _ends_with(all_ids, offsets, tokenizer.eos_token_id)
+    eos = ends_with(all_ids, offsets, tokenizer.eos_token_id)
     columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(all_ids)), pa.array(eos), pa.array(rows)]
     batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size))
     return Documents(
@@ -138,7 +138,7 @@ def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
 
 def ends_closed(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
     """UInt8[n]: 1 where EOS is a document's last token, or its last but one: templates end turns with EOS and a newline."""
-    closed = _ends_with(ids, offsets, token)
+    closed = ends_with(ids, offsets, token)
     if token is None or not ids.size:
         return closed
     longer = np.diff(offsets) > 1
@@ -173,7 +173,7 @@ def documents_hash(batch: pa.RecordBatch) -> str:
     return hasher.hexdigest()
 
 
-def _ends_with(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
+def ends_with(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
     """UInt8[n]: 1 where a document's last token is `token`. No document is empty."""
     if token is None or not ids.size:
         return np.zeros(len(offsets) - 1, np.uint8)

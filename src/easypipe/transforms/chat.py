@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class ChatTemplate:
                         problem=f"the chat template cannot be used: {answer['hostile']}",
                         fix="Give another one: chat_template=….",
                     )
-                    error.row = before + len(answers)
+                    error.row = before + len(answers) + answer.get("row", 0)
                     raise error
                 if "refused" in answer:
                     answers.append(Refused(answer["refused"], answer["detail"]))
@@ -183,7 +184,7 @@ def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str
 
 
 def _ask(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Answers up to the first hostile one."""
+    """Answers to all rows, or to none but the last one given: a hostile one, whose row it names."""
     worker = _take()
     try:
         answers = worker.ask({"template": spec, "rows": rows}, len(rows))
@@ -199,10 +200,12 @@ def _ask(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dic
 
 class _Worker:
     def __init__(self) -> None:
+        self._number = tempfile.TemporaryFile(prefix="easypipe-chat-")  # of the row that it works on  # noqa: SIM115
         package = str(Path(__file__).parents[2])
         known = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG") if key in os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "easypipe.transforms.chat_worker"],
+            [sys.executable, "-P", "-m", "easypipe.transforms.chat_worker", str(self._number.fileno())],
+            pass_fds=(self._number.fileno(),),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**known, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
@@ -224,7 +227,7 @@ class _Worker:
                 raise StallError(at="chat template", problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s", fix="Run again.")
             read = os.read(source, 1 << 20)
             if not read:
-                return [*answers, self._end()]
+                return [self._end()]
             if b"\n" not in read:
                 held += read
                 continue
@@ -237,11 +240,12 @@ class _Worker:
         """Why the worker is gone."""
         self.gone = True
         code = self._process.wait()
-        if code == -signal.SIGPROF:
-            return {"hostile": "it takes more than 1 s of processor time for one conversation"}
-        if code == -signal.SIGKILL:
-            return {"hostile": "the system ended it, most likely for its memory"}
-        return {"hostile": f"its process ended with status {code}"}
+        why = {
+            -signal.SIGPROF: "it takes more than 0.75 s of processor time for one conversation",
+            -signal.SIGKILL: "the system ended it, most likely for its memory",
+        }
+        row = int.from_bytes(os.pread(self._number.fileno(), 8, 0), "little")
+        return {"hostile": why.get(code, f"its process ended with status {code}"), "row": row}
 
     def close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
@@ -250,6 +254,7 @@ class _Worker:
                     pipe.close()
         self._process.kill()
         self._process.wait()
+        self._number.close()
 
 
 _idle: list[_Worker] = []

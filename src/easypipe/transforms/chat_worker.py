@@ -1,12 +1,14 @@
 """A process of its own for chat templates, which are programs of strangers: the system ends it where one takes too long or too much.
 
 A request is a line of JSON: {"template": …, "rows": [{"messages": …, "tools": …}, …]}; the answers are lines of JSON, one a row:
-{"text": …, "spans": [[a, b], …], "end": 0} or {"refused": reason, "detail": …} or {"hostile": detail}. Reads until its input ends.
+{"text": …, "spans": [[a, b], …], "end": 0} or {"refused": reason, "detail": …} or {"hostile": detail}. The number of the row at
+hand stands in a file that the reader shares, for when this process is ended. Reads until its input ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 from easypipe.transforms.chat_sandbox import HostileError, RenderError, Template, with_aliases
 from easypipe.transforms.chat_spans import Spans, UnprovenError
 
-CPU_SECONDS = 1.0  # of one conversation; SIGPROF ends the process, also in the middle of a call into C
+CPU_SECONDS = 0.75  # of one conversation; SIGPROF ends the process, also in the middle of a call into C
 MEMORY_BYTES = 1 << 30
 
 
@@ -24,19 +26,21 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it closes our input
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    number_file = int(sys.argv[1])
     templates: dict[str, Spans | HostileError] = {}
     for line in sys.stdin.buffer:
         request: dict[str, Any] = json.loads(line)
         spec = request["template"]
         key = json.dumps(spec, sort_keys=True)
-        for row in request["rows"]:
+        for number, row in enumerate(request["rows"]):
+            os.pwrite(number_file, number.to_bytes(8, "little"), 0)
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             if key not in templates:
                 templates[key] = _compiled(spec)
             answer = _answer(templates[key], row, spec["train_on"])
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-            sys.stdout.buffer.flush()
+        sys.stdout.buffer.flush()
 
 
 def _compiled(spec: dict[str, Any]) -> Spans | HostileError:

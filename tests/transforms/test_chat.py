@@ -1,0 +1,249 @@
+"""Templates in worker processes: rendered as transformers does, limited, and with spans that are proven or refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared, talk
+from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, close_workers, load_chat_template
+from easypipe.transforms.tokenizer import load_tokenizer
+
+CLOSERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<start_of_turn>")
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def template(source: str, train_on: str = "assistant", **values: Any) -> ChatTemplate:
+    options: dict[str, Any] = {"tool_use": None, "names": NAMES, "closers": CLOSERS, "date": None, "origin": "test"} | values
+    return ChatTemplate(source=source, train_on=train_on, **options)
+
+
+def render(source: str, messages: list[dict[str, Any]], tools: Any = None, **values: Any) -> Any:
+    return template(source, **values).render([{"messages": messages, "tools": tools}])[0]
+
+
+def trained(source: str, messages: list[dict[str, Any]], tools: Any = None, **values: Any) -> list[str]:
+    found = render(source, messages, tools, **values)
+    assert isinstance(found, Rendered), found
+    return [found.text[a:b] for a, b in found.spans]
+
+
+def conversations() -> list[tuple[list[dict[str, Any]], Any]]:
+    files = ("openai_messages_tools_150.jsonl", "openai_messages_toy.jsonl")
+    rows = [json.loads(line) for file in files for line in (SHARED / "chat" / file).read_text(encoding="utf-8").splitlines()[:40]]
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_00001", "function": {"name": "f", "arguments": {"a": [1, "b"]}}}],
+    }
+    answer = {"role": "tool", "tool_call_id": "call_00001", "content": "3"}
+    return [(row["messages"], row.get("tools")) for row in rows] + [
+        (talk("Hi", "Hello", "Bye", " Good bye\n", system="Be <|kind|>."), None),
+        ([*talk("Hi"), {"role": "assistant", "content": "x", "reasoning_content": "I think", "name": None}], None),
+        ([*talk("Hi"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nx"}], None),
+        ([*talk("1+2?"), call, answer, {"role": "assistant", "content": "Three 😀"}], [{"type": "function", "function": {"name": "f"}}]),
+        (talk(None, "x"), None),
+        ([{"role": "nobody", "content": "x"}], None),
+    ]
+
+
+@needs_shared
+@pytest.mark.shared
+def test_renders_and_marks_what_transformers_does() -> None:
+    reference = pytest.importorskip(
+        "transformers.utils.chat_template_utils", reason="transformers is not installed: pip install transformers"
+    )
+    cases = 0
+    for path in sorted((SHARED / "templates").glob("*.jinja")):
+        source = path.read_text(encoding="utf-8")
+        marked = "{%- generation" in source
+        ours = template(source, "assistant" if marked else "all").render([{"messages": m, "tools": t} for m, t in conversations()])
+        for (messages, tools), found in zip(conversations(), ours, strict=True):
+            try:
+                texts, spans = reference.render_jinja_template(
+                    [messages], tools, None, source, return_assistant_tokens_mask=marked, **NAMES
+                )
+            except Exception:  # noqa: BLE001 (whatever a template raises)
+                assert isinstance(found, Refused), (path.name, messages)
+                continue
+            cases += 1
+            if isinstance(found, Refused):
+                assert found.reason == "nothing_to_train", (path.name, found, messages)
+                assert not any(a < b for a, b in spans[0])
+                continue
+            assert found.text == texts[0], path.name
+            if marked:
+                assert [tuple(span) for span in found.spans] == [(a, b) for a, b in spans[0] if a < b], path.name
+    assert cases > 300
+
+
+@needs_shared
+@pytest.mark.shared
+def test_proven_spans_are_those_that_the_same_template_marks() -> None:
+    """Each training variant says what its original means; the sentinels find it without being told."""
+    for name in ("llama3", "qwen2_5"):
+        with_marks, without = ((SHARED / "templates" / f"{name}{kind}.jinja").read_text(encoding="utf-8") for kind in ("_training", ""))
+        proven = 0
+        for messages, tools in conversations():
+            marked, found = render(with_marks, messages, tools), render(without, messages, tools)
+            if isinstance(marked, Rendered) and isinstance(found, Rendered):
+                assert [found.text[a:b].strip() for a, b in found.spans] == [marked.text[a:b].strip() for a, b in marked.spans if a < b], (
+                    name
+                )
+                proven += 1
+            else:  # Llama's first template does not know tool calls; nothing is trained on a guess
+                assert name == "llama3" or isinstance(marked, Refused), (name, messages, found)
+        assert proven > 10
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED])
+def test_every_assistant_turn_is_trained_with_its_stop(source: str) -> None:
+    messages = talk("Hi", "Hello", "And?", "Bye", system="Be brief.")
+    assert trained(source, messages) == ["Hello<|im_end|>", "Bye<|im_end|>"]
+    assert trained(source, messages, train_on="completion") == ["Bye<|im_end|>"]
+    assert trained(source, messages, train_on="all") == [render(source, messages).text]
+
+
+def test_text_that_looks_like_the_template_is_not_mistaken_for_it() -> None:
+    messages = talk("<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>", "Hello", "Hello", "Hello<|im_end|>\n<|im_start|>user\nHello")
+    assert trained(CHATML, messages) == ["Hello<|im_end|>", "Hello<|im_end|>\n<|im_start|>user\nHello<|im_end|>"]
+
+
+def test_reasoning_is_trained_where_it_is_printed() -> None:
+    messages = talk("1?", "<think>\none\n</think>\n\nA1", "2?", "A2")
+    messages[3]["reasoning_content"] = "two"
+    assert trained(REASONING, messages) == ["A1<|im_end|>", "<think>\ntwo\n</think>\n\nA2<|im_end|>"]
+    messages = talk("1?", "<think>\none\n</think>\n\nA1")
+    assert trained(REASONING, messages) == ["<think>\none\n</think>\n\nA1<|im_end|>"]
+
+
+def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
+    open_end = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    found = render(open_end, talk("Hi", "Hello", "And?", "Bye"))
+    assert [found.text[a:b] for a, b in found.spans] == ["Hello<|im_end|>", "Bye"]
+    assert found.end == 2
+    assert render(open_end, talk("Hi", "Hello", "And?")).end == 1  # a question stands there: its EOS is no target
+    assert render(CHATML, talk("Hi", "Hello")).end == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content|upper }}\n{% endfor %}", "other words"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}", "more than once"),
+        ("{% for m in messages %}[{{ m.content }}{% if m.content|length > 9 %}!{% endif %}]{% endfor %}", "giv|around"),
+        ("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}", "known to end a turn"),
+    ],
+)
+def test_spans_that_cannot_be_proven_are_refused(source: str, why: str) -> None:
+    found = render(source, talk("Hi", "Hello", "And?", "Bye"), names={}, closers=("<|im_end|>",))
+    assert isinstance(found, Refused)
+    assert found.reason == "unproven_spans"
+    assert any(part in found.detail for part in why.split("|")), found.detail
+
+
+def test_rows_without_anything_to_train_say_so() -> None:
+    for messages in (talk("Hi"), talk("Hi", ""), talk("Hi", "Hello", "And?")):
+        found = render(CHATML, messages, train_on="completion")
+        assert found == Refused("nothing_to_train", "no text that train_on='completion' asks for"), messages
+
+
+def test_a_day_is_printed_only_if_one_is_given() -> None:
+    source = "{{ strftime_now('%d %b %Y') }}" + CHATML
+    assert "set template_date" in render(source, talk("Hi", "Hello")).detail
+    assert render(source, talk("Hi", "Hello"), date="2024-07-26").text.startswith("26 Jul 2024")
+    assert template(source, date="2024-07-26").fingerprint != template(source, date="2024-07-27").fingerprint
+
+
+def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
+    base = template(CHATML)
+    others = [
+        template(MARKED),
+        template(CHATML, "all"),
+        template(CHATML, names={}),
+        template(CHATML, closers=()),
+        template(CHATML, tool_use="x"),
+    ]
+    assert len({one.fingerprint for one in [base, *others]}) == 6
+    assert template(CHATML, origin="elsewhere").fingerprint == base.fingerprint
+
+
+HOSTILE = {
+    "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
+    "a huge range": ("{% for a in range(10**9) %}x{% endfor %}", "too much"),
+    "a giant string": ("{{ 'a' * 10**10 }}", "memory"),
+    "doubling": ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "memory|processor"),
+    "a wide format": ("{{ '{:>9999999999}'.format(1) }}", "memory"),
+    "endless output": ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "characters"),
+    "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox"),
+    "attributes by format": ("{{ '{0.__class__.__mro__}'.format(1) }}", "sandbox"),
+    "globals": ("{{ cycler.__init__.__globals__ }}", "sandbox"),
+    "changing its input": ("{{ messages.append(1) }}", "sandbox"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+    "no Jinja": ("{% for %}", "not Jinja"),
+    "deep nesting": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "deeply"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates_end_alone(name: str) -> None:
+    source, why = HOSTILE[name]
+    began = time.monotonic()
+    with pytest.raises(HostileTemplateError) as caught:
+        template("{% if messages[0].content == 'now' %}" + source + "{% else %}fine<|im_end|>{% endif %}", "all").render(
+            [{"messages": talk(word), "tools": None} for word in ("later", "later", "now", "later")]
+        )
+    assert any(part in str(caught.value) for part in why.split("|"))
+    if why not in ("not Jinja", "deeply"):  # those are seen before any row
+        assert caught.value.row == 2
+    assert time.monotonic() - began < 20  # 0.75 s of processor time; a busy machine may take its time
+    assert render(CHATML, talk("Hi", "Hello")).text.endswith("Hello<|im_end|>\n")
+
+
+def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from easypipe.transforms import chat
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    close_workers()
+    worker = chat._take()
+    try:
+        with open(f"/proc/{worker._process.pid}/environ", "rb") as file:
+            assert b"hf_secret" not in file.read()
+    finally:
+        worker.close()
+
+
+def test_tool_use_templates_serve_rows_with_tools() -> None:
+    both = template("plain {{ messages[0].content }}<|im_end|>", "all", tool_use="tools {{ messages[0].content }}<|im_end|>")
+    rows = [{"messages": talk(word), "tools": tools} for word, tools in (("a", None), ("b", [{"x": 1}]), ("c", []), ("d", [{"x": 1}]))]
+    assert [one.text for one in both.render(rows)] == ["plain a<|im_end|>", "tools b<|im_end|>", "plain c<|im_end|>", "tools d<|im_end|>"]
+
+
+def test_where_a_template_comes_from(tmp_path: Any) -> None:
+    from chat_support import chat_tokenizer, without_template
+
+    tokenizer = load_tokenizer(chat_tokenizer())
+    own = load_chat_template(tokenizer, chat_template=None, train_on="all", date=None)
+    assert own.source == CHATML
+    assert own.names["eos_token"] == "<|im_end|>"
+    assert "<|im_start|>" in own.closers
+    bare = without_template(tmp_path / "bare")
+    with pytest.raises(TokenizerError, match="has no chat template.*Set chat_template"):
+        load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
+    (tmp_path / "bare" / "chat_template.jinja").write_text(MARKED)
+    assert load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None).source == MARKED
+    (tmp_path / "other.jinja").write_text("{{ messages }}")
+    assert load_chat_template(tokenizer, chat_template=tmp_path / "other.jinja", train_on="all", date=None).source == "{{ messages }}"
+    assert load_chat_template(tokenizer, chat_template="{{ 1 }}", train_on="all", date=None).source == "{{ 1 }}"
+    with pytest.raises(ConfigError, match="chat_template: 'nowhere.jinja' is neither"):
+        load_chat_template(tokenizer, chat_template="nowhere.jinja", train_on="all", date=None)
+    named = json.loads((tmp_path / "bare" / "tokenizer_config.json").read_text())
+    (tmp_path / "bare" / "chat_template.jinja").unlink()
+    named["chat_template"] = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    (tmp_path / "bare" / "tokenizer_config.json").write_text(json.dumps(named))
+    found = load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
+    assert (found.source, found.tool_use) == ("D", "T")

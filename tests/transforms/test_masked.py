@@ -1,0 +1,98 @@
+"""Characters to tokens: what a target is at the borders, specials that are never doubled, masks that are cut with their tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import strategies
+from chat_support import SHARED, chat_tokenizer, needs_shared
+from easypipe.core.errors import TokenizerError
+from easypipe.transforms.masked import MASKED_END, NO_END, TRAINED_END, encode_masked, token_mask
+from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from token_support import small_tokenizer
+from strategies import examples
+
+
+def one(
+    tokenizer: Tokenizer, text: str, spans: list[list[int]], end: int = NO_END, *, surround: bool = False
+) -> tuple[list[int], list[int]]:
+    found = encode_masked(tokenizer, [text], [spans], [end], surround=surround)
+    assert len(found.ids) == len(found.mask) == found.offsets[-1]
+    return found.ids.tolist(), found.mask.tolist()
+
+
+def test_a_token_that_reaches_into_a_range_is_a_target() -> None:
+    starts, stops = np.array([0, 2, 4, 4, 6]), np.array([2, 4, 4, 6, 8])  # the third stands for no character of its own
+    assert token_mask(starts, stops, [[2, 6]]).tolist() == [0, 1, 1, 1, 0]
+    assert token_mask(starts, stops, [[3, 5]]).tolist() == [0, 1, 1, 1, 0]
+    assert token_mask(starts, stops, [[4, 6]]).tolist() == [0, 0, 0, 1, 0]
+    assert token_mask(starts, stops, [[0, 1], [7, 8]]).tolist() == [1, 0, 0, 0, 1]
+    assert token_mask(starts, stops, []).tolist() == [0] * 5
+
+
+@examples(60)
+@given(st.lists(strategies.texts(min_size=1), min_size=1, max_size=4), st.integers(0, 3))
+def test_every_trained_character_is_in_a_target_and_no_other_token_is_one(pieces: list[str], which: int) -> None:
+    tokenizer = small_tokenizer()
+    text = "".join(pieces)
+    begin = sum(map(len, pieces[: which % len(pieces)]))
+    end = begin + len(pieces[which % len(pieces)])
+    ids, mask = one(tokenizer, text, [[begin, end]])
+    assert ids == tokenizer.reference_encode(text)
+    ((_, starts, stops),) = tokenizer.encode_with_characters([text])
+    for flag, start, stop in zip(mask, starts.tolist(), stops.tolist(), strict=True):
+        if start < stop:
+            assert flag == (start < end and stop > begin)
+
+
+def test_the_eos_token_follows_where_it_is_asked_for_and_is_never_doubled() -> None:
+    tokenizer = load_tokenizer(chat_tokenizer())
+    eos = tokenizer.eos_token_id
+    plain = tokenizer.reference_encode("the quick")
+    assert one(tokenizer, "the quick", [[0, 9]]) == (plain, [1] * len(plain))
+    assert one(tokenizer, "the quick", [[0, 3]], TRAINED_END)[0] == [*plain, eos]
+    assert one(tokenizer, "the quick", [[0, 3]], TRAINED_END)[1][-1] == 1
+    assert one(tokenizer, "the quick", [[0, 9]], MASKED_END)[1][-1] == 0
+    assert one(tokenizer, "the quick<|im_end|>", [[0, 9]], TRAINED_END)[0] == [*plain, eos]
+
+
+@needs_shared
+@pytest.mark.shared
+def test_the_bos_token_is_never_doubled() -> None:
+    tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "mistral_v1"))
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    for text in ("Hello", "<s>Hello", "<s> Hello"):
+        ids, mask = one(tokenizer, text, [[0, len(text)]], TRAINED_END, surround=True)
+        assert ids[0] == bos
+        assert ids.count(bos) == 1
+        assert ids[-1] == eos
+        assert len(mask) == len(ids)
+    assert one(tokenizer, "<s>Hello</s>", [[0, 12]])[0].count(bos) == 1  # as a chat template prints it
+    whole = one(tokenizer, "Hello", [[0, 5]], TRAINED_END, surround=True)[0]
+    assert whole[:-1] == tokenizer.reference_encode("Hello")
+
+
+def test_masks_are_cut_with_their_tokens_and_a_text_that_was_cut_has_no_eos() -> None:
+    text = "the quick brown fox the quick brown fox"
+    full = load_tokenizer(chat_tokenizer())
+    ids, mask = one(full, text, [[0, 3], [20, 39]])
+    for length in range(1, len(ids) + 3):
+        tokenizer = load_tokenizer(TokenizerConfig(name_or_path=chat_tokenizer(), max_length=length))
+        found = encode_masked(tokenizer, [text], [[[0, 3], [20, 39]]], [TRAINED_END], surround=False)
+        kept = min(length, len(ids))
+        assert found.ids[:kept].tolist() == ids[:kept]
+        assert found.mask[:kept].tolist() == mask[:kept]
+        assert found.truncated.tolist() == [len(ids) - kept]
+        assert found.added.tolist() == [int(length > len(ids))]
+        assert len(found.ids) == kept + found.added[0]
+
+
+def test_a_tokenizer_without_eos_cannot_end_what_is_trained() -> None:
+    tokenizer = load_tokenizer(chat_tokenizer())
+    tokenizer.eos_token_id = None
+    with pytest.raises(TokenizerError, match="names no EOS token"):
+        one(tokenizer, "the", [[0, 3]], TRAINED_END)
+    assert one(tokenizer, "the", [[0, 3]])[1]
