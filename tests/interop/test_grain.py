@@ -176,6 +176,20 @@ def test_what_never_ends_has_no_map_dataset(tmp_path):
     assert next(iter(LoaderDataset(endless.load(LoadStageConfig(batch_size=2)).build())))["labels"].shape == (2, 64)
 
 
+def test_streams_iterate_and_have_no_numbers(tmp_path):
+    from grain.experimental import assert_equal_output_after_checkpoint, set_next_index
+
+    chain = pipeline(tmp_path, streaming=True).pack().load(LoadStageConfig(batch_size=4))
+    with pytest.raises(ConfigError, match=r"as_grain: streams are read forward.*or use LoaderDataset"):
+        chain.as_grain()
+    dataset = LoaderDataset(chain.build())
+    assert_equal_output_after_checkpoint(dataset)
+    with pytest.raises(NotImplementedError, match="streams are read forward"):
+        set_next_index(iter(dataset), 3)
+    with pytest.raises(ConfigError, match="allow_changed: a stream cannot be entered at another place"):
+        chain.build().restore(chain.build().state(), allow_changed=["config"])
+
+
 def test_the_attention_mask_comes_along():
     from easypipe.interop.grain import RowsByNumber, map_dataset
 

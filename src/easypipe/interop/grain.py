@@ -6,7 +6,7 @@ Grain is the interface here and not the engine: the plan, the threads and the st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.collate import with_attention_mask
 from easypipe.loader.loader import Loader
+from easypipe.loader.streaming import StreamLoader
 
 try:
     import grain  # loads jax
@@ -29,7 +30,7 @@ class LoaderDataset(grain.IterDataset):
     Every iterator is one of its own, from the loader's first batch.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader | StreamLoader) -> None:
         super().__init__()
         self._loader = loader
 
@@ -47,7 +48,7 @@ class LoaderIterator(grain.DatasetIterator):
     number of processes and workers too.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader | StreamLoader) -> None:
         super().__init__()
         self._loader = loader.copy()
         self._batches: Any = None  # until the first batch is asked for
@@ -91,6 +92,8 @@ class LoaderIterator(grain.DatasetIterator):
         return self._loader.state().batch
 
     def _set_next_index(self, index: int) -> None:
+        if isinstance(self._loader, StreamLoader):
+            raise NotImplementedError(f"{self}: streams are read forward, so no batch can be named that was not reached")
         self.set_state({STATE_KEY: self._loader.state_at(index).to_json()})
 
     def _end(self) -> None:
@@ -102,7 +105,8 @@ class LoaderIterator(grain.DatasetIterator):
 class RowsByNumber:
     """A random access source of single rows: `{column: Int32[slots]}` with labels, in the order of the plan."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader | StreamLoader) -> None:
+        loader = by_number(loader)
         self._rows, self._attention_mask, self._name = loader.rows, loader.collate.attention_mask, loader.name
         self._length = counted(loader, lambda: loader.rows.num_rows)
 
@@ -132,7 +136,8 @@ class RowsByNumber:
 class BatchesByNumber:
     """A random access source of a loader's batches, as NumPy arrays."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader | StreamLoader) -> None:
+        loader = by_number(loader)
         here = dataclasses.replace(loader.config, mesh=None, partition_spec=None, prefetch_to_device=False)
         self._loader = loader.copy(here)
         self._length = counted(loader, lambda: len(loader))
@@ -155,6 +160,17 @@ def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
     return grain.MapDataset.source(source)  # pyright: ignore[reportArgumentType]
 
 
+def by_number(loader: Loader | StreamLoader) -> Loader:
+    """Raises ConfigError where rows have no numbers."""
+    if isinstance(loader, StreamLoader):
+        raise ConfigError(
+            at="as_grain",
+            problem="streams are read forward, so their rows have no numbers",
+            fix="Leave streaming out, or use LoaderDataset, which iterates.",
+        )
+    return loader
+
+
 def counted(loader: Loader, count: Callable[[], int | None]) -> int:
     """How many there are. Raises ConfigError where they never end: a MapDataset has a length."""
     if loader.rows.num_rows is None:
@@ -168,4 +184,4 @@ def counted(loader: Loader, count: Callable[[], int | None]) -> int:
     return number
 
 
-__all__ = ["BatchesByNumber", "Iterator", "LoaderDataset", "LoaderIterator", "RowsByNumber", "map_dataset"]
+__all__ = ["BatchesByNumber", "LoaderDataset", "LoaderIterator", "RowsByNumber", "map_dataset"]

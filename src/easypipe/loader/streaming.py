@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -112,6 +112,13 @@ class StreamLoader:
             "Count steps instead (max_steps), or leave streaming out."
         )
 
+    def copy(self) -> StreamLoader:
+        """A loader over the same data that goes its own way, from the first batch."""
+        return StreamLoader(
+            self._sources, self.spec, self.config,
+            identity=self._identity, pad_token_id=self._pad, collate=self.collate, workers=self._workers, name=self.name,
+        )  # fmt: skip
+
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight. Collective on several processes that read their own."""
         known = {state.number: state.state.to_text() for state in self._latest.streams}
@@ -121,8 +128,17 @@ class StreamLoader:
             known = self._of_all(known)
         return self._state(self._latest.batch, [known[number] for number in range(self.spec.num_streams)])
 
-    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any]) -> None:
-        """Makes the next iteration go on behind `state`, given as it is or as its JSON. Raises StateError naming what changed since."""
+    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any], allow_changed: Collection[str] = ()) -> None:
+        """Makes the next iteration go on behind `state`, given as it is or as its JSON. Raises StateError naming what changed since.
+
+        allow_changed: refused by ConfigError where it names anything, unlike Loader's.
+        """
+        if allow_changed:
+            raise ConfigError(
+                at="allow_changed",
+                problem="a stream cannot be entered at another place than where its files were left",
+                fix="Start a new run, or leave streaming out.",
+            )
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
         try:
