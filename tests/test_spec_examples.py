@@ -26,6 +26,7 @@ from easypipe import (
     SaveStageConfig,
     TokenizerConfig,
     TokenizeStageConfig,
+    WeightSchedulePoint,
     create_pipeline,
     tokenize_and_save,
     train_bpe,
@@ -162,6 +163,10 @@ def test_save_stage() -> None:
         compression="zstd",
         max_shard_size="500MB",
         overwrite=False,
+        push_to_hub=False,
+        hub_repo_id="username/dataset",
+        hub_private=True,
+        hub_token="hf_xxx",
     )
     report = pipeline.save(config).build()
     assert report.folders[0].num_shards == len(list(Path("processed_data").glob("*.parquet"))) == 10
@@ -287,6 +292,32 @@ def test_tokenize_and_save() -> None:
     assert list(Path("tokenized").glob("*.parquet"))
 
 
+def test_f7_mix_stage_with_a_schedule() -> None:
+    config = MixStageConfig(
+        weights={"code": 0.3, "text": 0.7},
+        weight_schedule=[
+            WeightSchedulePoint(step=0, weights={"code": 0.2, "text": 0.8}),
+            WeightSchedulePoint(step=10000, weights={"code": 0.5, "text": 0.5}),
+        ],
+        weight_schedule_type="linear",
+        block_size=1000,
+        stop_strategy="restart",
+        seed=42,
+    )
+    pipeline = create_pipeline(
+        [
+            DatasetConfig(name="code", data_files="bucket/code/*.parquet"),
+            DatasetConfig(name="text", data_files="bucket/text/*.parquet"),
+        ],
+        "meta-llama/Llama-2-7b",
+        seed=42,
+    )
+    pipeline.source().tokenize()
+    pipeline.mix(config)
+    batch = next(iter(pipeline.pack(PackStageConfig(seq_length=128)).load(LoadStageConfig(batch_size=8)).build()))
+    assert batch["input_ids"].shape == (8, 128)
+
+
 @pytest.mark.parametrize(
     ("kind", "option"),
     [
@@ -297,10 +328,8 @@ def test_tokenize_and_save() -> None:
         (DatasetConfig, {"additional_fields": ["metadata"]}),
         (DatasetConfig, {"format_fields": {"old_name": "new_name"}}),
         (TokenizeStageConfig, {"cache_tokenized": True}),
-        (MixStageConfig, {"weight_schedule_type": "linear"}),
         (PackStageConfig, {"include_segment_ids": True}),
         (PackStageConfig, {"shuffle_buffer_factor": 10}),
-        (SaveStageConfig, {"push_to_hub": False}),
     ],
 )
 def test_options_of_later_issues_are_refused_not_ignored(kind: type, option: dict) -> None:

@@ -7,21 +7,27 @@ import inspect
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 import laws
 from easypipe import (
+    BudgetError,
     CacheError,
     ConfigError,
     DatasetConfig,
@@ -29,9 +35,9 @@ from easypipe import (
     MixStageConfig,
     PackStageConfig,
     Pipeline,
-    PipelineConfig,
     SaveStageConfig,
     StorageError,
+    load_saved,
     tokenize_and_save,
 )
 from easypipe.core import storage
@@ -40,7 +46,7 @@ from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.stages import sizes
-from easypipe.stages.card import CARD
+from easypipe.stages.card import CARD, public_name, size_category
 from easypipe.stages.layout import default_shard_bytes, edges_by_bytes, edges_by_size
 from easypipe.stages.save import parse_bytes
 from easypipe.stages.saved import MANIFEST, SavedSource, schema_to_text
@@ -490,13 +496,224 @@ def test_rows_without_end_tokens_and_counts(tmp_path: Path) -> None:
     assert SEGMENT_IDS not in saved.schema.names
 
 
+# elsewhere
+
+
+def again(folder: str, tmp_path: Path, storage_options: dict | None = None) -> pa.Table:
+    dataset = DatasetConfig(data_files=folder, storage_options=storage_options)
+    return table(Pipeline(config(tmp_path, datasets=[dataset])).source().get_data()["dataset1"])
+
+
+def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None = None) -> None:
+    """Stopped after the first finished shard, before the manifest and not at all: the same rows, and what stood is not written again."""
+    save = SaveStageConfig(output_dir=url, num_shards=3, storage_options=storage_options)
+    order = []
+
+    def hook(what: str, path: str) -> None:
+        if what == "committed":
+            order.append(path.rpartition("/")[2])
+            if len(order) > 1 and order[-2].startswith("part-") and order[-1].endswith(".json"):
+                raise Killed
+
+    storage.set_fault_hook(hook)
+    with pytest.raises(Killed):
+        packed(tmp_path).save(save).build()
+    storage.set_fault_hook(lambda what, path: order.append(path.rpartition("/")[2]) if what == "committed" else None)
+    order.clear()
+    try:
+        [folder] = packed(tmp_path).save(save).build().folders
+    finally:
+        storage.set_fault_hook(None)
+    assert folder.resumed_shards >= 1
+    assert order[-2:] == [CARD, MANIFEST], "the manifest is the commit"
+    assert packed(tmp_path).save(save).build().folders[0].up_to_date
+    assert again(url, tmp_path, storage_options).equals(table(packed(tmp_path).get_data()["mixed"]))
+    assert table(load_saved(url, storage_options)).num_rows == folder.num_rows
+    fs, root = storage.filesystem(url, storage_options)
+    fs.invalidate_cache()
+    names = [str(name).rpartition("/")[2] for name in fs.ls(root, detail=False)]
+    assert sorted(names) == sorted([CARD, MANIFEST, *(shard.name for shard in load_saved(url, storage_options).manifest.shards)])
+
+
 def test_memory_filesystem(tmp_path: Path) -> None:
     """Remote folders go the same way: through fsspec, manifest last."""
-    url = f"memory://{tmp_path.name}/out"
-    packed(tmp_path).save(SaveStageConfig(output_dir=url, num_shards=2)).build()
-    assert packed(tmp_path).save(SaveStageConfig(output_dir=url, num_shards=2)).build().folders[0].up_to_date
-    again = Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=url)], seed=1, cache_dir=tmp_path / "cache")).source()
-    assert table(again.get_data()["dataset1"]).equals(table(packed(tmp_path).get_data()["mixed"]))
+    killed_then_finished(tmp_path, f"memory://{tmp_path.name}/out")
+
+
+def test_file_urls(tmp_path: Path) -> None:
+    killed_then_finished(tmp_path, f"file://{tmp_path}/out")
+    assert (tmp_path / "out" / MANIFEST).exists()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict]:
+    """storage_options of a bucket `saved` on loopback."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    options = {
+        "key": "someone",
+        "secret": "hidden-secret",
+        "endpoint_url": f"http://{host}:{port}",
+    }
+    fsspec.filesystem("s3", **options).mkdir("saved")
+    yield options
+    server.stop()
+
+
+def test_s3(tmp_path: Path, s3: dict) -> None:
+    killed_then_finished(tmp_path, f"s3://saved/{tmp_path.name}/out", s3)
+
+
+def test_a_bucket_that_is_not_there(tmp_path: Path, s3: dict) -> None:
+    with pytest.raises(StorageError, match=r"s3://nowhere/out/.*: cannot be written: ") as caught:
+        packed(tmp_path).save(SaveStageConfig(output_dir="s3://nowhere/out", storage_options=s3)).build()
+    assert "hidden-secret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_credentials_stay_out_of_what_is_written(tmp_path: Path, s3: dict) -> None:
+    url = f"s3://saved/{tmp_path.name}/out"
+    packed(tmp_path).save(SaveStageConfig(output_dir=url, storage_options=s3)).build()
+    fs, root = storage.filesystem(url, s3)
+    written = {str(name): fs.cat_file(name) for name in fs.find(root)}
+    assert len(written) == 3
+    for data in written.values():
+        assert b"hidden-secret" not in data
+    here = tmp_path / "out"
+    packed(tmp_path).save(SaveStageConfig(output_dir=here)).build()
+    assert {name.rpartition("/")[2]: data for name, data in written.items()} == contents(here), "where it lies changes nothing"
+
+
+# the card
+
+
+def card(folder: Path) -> tuple[dict, str]:
+    text = (folder / CARD).read_text(encoding="utf-8")
+    _, front, body = text.split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+def test_card(tmp_path: Path) -> None:
+    report = packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)).build()
+    front, body = card(tmp_path / "out")
+    [folder] = report.folders
+    [files] = front["configs"][0]["data_files"]
+    assert sorted(path.name for path in (tmp_path / "out").glob(files["path"])) == sorted(
+        shard.name for shard in load_saved(tmp_path / "out").manifest.shards
+    )
+    assert front["dataset_info"][0]["splits"] == [{"name": "train", "num_bytes": folder.num_bytes, "num_examples": folder.num_rows}]
+    assert front["size_categories"] == ["n<1K"]
+    info = load_saved(tmp_path / "out").tokens
+    for said in (
+        f"{folder.num_rows:,}",
+        f"{folder.num_tokens:,}",
+        info.tokenizer_fingerprint,
+        "| `input_ids` | `large_list<item: uint16>` |",
+    ):
+        assert said in body
+    for entry in report.ledger.entries:
+        assert f"| {entry.stage} | {entry.dataset} | {entry.unit} |" in body
+    assert str(tmp_path) not in body
+    assert "/tmp" not in body
+    packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "twin", num_shards=2)).build()
+    assert (tmp_path / "twin" / CARD).read_bytes() == (tmp_path / "out" / CARD).read_bytes()
+
+
+@pytest.mark.parametrize("kind", list(CODECS))
+def test_the_call_in_the_card_loads_the_rows(tmp_path: Path, kind: str) -> None:
+    pipeline = packed(tmp_path)
+    pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", format=kind)).build()
+    code = re.search(r"```python\n(.*?)```", card(tmp_path / "out")[1], re.DOTALL)[1]
+    names: dict = {}
+    exec(code.replace("path/to/this/folder", str(tmp_path / "out")), names)
+    assert table(names["source"]).equals(table(pipeline.get_data()["mixed"]))
+
+
+def test_the_card_makes_datasets_read_the_shards_alone(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)).build()
+    rows = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "hf"))
+    assert rows["input_ids"] == table(load_saved(tmp_path / "out")).column("input_ids").to_pylist()
+
+
+def test_a_card_of_ones_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+    save = SaveStageConfig(output_dir=out, overwrite=True)
+    packed(tmp_path).save(save).build()
+    first = (out / CARD).read_text()
+    packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)).build()
+    assert (out / CARD).read_text() != first, "easypipe's own is brought up to date"
+    (out / CARD).write_text("# What I say about it")
+    with caplog.at_level("INFO", logger="easypipe"):
+        packed(tmp_path).save(save).build()
+    assert (out / CARD).read_text() == "# What I say about it"
+    assert "is not easypipe's, it stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "words"), [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (5 * 10**8, "100M<n<1B"), (10**12, "n>1T")])
+def test_sizes_in_the_words_of_the_hub(rows: int, words: str) -> None:
+    assert size_category(rows) == words
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"), ("/home/me/tok", "tok"), ("./tok/", "tok"), ("a/b/tok", "tok"), ("gpt2", "gpt2")],
+)
+def test_names_of_tokenizers_that_may_be_published(tokenizer: str, name: str) -> None:
+    assert public_name(tokenizer) == name
+
+
+# loading it again
+
+
+def test_load_saved_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(
+        MissingFileError, match=r"is no complete saved folder: it has no _easypipe.json. Give the folder that save\(\) wrote."
+    ):
+        load_saved(tmp_path / "nothing")
+    Pipeline(config(tmp_path)).source().tokenize().save(SaveStageConfig(output_dir=tmp_path / "out")).build()
+    with pytest.raises(MissingFileError, match=r"holds several saved folders, not one \(have: code, docs\). Load one of these."):
+        load_saved(tmp_path / "out")
+    assert load_saved(tmp_path / "out" / "code").manifest.num_rows == 60
+    (tmp_path / "out" / "code" / MANIFEST).rename(tmp_path / "out" / "code" / "_easypipe-run.json")
+    with pytest.raises(MissingFileError, match=r"Run the job that writes it again: it goes on."):
+        load_saved(tmp_path / "out" / "code")
+
+
+@pytest.mark.parametrize("kind", list(CODECS))
+def test_what_is_saved_is_not_tokenized_twice(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """tokenize() on tokens is a no-op that says so, whatever tokenizer the config names."""
+    Pipeline(config(tmp_path)).source().tokenize().save(SaveStageConfig(output_dir=tmp_path / "out", format=kind)).build()
+    events: list = []
+    datasets = [DatasetConfig(name="code", data_files=tmp_path / "out" / "code")]
+    pipeline = Pipeline(config(tmp_path, datasets=datasets), progress=events.append)
+    with caplog.at_level("INFO", logger="easypipe"), mock.patch("easypipe.stages.tokenize.load_tokenizer", side_effect=AssertionError):
+        pipeline.source().tokenize().pack(PackStageConfig(seq_length=64)).save(SaveStageConfig(output_dir=tmp_path / "packed")).build()
+    assert "dataset code: holds input_ids already, tokenize() leaves it as it is" in caplog.text
+    assert not [event for event in events if event.stage == "tokenize"]
+
+
+def test_tokenize_and_save_takes_the_options_of_its_stages(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in texts(300)) + "broken\n")
+    events: list = []
+
+    def run(**options: object) -> SavedFolder:
+        values = {"content_field": "body", "on_error": "skip", "cache_dir": tmp_path / "cache", "progress": events.append} | options
+        return tokenize_and_save(str(path), tokenizer(), f"memory://{tmp_path.name}/out", **values).folders[0]
+
+    with pytest.raises(BudgetError):
+        run(max_bad_rows=0)
+    folder = run(max_bad_rows=1, max_shard_size="8KB", output_format="jsonl", output_storage_options={"skip_instance_cache": True})
+    assert (folder.num_rows, folder.decided_by) == (300, "max_shard_size")
+    assert folder.num_shards > 1
+    seen = {event.stage: event for event in events if event.num_bytes}
+    assert seen["tokenize"].num_bytes > 5000
+    assert seen["save"].num_bytes > 5000
+    assert seen["save"].done <= seen["save"].total
+    assert run(max_bad_rows=1, max_shard_size="8KB", output_format="jsonl").up_to_date
+    with pytest.raises(ConfigError, match="max_bad_rows: has no effect while on_error is 'error'"):
+        run(on_error="error", max_bad_rows=3)
 
 
 @pytest.mark.parametrize(("megabytes", "shards"), [(1, 16 << 20), (400, 50 << 20), (1 << 20, 500 << 20)])

@@ -58,7 +58,7 @@ def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder")
     front = {
         "configs": [_config(part, default=i == 0) for i, part in enumerate(parts)],
         "dataset_info": [_info(part) for part in parts],
-        "size_categories": [_size(rows)],
+        "size_categories": [size_category(rows)],
         "tags": ["easypipe"],
     }
     text = [f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n", "# Saved rows\n"]
@@ -134,6 +134,7 @@ def public_name(tokenizer: str) -> str:
     return tokenizer.rstrip("/\\").replace("\\", "/").rpartition("/")[2] if local else tokenizer
 
 
-def _size(rows: int) -> str:
+def size_category(rows: int) -> str:
+    """The Hub's words for so many rows."""
     i = bisect.bisect_right([end for end, _ in _SIZES], rows)
     return _SIZES[i][1] if i < len(_SIZES) else "n>1T"
