@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from easypipe import __version__
+from easypipe.cli.cache import cache
 from easypipe.cli.explain import explain
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
@@ -36,6 +37,7 @@ app.command()(prepare)
 app.command()(plan)
 app.command()(explain)
 app.command()(verify)
+app.add_typer(cache, name="cache")
 app.command()(train)
 
 

@@ -66,9 +66,12 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
     """None where somebody holds `path` in a way that does not go together. Raises StorageError where the file system has no locks."""
     while True:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = _open(path)
         except OSError as error:
+            if isinstance(error, FileNotFoundError):  # read-only, and nobody has locked it yet
+                error.errno = errno.EROFS
             raise StorageError(at=str(path), problem=f"cannot be locked: {error}", fix="Check permissions of the cache folder.") from error
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -100,7 +103,7 @@ def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = No
 
 
 def mark_reader(cache_dir: Path, key: str) -> Hold | None:
-    """What an open reader of `key` holds. None, with a warning, where the folder is read-only or knows no locks: reading goes on."""
+    """What an open reader of `key` holds. None where the folder is read-only and, with a warning, where it knows no locks."""
     try:
         return hold(reader_lock(cache_dir, key), exclusive=False, what="another process that clears the cache", timeout_s=60.0)
     except StorageError as error:
@@ -113,16 +116,26 @@ def mark_reader(cache_dir: Path, key: str) -> Hold | None:
 
 
 @contextlib.contextmanager
+def working(cache_dir: Path) -> Generator[None]:
+    """While something is written that no manifest names yet: nobody clears the folder. Warns, and goes on, where there are no locks."""
+    with contextlib.ExitStack() as stack:
+        try:
+            what = "another process that clears the cache"
+            stack.enter_context(hold(work_lock(cache_dir), exclusive=False, what=what, timeout_s=60.0))
+        except StorageError as error:
+            log.warning("%s: written without locks, others may clear it at the same time: %s", cache_dir, error)
+        yield
+
+
+@contextlib.contextmanager
 def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
     """While the manifest `key` is prepared: nobody clears the folder, and whoever wants the same waits and then finds it done.
 
     Yields whether there was such a wait. Where the file system has no locks this warns, and goes on: two processes that prepare the same
     do it twice, each range committed whole.
     """
-    with contextlib.ExitStack() as stack:
+    with working(cache_dir), contextlib.ExitStack() as stack:
         try:
-            work = hold(work_lock(cache_dir), exclusive=False, what="another process that clears the cache", timeout_s=60.0)
-            stack.enter_context(work)
             what = f"another process that prepares dataset {dataset!r}"
             path, waited = writer_lock(cache_dir, key), False
             alone = try_hold(path, exclusive=True)
@@ -138,6 +151,15 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
 def remove(path: Path) -> None:
     """Removes a lock file; only for whoever holds it alone."""
     path.unlink(missing_ok=True)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        return os.open(path, os.O_RDONLY)  # enough for a lock, where the file is there
 
 
 def _is(path: Path, descriptor: int) -> bool:

@@ -91,7 +91,7 @@ def prepare_part(
     mine = [ranges[number] for number in part]
     totals = Totals(job.dataset, job.form.label, job.on_error, None)
     rows = sum(piece.stop - piece.start for piece in mine)
-    with contextlib.closing(_run(job, mine)) as records:
+    with locks.working(job.cache_dir), contextlib.closing(_run(job, mine)) as records:
         for piece, record in zip(mine, records, strict=True):
             totals.add(piece, record)
             progress(ProgressEvent(stage="tokenize", dataset=job.dataset, done=totals.rows, total=rows, unit="rows"))

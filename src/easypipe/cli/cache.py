@@ -1,0 +1,77 @@
+"""`easypipe cache list` and `easypipe cache clear`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from easypipe.cli.plan import AsJson
+from easypipe.cli.show import console
+from easypipe.pipeline import cache_folder
+from easypipe.stages.cache_admin import CachedDataset, clear_cache, list_cache
+
+cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
+
+Folder = Annotated[
+    Path | None, typer.Option("--cache-dir", metavar="FOLDER", help="Else the environment's EASYPIPE_CACHE, else the user's cache folder.")
+]
+
+
+@cache.command("list")
+def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
+    """List the prepared datasets: rows, tokens, bytes, tokenizer, age, and whether a reader has them open."""
+    found = list_cache(cache_folder(cache_dir))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found) | {"path": str(found.path), "datasets": [_plain(one) for one in found.datasets]}))
+        return
+    table = Table(title=str(found.path), title_justify="left")
+    for column in ("dataset", "tokenizer", "key"):
+        table.add_column(column)
+    for column in ("rows", "documents", "tokens", "MB", "age", "in use"):
+        table.add_column(column, justify="right")
+    for one in found.datasets:
+        size, used = f"{one.num_bytes / 1e6:,.1f}", "yes" if one.in_use else ""
+        counts = (f"{one.rows:,}", f"{one.documents:,}", f"{one.tokens:,}")
+        table.add_row(one.dataset, one.tokenizer, one.path.stem[:8], *counts, size, _age(one.age_s), used)
+    console.print(table)
+    leftover = f", {found.leftover_bytes / 1e6:,.1f} MB of it named by no dataset" if found.leftover_bytes else ""
+    console.print(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}", highlight=False)
+
+
+@cache.command("clear")
+def clear(
+    cache_dir: Folder = None,
+    older_than: Annotated[float | None, typer.Option("--older-than", metavar="DAYS", help="Only what was prepared before that.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option("--dataset", metavar="NAME", help="Only datasets of this name; may repeat.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+) -> None:
+    """Remove prepared datasets and what only they need. What a reader has open stays; nothing is removed while data is prepared."""
+    folder = cache_folder(cache_dir)
+    done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
+    verb = "would remove" if dry_run else "removed"
+    names = f" ({', '.join(done.removed)})" if done.removed else ""
+    console.print(
+        f"{verb} {len(done.removed)} datasets{names}: {done.files:,} files, {done.num_bytes / 1e6:,.1f} MB: {folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for name in done.kept:
+        console.print(f"kept {name}: a reader has it open", highlight=False, soft_wrap=True)
+
+
+def _plain(one: CachedDataset) -> dict[str, object]:
+    """Without the manifest, which `easypipe verify` looks into."""
+    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "manifest"}
+    return values | {"path": str(one.path)}
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
