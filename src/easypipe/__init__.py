@@ -37,6 +37,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.run": ("RunConfig",),
     "easypipe.sources.cache": ("TokenCache",),
     "easypipe.stages.config": ("OrderConfig", "PipelineConfig"),
+    "easypipe.stages.interleave": ("InterleavedSource", "block_mixture_interleave"),
     "easypipe.stages.mix": ("MixedShardedSource", "MixStageConfig"),
     "easypipe.stages.pack": ("PackStageConfig",),
     "easypipe.stages.save": ("SaveReport", "SaveStageConfig"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -29,6 +31,7 @@ from easypipe.stages.schedule import (
     exact_weights,
 )
 from easypipe.stages.tokens import require_documents, same_tokenizer, token_info
+from easypipe.transforms.tokenizer import TokenizerConfig
 
 log = logging.getLogger("easypipe")
 
@@ -212,6 +215,32 @@ class MixedShardedSource:
 
     def __init__(self, mixture: Mixture) -> None:
         self.mixture = mixture
+
+    @classmethod
+    def of(
+        cls,
+        sources: Mapping[str, ShardedSource],
+        config: MixStageConfig | None = None,
+        *,
+        cache_dir: str | Path,
+        seed: int = 0,
+        shuffle: bool = True,
+        tokenizer: TokenizerConfig | str | None = None,
+    ) -> MixedShardedSource:
+        """A mixture without a pipeline.
+
+        sources: documents of tokens by name, as `Pipeline.tokenize()` makes them, or any with a column `input_ids`. cache_dir: where plans
+        are kept, and tokens that are in no cache yet. shuffle: a new permutation of every dataset each pass; False keeps their order.
+        tokenizer: whose the tokens are, where a source does not say it.
+        Raises what `Pipeline.mix` raises.
+        """
+        from easypipe.stages.config import OrderConfig, PipelineConfig  # it knows this module
+
+        options = PipelineConfig(datasets=(), default_tokenizer=tokenizer, order=OrderConfig(shuffle=shuffle))
+        context = PipelineContext(config=options, seed=seed, cache_dir=Path(cache_dir).expanduser().absolute())
+        mixed = MixStage(config or MixStageConfig()).process(dict(sources), context)["mixed"]
+        assert isinstance(mixed, cls)
+        return mixed
 
     @property
     def schema(self) -> pa.Schema:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from easypipe.core.config import config, from_dict
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, PlanError, did_you_mean
 from easypipe.loader.options import LoadStageConfig
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.schedule import KINDS, Schedule
@@ -93,9 +93,12 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
 
 
 def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
-    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0."""
+    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0. Raises ConfigError for one too small beside the others."""
     above = {name: weight for name, weight in weights.items() if weight > 0}
-    whole = dict(zip(above, integer_weights(above), strict=True))
+    try:
+        whole = dict(zip(above, integer_weights(above), strict=True))
+    except PlanError as error:
+        raise ConfigError(at=error.at, problem=error.problem, fix=error.fix) from None
     return tuple(whole.get(name, 0) for name in names)
 
 

@@ -1,0 +1,187 @@
+"""Rows of several sources as one source, in proportions that hold at every prefix: a mixture of whatever rows they have, text included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import Shard, ShardedSource
+from easypipe.core.schema import ROW_NUMBER, SOURCE
+from easypipe.plan.mix import Stop, integer_weights
+from easypipe.plan.order import OrderSpec
+from easypipe.plan.spec import STOPS
+from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
+from easypipe.stages.mix import block_weights, check_weights
+
+WINDOW_ROWS = 8192
+GAP_ROWS = 64  # rows that are read and left out rather than read around
+
+_ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
+
+
+def block_mixture_interleave(
+    datasets: Mapping[str, ShardedSource] | Sequence[ShardedSource],
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    block_size: int | None = None,
+    seed: int | None = None,
+    stop_strategy: Stop = "restart",
+    *,
+    block_rows: int = 1,
+) -> InterleavedSource:
+    """One source of the rows of several, drawn by weight.
+
+    datasets: by name, or a list of them, called dataset1, dataset2, ...; their rows are counted and have the same columns.
+    weights: a positive number for each, in any scale; None gives every dataset the same.
+    block_size: round the shares to whole rows of a block of so many; None keeps every prefix within one row of its share.
+    seed: read the rows of each dataset in a permuted order, a new one every pass; None keeps the order that they have.
+    block_rows: with a seed, blocks of so many neighbouring rows are permuted as one, so that reads stay large.
+    stop_strategy: as in MixStageConfig; `restart` never ends, so its shard has no row count.
+    Raises ConfigError where these do not fit together, PlanError for a dataset without rows.
+    """
+    if not isinstance(datasets, Mapping):
+        if isinstance(weights, Mapping):
+            raise ConfigError(at="weights", problem="have names, and the datasets have none", fix="Give the datasets as {name: source}.")
+        datasets = {f"dataset{i}": source for i, source in enumerate(datasets, start=1)}
+    names = list(datasets)
+    if not names:
+        raise ConfigError(at="datasets", problem="there is nothing to mix", fix="Give at least one source.")
+    if weights is not None and not isinstance(weights, Mapping):
+        if len(weights) != len(names):
+            raise ConfigError(at="weights", problem=f"{len(weights)} weights for {len(names)} datasets", have=names)
+        weights = dict(zip(names, weights, strict=True))
+    if stop_strategy not in STOPS:
+        raise ConfigError(at="stop_strategy", problem=f"{stop_strategy!r} is not an option", have=STOPS)
+    if seed is None and block_rows != 1:
+        raise ConfigError(at="block_rows", problem="has no effect without a seed", fix="Leave it out, or give a seed.")
+    if block_rows < 1:
+        raise ConfigError(at="block_rows", problem=f"{block_rows} is no block of rows", fix="Give at least 1.")
+    if block_size is not None and not 1 <= block_size <= 1 << 40:
+        raise ConfigError(at="block_size", problem=f"{block_size} is no block of rows", fix="Give at least 1.")
+    check_weights(None if weights is None else dict(weights), names, "weights")
+    shares = {name: 1.0 if weights is None else weights[name] for name in names}
+    whole = integer_weights(shares) if block_size is None else block_weights(shares, block_size)
+    return InterleavedSource(datasets, whole, stop_strategy, OrderSpec(shuffle=seed is not None, block_rows=block_rows), seed or 0)
+
+
+class InterleavedSource:
+    """What `block_mixture_interleave` gives: the columns of its sources, and `__source__`, the dataset that a row came from.
+
+    Law (stateless reads): which row of which dataset is row `r` is arithmetic, so any range can be read at any time, on any thread.
+    weights: positive integers, one for each source. Raises ConfigError where the sources have different columns or uncounted rows.
+    """
+
+    def __init__(self, sources: Mapping[str, ShardedSource], weights: Sequence[int], stop: Stop, order: OrderSpec, seed: int) -> None:
+        self.sources = dict(sources)
+        assert self.sources, "block_mixture_interleave has looked"
+        schema = next(iter(self.sources.values())).schema
+        first = next(iter(self.sources))
+        for name, source in self.sources.items():
+            if not source.schema.equals(schema):
+                raise ConfigError(
+                    at=f"datasets.{name}",
+                    problem=f"has the columns {_columns(source.schema)}, and {first!r} has {_columns(schema)}",
+                    fix="Select, rename or cast columns until they agree.",
+                )
+            if ROW_NUMBER in source.schema.names:
+                raise ConfigError(at=f"datasets.{name}", problem="leaves out rows when it is read", fix="Mix what its rows are made from.")
+        if SOURCE in schema.names:
+            raise ConfigError(at="datasets", problem=f"has a column {SOURCE!r} already", fix="Drop or rename it.")
+        self.schema = schema.append(_ORIGIN)
+        self._columns = schema
+        self._spec = PlanSpec(
+            seed=seed,
+            weights=tuple(weights),
+            stop=stop,
+            window_docs=WINDOW_ROWS,
+            num_epochs=None if stop == "restart" and len(self.sources) > 1 else 1,
+            order=order,
+        )
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return (Shard(name="interleaved", num_rows=self.plan.num_rows),)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("interleaved", self.plan.fingerprint)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which row of which source stands where. Counts the rows of the sources."""
+        datasets = [
+            PlanDataset(name, int(self._starts[i][-1]), int(self._starts[i][-1]), source.fingerprint, _one_each)
+            for i, (name, source) in enumerate(self.sources.items())
+        ]
+        return Plan(datasets, self._spec)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        """Rows `start` to `stop`. Raises PlanError behind the last."""
+        assert shard == 0, f"interleaved rows are one shard, not {shard + 1}"
+        if start == stop:
+            return pa.RecordBatch.from_pylist([], schema=self.schema)
+        pieces = self.plan.pieces(np.arange(start, stop, dtype=np.int64))  # one for each row
+        tables: list[pa.Table] = []
+        place = np.empty(stop - start, dtype=np.int64)  # of each row in what was read
+        read = 0
+        for i, source in enumerate(self.sources.values()):
+            mine = np.flatnonzero(pieces.dataset == i)
+            for run in _runs(self._starts[i], pieces.doc[mine]):
+                tables.append(pa.Table.from_batches([source.read(run.shard, run.start, run.stop)]).cast(self._columns))
+                place[mine[run.which]] = read + run.rows
+                read += run.stop - run.start
+        table = pa.concat_tables(tables).take(pa.array(place)).combine_chunks()
+        [batch] = table.to_batches()
+        origin = pa.DictionaryArray.from_arrays(pa.array(pieces.dataset), pa.array(list(self.sources), pa.string()))
+        return pa.RecordBatch.from_arrays([*batch.columns, origin], schema=self.schema)
+
+    @cached_property
+    def _starts(self) -> list[NDArray[np.int64]]:
+        """For each source the rows before each of its shards, and behind the last."""
+        starts = []
+        for name, source in self.sources.items():
+            counts = [shard.num_rows for shard in source.shards]
+            if None in counts:
+                shard = source.shards[counts.index(None)].name
+                raise ConfigError(
+                    at=f"datasets.{name}", problem=f"the rows of {shard} are not counted", fix="Mix sources whose rows have an end."
+                )
+            starts.append(np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, dtype=np.int64))]))
+        return starts
+
+
+class _Run(NamedTuple):
+    """Rows `start` to `stop` of a shard; those asked for are `rows` of them, and the answer to the questions `which`."""
+
+    shard: int
+    start: int
+    stop: int
+    rows: NDArray[np.int64]
+    which: NDArray[np.int64]
+
+
+def _runs(starts: NDArray[np.int64], docs: NDArray[np.int64]) -> Iterator[_Run]:
+    """The rows numbered `docs` over all shards, as few ranges."""
+    order = np.argsort(docs, kind="stable")
+    ascending = docs[order]
+    shards = np.searchsorted(starts, ascending, side="right") - 1
+    cuts = np.flatnonzero((np.diff(ascending) > GAP_ROWS) | (np.diff(shards) > 0)) + 1
+    for part in np.split(np.arange(docs.size), cuts):
+        if part.size:
+            shard, first, last = int(shards[part[0]]), int(ascending[part[0]]), int(ascending[part[-1]])
+            before = int(starts[shard])
+            yield _Run(shard, first - before, last + 1 - before, ascending[part] - first, order[part])
+
+
+def _one_each(docs: NDArray[np.int64]) -> NDArray[np.int32]:
+    return np.ones(docs.shape[0], dtype=np.int32)
+
+
+def _columns(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
