@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import inspect
 import io
 import pkgutil
@@ -32,6 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File  # here, so that the tests import this file without mkdocs
 
     files.append(File.generated(config, "reference/config.md", content=config_page()))
+    files.append(File.generated(config, "reference/options.md", content=options_page()))
     files.append(File.generated(config, "reference/api.md", content=api_page()))
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
     return files
@@ -64,6 +66,27 @@ def config_page() -> str:
             said = words.get(field.name) or _links(annotation)
             rows.append(f"| `{field.name}` | {_code(annotation)} | {_default(field)} | {_cell(said)} |")
         parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def options_page() -> str:
+    """From tests/option_effects.py, which the tests hold to the classes."""
+    spec = importlib.util.spec_from_file_location("option_effects", ROOT / "tests" / "option_effects.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    parts = [
+        "# What every option does\n",
+        "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with `streaming=True`.\n"
+        "Each line names a test of that effect, and an option without one fails the tests. [Configuration](config.md) has types, defaults\n"
+        "and the rules in full.\n",
+    ]
+    for cls, options in table.OPTIONS.items():
+        rows = ["| option | effect | cached | streaming |", "| --- | --- | --- | --- |"]
+        for option, entry in options.items():
+            rows.append(f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | {_cell(entry.streaming)} |")
+        parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
 

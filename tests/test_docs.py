@@ -20,7 +20,7 @@ from easypipe.core.config import from_dict, is_config, parse_yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-GENERATED = {"reference/config.md", "reference/api.md", "changelog.md"}
+GENERATED = {"reference/config.md", "reference/options.md", "reference/api.md", "changelog.md"}
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +96,8 @@ def test_reference_pages_name_everything() -> None:
     page = reference.config_page()
     assert all(f"## {cls.__name__}\n" in page for cls in reference.config_classes())
     assert any(is_config(cls) for cls in reference.config_classes())
+    options = reference.options_page()
+    assert all(f"| `{option}` | " in options for option in ("shuffle_buffer_size", "cache_tokenized", "num_streams"))
     api = reference.api_page()
     assert api.count(":::") == len(easypipe.__all__) - 1  # all but __version__
 

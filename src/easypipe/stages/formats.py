@@ -71,8 +71,10 @@ def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
         schema = steps[-1].schema(schema)
     if dataset.format_callback is not None:
         types: dict[str, Any] = dict(dataset.format_columns or {})
-        if dataset.content_field not in schema.names:
-            types.setdefault(dataset.content_field, pa.large_string())  # making the text is what callbacks are for
+        pair = (dataset.prompt_field, dataset.completion_field)
+        for column in (dataset.content_field,) if pair == (None, None) else pair:  # making the text is what callbacks are for
+            if column is not None and column not in schema.names:
+                types.setdefault(column, pa.large_string())
         steps.append(Map(dataset.format_callback, columns=types, batched=dataset.format_batched, version=dataset.format_version))
     return TransformedSource(source, steps, on_error=dataset.on_error) if steps else source
 

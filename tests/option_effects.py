@@ -1,0 +1,346 @@
+"""What every option of a pipeline does, and the test that shows it. tests/test_options.py holds the config classes against this table;
+docs/reference.py makes the page "What every option does" of it. A new option gets a line here.
+
+effect     what can be observed: output | files | threads | memory | cost | error (several joined by "+")
+test       file::function below tests/; the function must be there, and its file must name the option
+cached     what the option means where tokens are cached, the normal mode
+streaming  what it means with streaming=True: SAME; "refused: why"; or other words
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SAME = "the same"
+
+
+class Effect(NamedTuple):
+    effect: str
+    test: str
+    cached: str
+    streaming: str = SAME
+
+
+COUNTED = "refused: it needs rows that are counted first"
+NO_SAVE = "refused: streaming writes nothing"
+ONCE = "streaming tokenizes each time it reads"
+
+OPTIONS: dict[str, dict[str, Effect]] = {
+    "PipelineConfig": {
+        "datasets": Effect("output", "test_pipeline.py::test_configs_that_are_refused", "the datasets, each with its own options"),
+        "default_tokenizer": Effect(
+            "output", "test_pipeline.py::test_tokenizers_go_by_dataset_then_stage_then_pipeline", "the tokenizer of datasets without one"
+        ),
+        "seed": Effect("output", "test_pipeline.py::test_an_unseeded_pipeline_draws_a_seed_and_says_which", "every order in the pipeline"),
+        "cache_dir": Effect(
+            "files",
+            "test_options.py::test_cache_dir_is_where_everything_is_kept",
+            "where tokens, indexes and plans are kept",
+            "where verdicts on fast tokenizers are remembered; no tokens",
+        ),
+        "streaming": Effect("output+cost", "loader/test_streaming.py::test_nothing_is_written_to_the_token_cache", "off", "on"),
+        "num_streams": Effect(
+            "output",
+            "loader/test_streaming.py::test_any_shards_and_streams",
+            "refused: there are no streams",
+            "the streams that the rows of a batch belong to",
+        ),
+        "executor": Effect(
+            "cost",
+            "executors/test_ray.py::test_f15_a_cluster_makes_the_bytes_that_this_process_makes",
+            "who tokenizes: this process, or a Ray cluster; the same bytes",
+            f"no effect: {ONCE}, in this process",
+        ),
+        "order": Effect("output", "test_pipeline.py::test_order_without_shuffle_is_the_order_of_the_files", "see OrderConfig"),
+        "tokenize": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see TokenizeStageConfig"),
+        "mix": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see MixStageConfig"),
+        "pack": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see PackStageConfig"),
+        "save": Effect("files", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see SaveStageConfig", NO_SAVE),
+        "load": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see LoadStageConfig"),
+    },
+    "OrderConfig": {
+        "shuffle": Effect(
+            "output",
+            "test_pipeline.py::test_order_without_shuffle_is_the_order_of_the_files",
+            "a permutation of all documents, a new one every epoch",
+            "the pieces of files come in a permuted order, and documents are permuted within a window",
+        ),
+        "block_rows": Effect(
+            "output+cost",
+            "plan/test_order.py::test_blocks_stay_together_and_every_pass_is_complete",
+            "neighbouring documents stay together, so that reads are large",
+            "refused: ranges are read whole",
+        ),
+    },
+    "DatasetConfig": {
+        "data_files": Effect("output", "sources/test_files.py::test_paths_globs_folders_lists", "what is read"),
+        "name": Effect("output", "test_pipeline.py::test_configs_that_are_refused", "how weights, reports and errors call it"),
+        "type": Effect("output", "sources/test_files.py::test_format_of", "the format, where names do not tell it"),
+        "num_rows": Effect(
+            "output",
+            "test_pipeline.py::test_num_rows_limits_the_dataset",
+            "only the first rows",
+            "the same for parquet and Arrow; refused for lines, which are not counted",
+        ),
+        "tokenizer": Effect(
+            "output",
+            "stages/test_tokenize.py::test_a_dataset_s_own_tokenizer_comes_first_then_the_stage_s_then_the_pipeline_s",
+            "the dataset's own tokenizer",
+        ),
+        "tokenizer_kwargs": Effect(
+            "output", "stages/test_formats.py::test_tokenizer_kwargs_change_whichever_tokenizer_it_is", "changes to whichever it takes"
+        ),
+        "content_field": Effect(
+            "output", "stages/test_tokenize.py::test_content_field_and_budget_come_from_the_dataset", "what is tokenized"
+        ),
+        "format_fields": Effect("output", "stages/test_formats.py::test_format_fields_renames", "columns renamed before anything else"),
+        "format_callback": Effect(
+            "output",
+            "stages/test_formats.py::test_format_callback_makes_the_text",
+            "called once for each row, when it is tokenized",
+            "called each time a row is read",
+        ),
+        "format_columns": Effect(
+            "output+error", "stages/test_formats.py::test_format_columns_announces_what_is_added", "types of the columns that it adds"
+        ),
+        "format_batched": Effect("output+cost", "stages/test_formats.py::test_format_batched", "it takes batches of columns"),
+        "format_version": Effect(
+            "files",
+            "stages/test_formats.py::test_format_version_decides_what_is_kept",
+            "what the callback's tokens are kept under; without one they are not",
+            "part of what a saved state must agree with",
+        ),
+        "additional_fields": Effect(
+            "files",
+            "stages/test_formats.py::test_additional_fields_stay_beside_saved_tokens",
+            "columns beside the tokens of saved documents",
+            "left behind, with a warning",
+        ),
+        "cache_path": Effect(
+            "files",
+            "stages/test_formats.py::test_cache_path_is_the_dataset_s_own",
+            "the dataset's own cache folder",
+            "where verdicts on fast tokenizers are remembered; no tokens",
+        ),
+        "cache_enabled": Effect(
+            "files+cost",
+            "stages/test_formats.py::test_without_a_cache_nothing_is_left",
+            "False keeps no tokens: a temporary folder for this process",
+            f"no effect: {ONCE}",
+        ),
+        "on_error": Effect(
+            "error+files",
+            "test_pipeline.py::test_bad_rows_are_counted_and_set_aside",
+            "bad rows stop, are counted, or are written to a file",
+            "the same, but for 'quarantine', which is refused",
+        ),
+        "max_bad_rows": Effect(
+            "error",
+            "stages/test_cache_writer.py::test_the_budget_is_charged_in_shard_order",
+            "stop at the first bad row after so many, over all shards in order",
+            "after so many that this process reads",
+        ),
+        "save_path": Effect(
+            "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's folder", NO_SAVE
+        ),
+        "save_format": Effect(
+            "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's format", NO_SAVE
+        ),
+        "storage_options": Effect("output", "sources/test_remote.py::test_configs_keep_no_storage_options", "passed to fsspec"),
+    },
+    "TokenizerConfig": {
+        "name_or_path": Effect("output", "transforms/test_tokenizer.py::test_a_near_name_is_proposed_and_works", "which tokenizer"),
+        "max_length": Effect(
+            "output", "stages/test_cache_writer.py::test_special_tokens_and_truncation_are_counted", "documents are cut off, and counted"
+        ),
+        "truncation": Effect(
+            "output", "transforms/test_tokenizer.py::test_without_truncation_max_length_cuts_nothing", "False: max_length cuts nothing"
+        ),
+        "padding": Effect(
+            "output",
+            "test_pipeline.py::test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them",
+            "how rows that are not packed are filled",
+        ),
+        "add_special_tokens": Effect(
+            "output", "transforms/test_tokenizer.py::test_special_tokens_come_from_the_post_processor", "what the post-processor adds"
+        ),
+        "return_attention_mask": Effect(
+            "output", "test_pipeline.py::test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them", "batches have attention_mask"
+        ),
+        "trust_remote_code": Effect("error", "transforms/test_tokenizer.py::test_options_are_checked", "True is refused"),
+        "backend": Effect(
+            "cost+error", "transforms/test_tokenizer.py::test_the_backend_says_what_and_why", "what encodes; never what comes out"
+        ),
+    },
+    "TokenizeStageConfig": {
+        "default_tokenizer": Effect(
+            "output",
+            "stages/test_tokenize.py::test_a_dataset_s_own_tokenizer_comes_first_then_the_stage_s_then_the_pipeline_s",
+            "the tokenizer of datasets without one, before the pipeline's",
+        ),
+        "max_length": Effect(
+            "output",
+            "stages/test_tokenize.py::test_max_length_of_the_stage_is_for_tokenizers_without_their_own",
+            "of tokenizers without one",
+        ),
+        "batch_size": Effect(
+            "memory+cost", "stages/test_tokenize.py::test_batch_size_is_how_many_texts_go_at_a_time", "texts encoded at a time"
+        ),
+        "num_workers": Effect(
+            "threads",
+            "test_options.py::test_num_workers_is_how_many_ranges_are_in_work",
+            "ranges of rows that are tokenized at a time",
+            "threads that read and tokenize ahead",
+        ),
+        "cache_tokenized": Effect(
+            "files+cost",
+            "stages/test_formats.py::test_without_a_cache_nothing_is_left",
+            "False keeps no tokens of any dataset",
+            f"False has no effect: {ONCE}",
+        ),
+        "remove_columns": Effect(
+            "files",
+            "stages/test_formats.py::test_remove_columns_keeps_the_others",
+            "which columns do not stay beside saved tokens",
+            COUNTED,
+        ),
+    },
+    "MixStageConfig": {
+        "weights": Effect(
+            "output",
+            "stages/test_mix_pack.py::test_shares_hold_at_every_prefix",
+            "shares that hold within one document at every prefix",
+            "the same, in each stream",
+        ),
+        "weight_schedule": Effect(
+            "output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "weights by training step", COUNTED
+        ),
+        "weight_schedule_type": Effect("output", "stages/test_mix_schedule.py::test_weights_go_over", "how they go over", COUNTED),
+        "batch_size": Effect(
+            "output+error",
+            "stages/test_mix_schedule.py::test_the_batch_size_comes_from_load_whoever_names_it",
+            "rows of a training step, for the schedule",
+            COUNTED,
+        ),
+        "unit": Effect("output", "stages/test_mix_schedule.py::test_shares_of_tokens", "shares of documents, or of tokens", COUNTED),
+        "max_epochs": Effect(
+            "output",
+            "stages/test_mix_schedule.py::test_a_capped_dataset_leaves_and_the_others_go_on",
+            "how often a document may come",
+            COUNTED,
+        ),
+        "block_size": Effect(
+            "output",
+            "stages/test_mix_pack.py::test_a_block_holds_whole_shares",
+            "whole shares in every block of documents",
+            "the same, in each stream",
+        ),
+        "stop_strategy": Effect(
+            "output",
+            "test_options.py::test_stop_strategy_decides_when_a_mixture_ends",
+            "when the mixture ends, over the whole data",
+            "when a stream ends, over its own share of the data",
+        ),
+        "seed": Effect("output", "stages/test_mix_pack.py::test_the_mixture_has_a_seed_of_its_own", "the order of the mixture"),
+        "allow_mixed_tokenizers": Effect(
+            "error", "stages/test_mix_pack.py::test_two_tokenizers_in_one_mixture", "lets two tokenizers through"
+        ),
+        "provenance": Effect(
+            "output",
+            "stages/test_mix_schedule.py::test_provenance_survives_packing_and_saving",
+            "packed rows say where segments came from",
+            COUNTED,
+        ),
+    },
+    "WeightSchedulePoint": {
+        "step": Effect("output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "the training step", COUNTED),
+        "weights": Effect(
+            "output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "weights from there on", COUNTED
+        ),
+    },
+    "PackStageConfig": {
+        "enabled": Effect("output", "stages/test_mix_pack.py::test_disabled_pack_changes_nothing", "False leaves documents as they are"),
+        "seq_length": Effect("output", "test_pipeline.py::test_a_stage_takes_its_own_config_in_place_of_the_pipelines", "slots of a row"),
+        "strategy": Effect(
+            "output",
+            "plan/test_pack.py::test_fill",
+            "how documents are laid into rows, window by window",
+            "the same, in the windows of each stream",
+        ),
+        "num_packers": Effect("output", "test_options.py::test_num_packers_fills_rows_better", "open rows of `pool`"),
+        "oversize": Effect("output+error", "stages/test_mix_pack.py::test_long_documents", "what becomes of a document longer than a row"),
+        "eos_token_id": Effect("output", "stages/test_mix_pack.py::test_eos_is_added_once", "ends documents that do not end with it"),
+        "pad_token_id": Effect("output", "stages/test_mix_pack.py::test_pad_outside_the_vocabulary", "fills the rest of a row"),
+        "shuffle_packed": Effect(
+            "output",
+            "test_options.py::test_shuffle_packed_moves_rows_and_changes_none",
+            "rows are permuted within a window",
+            "within a window of their stream",
+        ),
+    },
+    "SaveStageConfig": {
+        "enabled": Effect("files", "stages/test_save.py::test_disabled_save_writes_nothing", "False writes nothing"),
+        "output_dir": Effect("files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "where to"),
+        "format": Effect("files", "stages/test_save.py::test_packed_rows_read_back_as_they_were", "of the files"),
+        "compression": Effect("files", "stages/test_save.py::test_codecs_that_a_format_does_not_have", "of the files"),
+        "num_shards": Effect("files", "stages/test_save.py::test_with_both_options_the_stricter_wins", "how many files"),
+        "max_shard_size": Effect("files", "stages/test_save.py::test_files_take_what_max_shard_size_says", "bytes of a file on disk"),
+        "overwrite": Effect(
+            "files+error", "stages/test_save.py::test_another_run_is_refused_until_overwrite_replaces_it", "replaces what another run left"
+        ),
+        "storage_options": Effect("files", "interop/test_hub.py::test_nothing_private_is_published", "passed to fsspec"),
+        "push_to_hub": Effect("files", "interop/test_hub.py::test_a_pushed_folder_loads_again_from_the_hub", "the folder goes to the Hub"),
+        "hub_repo_id": Effect("files+error", "interop/test_hub.py::test_options_that_make_no_sense", "the repository"),
+        "hub_private": Effect("files+error", "interop/test_hub.py::test_private_rows_do_not_go_to_a_public_repository", "a private one"),
+        "hub_token": Effect("error", "interop/test_hub.py::test_refused_tokens", "who pushes"),
+        "hub_revision": Effect("files", "interop/test_hub.py::test_a_branch_of_ones_own", "the branch"),
+    },
+    "LoadStageConfig": {
+        "batch_size": Effect("output", "loader/test_loader.py::test_a_batch_is_a_stretch_of_rows", "rows of a batch, over all processes"),
+        "batch_size_schedule": Effect(
+            "output",
+            "loader/test_steps.py::test_batches_have_the_size_of_their_step",
+            "batch sizes by step",
+            "refused: every stream gives the same number of rows of every batch",
+        ),
+        "accumulation_steps": Effect(
+            "output",
+            "loader/test_steps.py::test_micro_batches_are_the_rows_of_the_plain_batch",
+            "batches cut into micro-batches",
+            "refused: every stream gives neighbouring rows of a batch",
+        ),
+        "prefetch_enabled": Effect(
+            "threads", "loader/test_loader.py::test_without_prefetch_there_are_no_threads", "batches are made ahead"
+        ),
+        "prefetch_workers": Effect(
+            "threads",
+            "test_options.py::test_prefetch_workers_are_threads",
+            "threads that make batches",
+            "refused: batches follow one from the other; tokenize.num_workers are the threads that read",
+        ),
+        "prefetch_buffer_size": Effect(
+            "memory", "test_options.py::test_prefetch_buffer_size_bounds_what_is_made_ahead", "batches made ahead at most"
+        ),
+        "shuffle_buffer_size": Effect(
+            "output",
+            "loader/test_loader.py::test_the_shuffle_buffer_permutes_within_its_blocks",
+            "rows are permuted within blocks of so many, on top of the permutation of all documents",
+            "documents that are permuted together in each stream: the window",
+        ),
+        "drop_last": Effect(
+            "output",
+            "loader/test_loader.py::test_a_short_batch_on_a_mesh_is_filled_with_rows_that_weigh_nothing",
+            "leaves out the last batch where it is not full",
+            "ends before the first batch that is not full",
+        ),
+        "prefetch_to_device": Effect(
+            "memory", "loader/test_placement.py::test_without_a_mesh_batches_are_numpy_and_with_one_they_are_jax", "batches lie on devices"
+        ),
+        "num_epochs": Effect(
+            "output", "test_pipeline.py::test_several_epochs_and_endless_data", "passes over the data", "passes of each stream"
+        ),
+        "mesh": Effect("memory", "loader/test_placement.py::test_meshes_of_eight_devices", "where batches lie"),
+        "partition_spec": Effect("memory", "loader/test_placement.py::test_meshes_of_eight_devices", "how batches lie there"),
+        "stall_timeout_s": Effect("error", "loader/test_loader.py::test_a_stall_is_named_and_is_not_the_end", "how long a batch may take"),
+    },
+}
