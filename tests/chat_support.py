@@ -36,7 +36,8 @@ REASONING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- if message.reasoning_content is string %}{%- set thought = message.reasoning_content %}
 {%- elif '</think>' in content %}{%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
 {%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
-{%- if loop.index0 > ns.last %}{{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+{%- if loop.index0 > ns.last %}{{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') }}
+{{- '\\n</think>\\n\\n' + content.lstrip('\\n') }}
 {%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}
 {{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""

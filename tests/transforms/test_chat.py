@@ -122,7 +122,8 @@ def test_reasoning_is_trained_where_it_is_printed() -> None:
 
 
 def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
-    open_end = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% if not loop.last %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    turn = "{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    open_end = f"{{% for m in messages %}}{turn}{{% if not loop.last %}}{{{{ '<|im_end|>\n' }}}}{{% endif %}}{{% endfor %}}"
     found = render(open_end, talk("Hi", "Hello", "And?", "Bye"))
     assert [found.text[a:b] for a, b in found.spans] == ["Hello<|im_end|>", "Bye"]
     assert found.end == 2
@@ -232,14 +233,14 @@ def test_where_a_template_comes_from(tmp_path: Any) -> None:
     assert own.names["eos_token"] == "<|im_end|>"
     assert "<|im_start|>" in own.closers
     bare = without_template(tmp_path / "bare")
-    with pytest.raises(TokenizerError, match="has no chat template.*Set chat_template"):
+    with pytest.raises(TokenizerError, match=r"has no chat template.*Set chat_template"):
         load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
     (tmp_path / "bare" / "chat_template.jinja").write_text(MARKED)
     assert load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None).source == MARKED
     (tmp_path / "other.jinja").write_text("{{ messages }}")
     assert load_chat_template(tokenizer, chat_template=tmp_path / "other.jinja", train_on="all", date=None).source == "{{ messages }}"
     assert load_chat_template(tokenizer, chat_template="{{ 1 }}", train_on="all", date=None).source == "{{ 1 }}"
-    with pytest.raises(ConfigError, match="chat_template: 'nowhere.jinja' is neither"):
+    with pytest.raises(ConfigError, match=r"chat_template: 'nowhere.jinja' is neither"):
         load_chat_template(tokenizer, chat_template="nowhere.jinja", train_on="all", date=None)
     named = json.loads((tmp_path / "bare" / "tokenizer_config.json").read_text())
     (tmp_path / "bare" / "chat_template.jinja").unlink()

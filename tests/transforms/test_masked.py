@@ -12,8 +12,8 @@ from chat_support import SHARED, chat_tokenizer, needs_shared
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.masked import MASKED_END, NO_END, TRAINED_END, encode_masked, token_mask
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from token_support import small_tokenizer
 from strategies import examples
+from token_support import small_tokenizer
 
 
 def one(

@@ -1,0 +1,339 @@
+"""Conversations and prompts with completions: from rows to labels, with every token accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laws
+import strategies
+from chat_support import CHATML, MARKED, chat_tokenizer, talk, talks, without_template
+from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig, load_tokenizer
+from easypipe.core.errors import ConfigError, SourceError, TokenizerError
+from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
+from easypipe.stages.tokenize import TokenizedShardedSource
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError
+from pipelines import jsonl
+from strategies import examples
+
+
+def dataset(data: Any, **options: Any) -> DatasetConfig:
+    return DatasetConfig(**{"name": "chat", "data_files": data, "tokenizer": chat_tokenizer(), "content_field": "messages"} | options)
+
+
+def tokenized(folder: Path, data: Any, **options: Any) -> TokenizedShardedSource:
+    config = PipelineConfig(datasets=[dataset(data, **options)], seed=1, cache_dir=folder)
+    source = Pipeline.from_config(config).source().tokenize().get_data()["chat"]
+    assert isinstance(source, TokenizedShardedSource)
+    return source
+
+
+def documents(source: TokenizedShardedSource) -> list[tuple[list[int], list[int]]]:
+    batch = source.read(0, 0, source.shards[0].num_rows or 0)
+    return list(zip(batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True))
+
+
+def targets(document: tuple[list[int], list[int]]) -> str:
+    return load_tokenizer(chat_tokenizer()).decode([i for i, flag in zip(*document, strict=True) if flag])
+
+
+def reasons(source: TokenizedShardedSource) -> dict[int, str]:
+    return {reject.row: reject.reason for reject in source.scan(0, 0, source.shards[0].num_rows or 0).rejects}
+
+
+def batches(folder: Path, data: Any, *, pack: PackStageConfig | None, **options: Any) -> list[dict[str, np.ndarray]]:
+    load = LoadStageConfig(batch_size=3, drop_last=False)
+    config = PipelineConfig(datasets=[dataset(data, **options)], pack=pack, load=load, seed=3, cache_dir=folder)
+    pipeline = Pipeline.from_config(config).source().tokenize()
+    pipeline = pipeline.pack() if pack is not None else pipeline
+    return [{name: np.asarray(values) for name, values in batch.items()} for batch in pipeline.load().build()]
+
+
+def test_the_words_of_the_assistant_are_the_targets(tmp_path: Path) -> None:
+    rows = [{"messages": talk("the quick", "Four.", "Sure?", "Yes", system="Be brief.")}]
+    ids, mask = documents(tokenized(tmp_path, rows))[0]
+    tokenizer = load_tokenizer(chat_tokenizer())
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe quick<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
+    assert tokenizer.decode(ids).startswith(expected)
+    assert targets((ids, mask)) == "Four.<|im_end|>Yes<|im_end|>"
+    assert targets(documents(tokenized(tmp_path, rows, train_on="completion"))[0]) == "Yes<|im_end|>"
+    assert targets(documents(tokenized(tmp_path, rows, train_on="all"))[0]) == tokenizer.decode(ids)
+    assert targets(documents(tokenized(tmp_path, rows, chat_template=MARKED))[0]) == "Four.<|im_end|>Yes<|im_end|>"
+
+
+def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
+    rows = talks(25)
+    jsonl(tmp_path / "rows.jsonl", rows)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    as_text = [{"messages": json.dumps(row["messages"])} for row in rows]
+    expected = documents(tokenized(tmp_path / "cache", rows))
+    assert len(expected) == 25
+    for data in (str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.parquet"), as_text):
+        assert documents(tokenized(tmp_path / "cache", data)) == expected
+
+
+@examples(12)
+@given(st.data())
+def test_reads_are_stateless_and_equal_the_cache(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    said = st.lists(st.one_of(strategies.texts(), st.none()), min_size=1, max_size=5)
+    rows = [{"messages": talk(*turns)} for turns in data.draw(st.lists(said, min_size=1, max_size=8))] + talks(2)
+    options = data.draw(st.sampled_from([{}, {"train_on": "all"}, {"train_on": "completion"}, {"chat_template": MARKED}]))
+    source = tokenized(tmp_path_factory.mktemp("cache"), rows, on_error="skip", **options)
+    laws.assert_stateless_reads(source, data.draw(strategies.row_cuts()))
+    cache = source.materialize()
+    assert cache.read(0, 0, len(rows)).equals(source.read(0, 0, len(rows)))
+    cache.ledger.check()
+    entry = cache.ledger.find("loss_mask", "chat", "tokens")
+    assert entry.out["targets"] == sum(sum(mask) for _, mask in documents(source))
+    for ids, mask in documents(source):
+        assert any(mask[1:])
+        assert len(ids) == len(mask)
+
+
+def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> None:
+    wrong: dict[str, Any] = {
+        "null": None,
+        "empty": "[]",
+        "not_json": "[{",
+        "not_a_list": '{"role": "user", "content": "x"}',
+        "not_a_message": '["x"]',
+        "no_role": '[{"content": "x"}]',
+        "multimodal": '[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]',
+        "refused_by_template": '[{"role": "user"}]',
+        "nothing_to_train": '[{"role": "user", "content": "x"}]',
+        "invalid_utf8": '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]',
+    }
+    rows = [{"messages": value} for value in wrong.values()] + [{"messages": json.dumps(talk("a", "b"))}]
+    source = tokenized(tmp_path, rows, on_error="quarantine")
+    assert list(reasons(source).values()) == list(wrong)
+    cache = source.materialize()
+    assert cache.num_docs == 1
+    ledger = cache.ledger.find("tokenize", "chat", "rows")
+    assert ledger.out == {"written": 1, **dict.fromkeys(sorted(wrong), 1)}
+    assert cache.quarantine is not None
+    set_aside = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
+    assert [row["reason"] for row in set_aside] == [reason for reason in wrong if reason != "nothing_to_train"]
+    assert "part of type 'image_url'" in next(row["detail"] for row in set_aside if row["reason"] == "multimodal")
+
+
+def test_a_bad_row_stops_where_errors_do_and_names_its_place(tmp_path: Path) -> None:
+    path = jsonl(
+        tmp_path / "rows.jsonl", [*talks(2), {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "x"}]}]
+    )
+    with pytest.raises(SourceError, match=r"rows.jsonl, row 2, column 'messages': refused_by_template: .*on_error"):
+        tokenized(tmp_path / "cache", str(path)).materialize()
+    benign = tokenized(tmp_path / "cache", [*talks(2), {"messages": talk("only a question")}])
+    assert benign.materialize().num_docs == 2
+
+
+def test_a_hostile_template_stops_whatever_on_error_says(tmp_path: Path) -> None:
+    with pytest.raises(HostileTemplateError, match=r"row 0, column 'messages': .*too much") as caught:
+        tokenized(tmp_path, talks(2), chat_template="{% for i in range(10**9) %}{% endfor %}", on_error="skip").materialize()
+    assert isinstance(caught.value, TokenizerError)
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools|tojson }}{% endif %}" + CHATML
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [
+        {"messages": talk("a", "b"), "tools": tools, "functions": tools[:0]},
+        {"messages": talk("a", "b"), "tools": None, "functions": tools},
+    ]
+    decode = load_tokenizer(chat_tokenizer()).decode
+
+    def starts(**options: Any) -> list[bool]:
+        found = documents(tokenized(tmp_path, rows, chat_template=template, **options))
+        return [decode(ids).startswith('[{"type": "function", "function": {"name": "f"}}]<|im_start|>') for ids, _ in found]
+
+    assert starts() == [True, False]
+    assert starts(tools_field="functions") == [False, True]
+    with pytest.raises(SourceError, match="column 'nowhere': no such column"):
+        tokenized(tmp_path, rows, tools_field="nowhere")
+
+
+def test_keys_that_arrow_filled_up_with_null_are_not_there(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% endif %}:{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    rows = [{"messages": [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]}]
+    ids, _ = documents(tokenized(tmp_path, rows, chat_template=template))[0]
+    assert load_tokenizer(chat_tokenizer()).decode(ids) == "user(Ann):a<|im_end|>assistant:b<|im_end|>"
+
+
+def test_prompts_and_completions(tmp_path: Path) -> None:
+    rows = [{"q": "the quick ", "a": "brown fox"}, {"q": "x", "a": ""}, {"q": "", "a": "Four."}, {"q": None, "a": "y"}, {"q": "", "a": ""}]
+    columns = {"prompt_field": "q", "completion_field": "a", "on_error": "skip"}
+    source = tokenized(tmp_path, rows, **columns)
+    found = documents(source)
+    # The token " brown" stands for the last character of the prompt and for the completion: it is a target.
+    assert [targets(document) for document in found] == [" brown fox<|im_end|>", "Four.<|im_end|>"]
+    assert reasons(source) == {1: "nothing_to_train", 3: "null", 4: "empty"}
+    assert source.materialize().read(0, 0, 5).equals(source.read(0, 0, 5))
+    laws.assert_stateless_reads(source)
+    everything = documents(tokenized(tmp_path, rows, train_on="all", **columns))
+    assert [targets(document) for document in everything] == ["the quick brown fox<|im_end|>", "x<|im_end|>", "Four.<|im_end|>"]
+
+
+def test_what_max_length_leaves_untrained_is_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"messages": talk("the quick brown fox " * 5, "Four.")},
+        {"messages": talk("a", "Four. " * 30)},
+        {"messages": talk("the", "fox")},
+    ]
+    config = {"name_or_path": chat_tokenizer(), "max_length": 40}
+    source = tokenized(tmp_path, rows, tokenizer=config)
+    assert reasons(source) == {0: "nothing_to_train"}
+    ledger = source.materialize().ledger
+    tokens = ledger.find("tokenize", "chat", "tokens")
+    assert tokens.out["truncated"] > 0
+    whole = documents(tokenized(tmp_path, rows))
+    for (ids, mask), (full_ids, full_mask) in zip(documents(source), whole[1:], strict=True):
+        assert (ids, mask) == (full_ids[:40], full_mask[:40])
+
+
+def test_the_cache_is_used_again_and_not_for_another_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = talks(12)
+    first = tokenized(tmp_path, rows)
+    path = first.materialize().path
+    others = [{"train_on": "all"}, {"chat_template": MARKED}, {"template_date": "2026-01-31"}]
+    assert len({path, *(tokenized(tmp_path, rows, **options).materialize().path for options in others)}) == 4
+    assert len({first.fingerprint, *(tokenized(tmp_path, rows, **options).fingerprint for options in others)}) == 4
+
+    def never(*_: Any) -> None:
+        raise AssertionError("rendered again")
+
+    monkeypatch.setattr(ChatTemplate, "render", never)
+    assert tokenized(tmp_path, rows).materialize().path == path
+
+
+def own_labels(documents: list[tuple[list[int], list[int]]], rows: Mapping[str, np.ndarray]) -> None:
+    """Every segment of packed rows is a document, whole; its labels are its targets, one slot earlier."""
+    seen = []
+    for r in range(len(rows[INPUT_IDS])):
+        for segment in range(1, rows[SEGMENT_IDS][r].max() + 1):
+            here = rows[SEGMENT_IDS][r] == segment
+            seen.append((rows[INPUT_IDS][r][here].tolist(), rows[LABELS][r][here].tolist()))
+    expected = [(ids, [i if flag else -100 for i, flag in zip(ids[1:], mask[1:], strict=True)] + [-100]) for ids, mask in documents]
+    assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "pool", "first_fit"])
+def test_masks_reach_the_labels_through_packing(tmp_path: Path, strategy: Any) -> None:
+    rows = talks(40)
+    pack = PackStageConfig(seq_length=256, strategy=strategy)
+    whole = documents(tokenized(tmp_path, rows))
+    assert all(len(ids) <= 256 for ids, _ in whole)
+    found = batches(tmp_path, rows, pack=pack)
+    for batch in found:
+        laws.assert_labels(batch | {LABELS: batch[LABELS]}, _mask_of(batch))
+    own_labels(whole, {name: np.concatenate([batch[name] for batch in found]) for name in found[0]})
+
+
+def _mask_of(batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """1 at every slot whose token is somebody's label."""
+    return np.concatenate([np.zeros_like(batch[LABELS][:, :1]), batch[LABELS][:, :-1] >= 0], axis=1)
+
+
+def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
+    rows = talks(20)
+    whole = documents(tokenized(tmp_path, rows))
+    assert min(len(mask) for _, mask in whole) < 60 < max(len(mask) for _, mask in whole)
+    for oversize in ("split", "truncate", "drop"):
+        found = batches(tmp_path, rows, pack=PackStageConfig(seq_length=60, oversize=oversize))  # type: ignore[arg-type]
+        labels = np.concatenate([batch[LABELS] for batch in found])
+        if oversize == "split":
+            pieces = [(mask[i : i + 60]) for _, mask in whole for i in range(0, len(mask), 60)]
+        else:
+            pieces = [mask[:60] for _, mask in whole if oversize == "truncate" or len(mask) <= 60]
+        assert (labels >= 0).sum() == sum(sum(piece[1:]) for piece in pieces), oversize
+
+
+def test_batches_of_single_conversations_are_masked_too(tmp_path: Path) -> None:
+    rows = talks(7)
+    found = batches(tmp_path, rows, pack=None)
+    trained = sum(int((batch[LABELS] >= 0).sum()) for batch in found)
+    assert trained == sum(sum(mask[1:]) for _, mask in documents(tokenized(tmp_path, rows)))
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow", "jsonl"])
+def test_saved_conversations_give_the_same_batches(tmp_path: Path, format: Any) -> None:
+    rows = talks(20)
+    pack = PackStageConfig(seq_length=200, strategy="first_fit")
+    straight = batches(tmp_path / "cache", rows, pack=pack, chat_template=MARKED)
+    save = SaveStageConfig(output_dir=tmp_path / "saved", format=format)
+    config = PipelineConfig(datasets=[dataset(rows, chat_template=MARKED)], save=save, seed=3, cache_dir=tmp_path / "cache")
+    Pipeline.from_config(config).source().tokenize().save().build()
+    again = batches(tmp_path / "other", str(tmp_path / "saved"), pack=pack, content_field="text")
+    laws.assert_same_batches(straight, again)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"prompt_field": "q"}, "completion_field: prompt_field needs it"),
+        ({"completion_field": "a"}, "prompt_field: completion_field needs it"),
+        ({"prompt_field": "q", "completion_field": "q"}, "completion_field: is the prompt_field too"),
+        ({"prompt_field": "q", "completion_field": "a", "train_on": "assistant"}, "train_on: prompts have no assistant"),
+        ({"prompt_field": "q", "completion_field": "a", "chat_template": "{{ 1 }}"}, "chat_template: has no effect"),
+        ({"prompt_field": "q", "completion_field": "a", "tools_field": "t"}, "tools_field: has no effect"),
+        ({"template_date": "yesterday"}, "template_date: 'yesterday' is no date"),
+        ({"train_on": "user"}, "train_on: 'user' is not an option"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataset("x.jsonl", **options)
+    assert problem in str(caught.value)
+
+
+def test_options_about_messages_are_refused_for_other_columns(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"datasets\[0\].train_on: has no effect on column 'n', which holds int64"):
+        tokenized(tmp_path, [{"n": 1}], content_field="n", train_on="all")
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        tokenized(tmp_path, talks(1), tokenizer=without_template(tmp_path / "bare"))
+    with pytest.raises(ConfigError, match=r"datasets\[0\].chat_template: 'nowhere.jinja'"):
+        tokenized(tmp_path, talks(1), chat_template="nowhere.jinja")
+
+
+def test_the_sft_example_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "SFT Training Pipeline" of the Pipeline API, on local files."""
+    monkeypatch.chdir(tmp_path)
+    for part in ("a", "b"):
+        jsonl(tmp_path / "conversations" / f"{part}.jsonl", talks(150))
+    eos = load_tokenizer(chat_tokenizer()).eos_token_id
+    config = PipelineConfig(
+        datasets=[
+            DatasetConfig(
+                data_files="conversations/*.jsonl",
+                tokenizer=chat_tokenizer(),
+                content_field="messages",  # Chat data
+            ),
+        ],
+        pack=PackStageConfig(
+            enabled=True,
+            seq_length=2048,
+            eos_token_id=eos,
+        ),
+        load=LoadStageConfig(
+            batch_size=2,
+            shuffle_buffer_size=10000,
+        ),
+        cache_dir=tmp_path / "cache",
+    )
+    pipeline = Pipeline.from_config(config)
+    steps = 0
+    for batch in pipeline.source().tokenize().pack().load().build():
+        steps += 1
+        assert batch[INPUT_IDS].shape == (2, 2048)
+        share = float(np.mean(np.asarray(batch[LABELS]) >= 0))
+        assert 0.05 < share < 0.7
+    assert steps > 2
