@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 import fsspec
@@ -50,7 +51,7 @@ from easypipe.stages.card import CARD, public_name, size_category
 from easypipe.stages.layout import default_shard_bytes, edges_by_bytes, edges_by_size
 from easypipe.stages.save import parse_bytes
 from easypipe.stages.saved import MANIFEST, SavedSource, schema_to_text
-from easypipe.stages.shard_writer import CODECS
+from easypipe.stages.shard_writer import CODECS, Compression
 from easypipe.stages.write_folder import SavedFolder
 from pipelines import config, jsonl, texts, tokenizer
 
@@ -437,6 +438,16 @@ def test_codecs_that_a_format_does_not_have(kind: str, codec: str) -> None:
         SaveStageConfig(output_dir="x", format=kind, compression=codec)
     have = ", ".join(CODECS[kind])
     assert str(caught.value) == f"compression: {kind} files cannot be compressed with {codec} (have: {have}). Choose one of these."
+
+
+def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+    codecs = get_args(Compression)
+    rows = [f"| format | {' | '.join(codecs)} |", "| --- |" + " --- |" * len(codecs)]
+    for kind, own in CODECS.items():
+        default = next(iter(own))
+        rows.append(f"| {kind} | " + " | ".join("default" if c == default else "yes" if c in own else "" for c in codecs) + " |")
+    page = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
+    assert "\n".join(rows) in page, "\n".join(rows)
 
 
 # places
