@@ -34,7 +34,7 @@ PROVED_ROWS, PROVED_BYTES = 256, 128 << 10  # of the first chunk, compared with 
 
 # The options of each stage that streaming knows; every other one is refused where it is not at its default.
 KNOWN = {
-    "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers"},
+    "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
     "mix": {"weights", "block_size", "stop_strategy", "seed", "allow_mixed_tokenizers"},
     "pack": {"enabled", "seq_length", "strategy", "num_packers", "oversize", "eos_token_id", "pad_token_id", "shuffle_packed"},
     "load": {
