@@ -212,3 +212,16 @@ def test_warm_and_far_is_quick(tmp_path: Path) -> None:
     began = time.perf_counter()
     loader.explain(20_001)
     assert time.perf_counter() - began < 0.5
+
+
+def test_streaming_is_refused_with_a_reason(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(run_yaml), "--step", "3", "--set", "data.streaming=true"]) == 2
+    assert "streaming: its batches are found only by reading what stands before them" in capsys.readouterr().err
+
+
+def test_a_plan_leaves_checkpoints_for_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
+    pipeline = build(tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}})
+    pipeline.plan(500)
+    [kept] = (tmp_path / "cache" / "plans").glob("*.json")
+    assert len(json.loads(kept.read_text())["states"]) > 5

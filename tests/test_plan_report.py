@@ -51,7 +51,7 @@ def test_the_report_is_what_the_loader_does(tmp_path: Path, stop: str, epochs: i
         assert report.slots == sum(batch[SEGMENT_IDS].size for batch in batches)
     assert sum(d.tokens_placed for d in report.datasets) == tokens
     if not pack:  # a row is a document
-        assert sum(d.drawn for d in report.datasets) >= report.rows
+        assert sum(d.drawn for d in report.datasets) == report.rows
     assert sum(d.realised for d in report.datasets) == pytest.approx(1)
 
 
@@ -74,7 +74,8 @@ def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None
         pipeline.plan()
     report = pipeline.plan(200)
     code, docs = report.datasets
-    assert abs(code.drawn - docs.drawn) <= 1
+    assert code.document_share == code.realised == pytest.approx(0.5, abs=0.02)
+    assert docs.requested == 0.5
     assert code.epochs == code.drawn / 60 > 1
     assert report.steps_available is None
     assert any("code is read" in note for note in report.notes)
@@ -143,6 +144,32 @@ def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
     one = Pipeline.from_config(config(tmp_path, datasets=config(tmp_path).datasets[:1])).source()
     with pytest.raises(StageOrderError, match=r"Call tokenize\(\) before plan\(\)"):
         one.plan()
+
+
+def test_schedules_and_tokens_are_told_in_their_own_terms(tmp_path: Path) -> None:
+    points = [{"step": 0, "weights": {"code": 1, "docs": 0}}, {"step": 20, "weights": {"code": 0, "docs": 1}}]
+    mix = {"weight_schedule": points, "unit": "tokens"}
+    report = mixed(tmp_path, mix=mix, load={"batch_size": 4}).plan(80)
+    code, docs = report.datasets
+    assert report.unit == "tokens"
+    assert (code.requested, docs.requested) == (0.25, 0.75)
+    assert (code.realised, docs.realised) == (code.token_share, docs.token_share)
+    assert code.realised == pytest.approx(0.25, abs=0.03)
+    early = mixed(tmp_path, mix=mix, load={"batch_size": 4}).plan(10)
+    assert [d.name for d in early.datasets if d.never_drawn] == ["docs"]
+
+
+def test_caps_end_a_mixture_that_restarts(tmp_path: Path) -> None:
+    report = mixed(
+        tmp_path, mix={"weights": {"code": 0.5, "docs": 0.5}, "max_epochs": {"code": 2, "docs": 3}}, load={"batch_size": 1}
+    ).plan()
+    assert [d.epochs for d in report.datasets] == [2.0, 3.0]
+    assert report.steps == report.steps_available
+
+
+def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="streaming: nothing is counted before it is read"):
+        mixed(tmp_path, streaming=True).plan(3, prepare=False)
 
 
 def test_batch_sizes_by_step(tmp_path: Path) -> None:

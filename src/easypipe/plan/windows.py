@@ -188,7 +188,7 @@ class Plan:
                     partly = window
                     break
                 self._count(window, window.num_rows, counters)
-                state = window.after
+                state = self._keep(window.after)
             self._counted = (state, counters.copy())
             if partly is not None:
                 self._count(partly, stop_row - partly.first_row, counters)

@@ -20,6 +20,7 @@ from easypipe.loader.steps import Steps
 from easypipe.plan.tally import DatasetTally, Tally
 from easypipe.plan.windows import Plan
 from easypipe.sources.cache import TokenCache
+from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
@@ -29,13 +30,14 @@ from easypipe.stages.tokens import token_info
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetPlan:
-    """One dataset over the run. Shares are of documents drawn; `requested` follows from the weights.
+    """One dataset over the run.
 
-    documents, tokens: what the dataset holds, tokens as they are stored. drawn, epochs: documents taken, and how often that is each one.
+    documents, tokens: what the dataset holds, tokens as they are stored. requested: the share that the weights ask for, over the run where
+    they follow the step. document_share, token_share: what it has of the documents and tokens of the run; `realised` is the one of these
+    that the weights are about (mix.unit). drawn, epochs: documents of the run, and how often that is each one.
     rejected: source rows that became no document, by reason. tokens_cut: what the tokenizer's max_length cut off, of the whole dataset.
     The other counts are of the run: tokens_placed stand in its rows; documents longer than a row are documents_dropped or
-    documents_truncated (with tokens_dropped, tokens_truncated); documents_empty have no token; tokens_pending were drawn in the last window
-    of the plan but stand behind the last row. cache_bytes: its token cache on this disk.
+    documents_truncated (with tokens_dropped, tokens_truncated); documents_empty have no token. cache_bytes: its token cache on this disk.
     """
 
     name: str
@@ -43,13 +45,13 @@ class DatasetPlan:
     tokens: int
     requested: float
     realised: float
+    document_share: float
     token_share: float
     drawn: int
     epochs: float
     tokens_placed: int
     tokens_truncated: int = 0
     tokens_dropped: int = 0
-    tokens_pending: int = 0
     documents_truncated: int = 0
     documents_dropped: int = 0
     documents_empty: int = 0
@@ -66,12 +68,14 @@ class DatasetPlan:
 class PlanReport:
     """A run of `steps` batches over `rows` rows.
 
+    unit: what weights and realised shares are of: documents ("rows"), or "tokens".
     steps_available: batches that the data gives; None where it never ends. rows_left_over: rows at the end of the data that fill no batch.
     slots = tokens + padding, `fill` is the part of them that holds tokens. saved_bytes: what save() would write before compression, of one
     epoch; None without save(). prepared: datasets that had to be tokenized for this report. notes: what to know before starting.
     """
 
     name: str
+    unit: str
     datasets: tuple[DatasetPlan, ...]
     steps: int
     steps_available: int | None
@@ -94,7 +98,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         """A table for people."""
-        head = ("dataset", "documents", "tokens", "requested", "realised", "of tokens", "drawn", "epochs", "cache")
+        head = ("dataset", "documents", "tokens", f"asked ({self.unit})", "realised", "of tokens", "drawn", "epochs", "cache")
         lines = [head] + [
             (
                 d.name, f"{d.documents:,}", f"{d.tokens:,}", f"{d.requested:.4%}", f"{d.realised:.4%}", f"{d.token_share:.4%}",
@@ -139,15 +143,21 @@ def plan_report(
         return _stored(name, source, load, steps, saves, began)
     if INPUT_IDS not in source.schema.names:
         raise StageOrderError(at="", problem=f"Call tokenize() before plan(): dataset {name!r} has no column {INPUT_IDS!r}")
+    if context.config.streaming:
+        problem = "nothing is counted before it is read, so there is nothing to plan from"
+        raise ConfigError(
+            at="streaming", problem=problem, fix="Leave it out, here with --set streaming=false, to plan over the token cache."
+        )
+    source = LoadStage(load).process({name: source}, context)[name]  # weights that follow the step ask how many rows one has
     planned = isinstance(source, MixedShardedSource | PackedShardedSource)
     mixture = source.mixture if planned else single(name, source, context, stage="plan")
     prepared = require_prepared(mixture, prepare=prepare)
-    num_epochs = None if mixture.endless else load.num_epochs
+    num_epochs = None if mixture.restarts else load.num_epochs
     plan = source.plan(num_epochs) if isinstance(source, PackedShardedSource) else mixture.plan(None, num_epochs=num_epochs)
     run = _Run.of(load, plan.num_rows, steps)
     tally = plan.tally(run.rows)
     mixture.remember(plan)
-    datasets = _datasets(mixture, tally)
+    datasets = _datasets(mixture, tally, run.rows)
     notes = [*run.notes(name, load), *_notes(datasets, mixture, plan)]
     if prepared:
         notes.insert(0, f"{', '.join(prepared)}: tokenized for this report")
@@ -157,6 +167,7 @@ def plan_report(
         saved = source.shards[0].num_bytes if packed else sum(cache.total_tokens * cache.buffers().id_bytes for cache in mixture.caches)
     return PlanReport(
         name=name,
+        unit=mixture.unit,
         datasets=datasets,
         steps=run.steps,
         steps_available=run.available,
@@ -236,30 +247,36 @@ class _Run:
         return found
 
 
-def _datasets(mixture: Mixture, tally: Tally) -> tuple[DatasetPlan, ...]:
-    draws, placed = sum(t.draws for t in tally.datasets.values()), sum(t.tokens_placed for t in tally.datasets.values())
-    requested = mixture.requested(tally.rows)
+def _datasets(mixture: Mixture, tally: Tally, rows: int) -> tuple[DatasetPlan, ...]:
+    counted, requested = tally.datasets, mixture.requested(rows)
+    drawn, placed = sum(map(_drawn, counted.values())), sum(part.tokens_placed for part in counted.values())
     return tuple(
-        _dataset(name, cache, tally.datasets[name], requested[name], draws, placed)
+        _dataset(name, cache, counted[name], requested[name], drawn, placed, mixture.unit)
         for name, cache in zip(mixture.parts, mixture.caches, strict=True)
     )
 
 
-def _dataset(name: str, cache: TokenCache, counted: DatasetTally, requested: float, draws: int, placed: int) -> DatasetPlan:
+def _drawn(part: DatasetTally) -> int:
+    """Documents of the run: without those that stand in the last window of the plan, but behind the last row."""
+    return part.draws - part.docs_pending
+
+
+def _dataset(name: str, cache: TokenCache, counted: DatasetTally, requested: float, drawn: int, placed: int, unit: str) -> DatasetPlan:
     counts = cache.manifest.counts
+    documents, tokens = _drawn(counted) / drawn if drawn else 0.0, counted.tokens_placed / placed if placed else 0.0
     return DatasetPlan(
         name=name,
         documents=cache.num_docs,
         tokens=cache.total_tokens,
         requested=requested,
-        realised=counted.draws / draws if draws else 0.0,
-        token_share=counted.tokens_placed / placed if placed else 0.0,
-        drawn=counted.draws,
-        epochs=counted.draws / cache.num_docs if cache.num_docs else 0.0,
+        realised=tokens if unit == "tokens" else documents,
+        document_share=documents,
+        token_share=tokens,
+        drawn=_drawn(counted),
+        epochs=_drawn(counted) / cache.num_docs if cache.num_docs else 0.0,
         tokens_placed=counted.tokens_placed,
         tokens_truncated=counted.tokens_truncated,
         tokens_dropped=counted.tokens_dropped,
-        tokens_pending=counted.tokens_pending,
         documents_truncated=counted.docs_truncated,
         documents_dropped=counted.docs_dropped,
         documents_empty=counted.docs_empty,
@@ -309,7 +326,7 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, steps: int 
     placed = tokens * run.rows // per_epoch if per_epoch else 0
     num_bytes = sum(shard.num_bytes for shard in source.shards)
     dataset = DatasetPlan(
-        name=name, documents=per_epoch, tokens=tokens, requested=1.0, realised=1.0, token_share=1.0, drawn=run.rows,
+        name=name, documents=per_epoch, tokens=tokens, requested=1.0, realised=1.0, document_share=1.0, token_share=1.0, drawn=run.rows,
         epochs=run.rows / per_epoch if per_epoch else 0.0, tokens_placed=placed, cache_bytes=num_bytes,
     )  # fmt: skip
     notes = run.notes(name, load)
@@ -318,6 +335,7 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, steps: int 
         notes.append("nobody recorded how many tokens these rows hold")
     return PlanReport(
         name=name,
+        unit="rows",
         datasets=(dataset,),
         steps=run.steps,
         steps_available=run.available,
