@@ -93,6 +93,20 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "content_field": Effect(
             "output", "stages/test_tokenize.py::test_content_field_and_budget_come_from_the_dataset", "what is tokenized"
         ),
+        "prompt_field": Effect("output", "stages/test_chat_rows.py::test_prompts_and_completions", "two columns in place of content_field"),
+        "completion_field": Effect("output", "stages/test_chat_rows.py::test_prompts_and_completions", "the second of them, which is trained"),
+        "train_on": Effect(
+            "output", "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets", "which tokens of a conversation are targets"
+        ),
+        "chat_template": Effect(
+            "output", "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets", "how conversations become text"
+        ),
+        "template_date": Effect(
+            "output",
+            "stages/test_chat_rows.py::test_the_cache_is_used_again_and_not_for_another_template",
+            "the day that templates are told",
+        ),
+        "tools_field": Effect("output", "stages/test_chat_rows.py::test_tools_reach_the_template", "the tools that templates are told"),
         "format_fields": Effect("output", "stages/test_formats.py::test_format_fields_renames", "columns renamed before anything else"),
         "format_callback": Effect(
             "output",
