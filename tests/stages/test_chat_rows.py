@@ -238,6 +238,27 @@ def test_masks_reach_the_labels_through_packing(tmp_path: Path, strategy: Any) -
     own_labels(whole, {name: np.concatenate([batch[name] for batch in found]) for name in found[0]})
 
 
+@pytest.mark.parametrize("oversize", ["split", "truncate", "drop"])
+def test_the_ledger_knows_what_is_trained_and_what_is_masked(tmp_path: Path, oversize: Any) -> None:
+    """placed = targets + masked + segment starts, and the targets are the labels that a loader gives."""
+    rows, text = talks(20), [{"text": "the quick brown fox " * n} for n in range(1, 12)]
+    datasets = [dataset(rows), DatasetConfig(name="text", data_files=text, tokenizer=chat_tokenizer())]
+    pack = PackStageConfig(seq_length=60, oversize=oversize)
+    mix = {"weights": {"chat": 0.5, "text": 0.5}, "stop_strategy": "all_exhausted"}
+    load = LoadStageConfig(batch_size=2, drop_last=False)
+    config = PipelineConfig(datasets=datasets, mix=mix, pack=pack, load=load, seed=3, cache_dir=tmp_path)  # type: ignore[arg-type]
+    for packed in (True, False):
+        pipeline = Pipeline.from_config(config).source().tokenize().mix()
+        pipeline = (pipeline.pack() if packed else pipeline).load()
+        trained = sum(int((np.asarray(batch[LABELS]) >= 0).sum()) for batch in pipeline.build())
+        ledger = pipeline.ledger()
+        entries = [ledger.find("labels", name, "tokens") for name in ("chat", "text")]
+        assert sum(entry.out["targets"] for entry in entries) == trained
+        assert entries[0].out["masked"] > 0
+        assert "masked" not in entries[1].out
+        ledger.check()
+
+
 def _mask_of(batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """1 at every slot whose token is somebody's label."""
     return np.concatenate([np.zeros_like(batch[LABELS][:, :1]), batch[LABELS][:, :-1] >= 0], axis=1)

@@ -7,6 +7,7 @@ import pyarrow as pa
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
+from easypipe.loader.targets import count_targets
 from easypipe.plan.tally import DatasetTally
 from easypipe.sources.cache import TokenCache
 from easypipe.stages.kept import TokensAndColumns
@@ -50,6 +51,7 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
     plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
     tally = plan.tally()
     stage = "pack" if packed else "mix"
+    trained = count_targets(plan, mixture.caches, tally.rows) if mixture.has_loss_mask else None  # the one number that lengths do not tell
     for i, (name, part) in enumerate(tally.datasets.items()):
         drawn = {"drawn": part.draws, "unreached": part.unreached}
         ledger.add("mix", name, "documents", into={"passes x documents": part.passes * part.num_docs}, out=drawn)
@@ -75,14 +77,9 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
                 "dropped": part.tokens_dropped,
             },
         )
-        target = "targets or masked" if mixture.has_loss_mask else "targets"
-        ledger.add(
-            "labels",
-            name,
-            "tokens",
-            into={"placed": part.tokens_placed},
-            out={target: part.tokens_placed - part.segments, "segment starts": part.segments},
-        )
+        labels = part.tokens_placed - part.segments
+        out = {"targets": labels} if trained is None else {"targets": int(trained[i]), "masked": labels - int(trained[i])}
+        ledger.add("labels", name, "tokens", into={"placed": part.tokens_placed}, out={**out, "segment starts": part.segments})
     if packed:
         slots = {"tokens": tally.slots - tally.padding, "padding": tally.padding}
         ledger.add("pack", whole, "slots", into={"slots": tally.slots}, out=slots)
