@@ -18,7 +18,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.storage import TEMPORARY
 from easypipe.stages.saved import MANIFEST
 from easypipe.stages.verify import verify
-from pipelines import config, tokenizer
+from pipelines import config, jsonl, tokenizer
 
 
 def values(tmp_path: Path, **options: Any) -> dict[str, Any]:
@@ -131,9 +131,8 @@ def test_not_json_and_broken_records(tmp_path: Path) -> None:
     assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("form", ["parquet", "arrow", "jsonl"])
-def test_a_broken_shard_is_named_and_repaired(tmp_path: Path, kind: str, form: str) -> None:
+@pytest.mark.parametrize(("form", "kind"), [*(("parquet", kind) for kind in DAMAGE), ("arrow", "flipped"), ("jsonl", "cut")])
+def test_a_broken_shard_is_named_and_repaired(tmp_path: Path, form: str, kind: str) -> None:
     out = saved(tmp_path, format=form)
     before = files(out)
     victim = sorted(out.glob("part-*"))[1]
@@ -180,6 +179,31 @@ def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
     assert "is not the tokenizer that made these tokens" in wrong.problems[0].what
 
 
+def test_a_dataset_with_a_cache_and_masks_of_its_own(tmp_path: Path) -> None:
+    """Prompts are masked, so its token files have a column more; the folder is not the pipeline's."""
+    rows = [{"p": f"question {i} ", "c": f"answer {i * i}"} for i in range(30)]
+    data = jsonl(tmp_path / "qa.jsonl", rows)
+    dataset = {"name": "qa", "data_files": str(data), "prompt_field": "p", "completion_field": "c", "cache_path": str(tmp_path / "own")}
+    made = Pipeline.from_config(to_dict(config(tmp_path)) | {"datasets": [dataset], "pack": {"seq_length": 64}})
+    made.source().tokenize().pack()
+    loader = made.load({"batch_size": 2}).build()
+    before = files(tmp_path / "own", "locks")
+    for row in loader.explain(0).rows:
+        for segment in row.segments:
+            asked, answered = rows[segment.row]["p"], rows[segment.row]["c"]
+            if not segment.is_part:
+                told = {span.masked: span.text for span in segment.spans}
+                assert told[True].strip() == asked.strip()
+                assert told[False].strip().startswith(answered)
+    [whole] = verify(tmp_path / "own")
+    assert whole.ok
+    [victim] = (tmp_path / "own" / "tokens").rglob("*.arrow")
+    flip(victim)
+    again = Pipeline.from_config(to_dict(config(tmp_path)) | {"datasets": [dataset]}).source().tokenize().repair(tmp_path / "own")
+    assert all(one.ok for one in again)
+    assert files(tmp_path / "own", "locks", "plans") == {k: v for k, v in before.items() if not k.startswith("plans")}
+
+
 def test_a_repair_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
     cache = prepared(tmp_path)
     victim = sorted((cache / "tokens").rglob("*.arrow"))[0]
@@ -201,7 +225,7 @@ def test_what_the_pipeline_does_not_make_stays_broken(tmp_path: Path) -> None:
     only_code = values(tmp_path) | {"datasets": [d for d in values(tmp_path)["datasets"] if d["name"] == "code"]}
     after = Pipeline.from_config(only_code).source().tokenize().repair(cache)
     assert {one.dataset: one.ok for one in after} == {"code": True, "docs": False}
-    with pytest.raises(ConfigError, match=r"is to be repaired\. Set cache_dir="):
+    with pytest.raises(ConfigError, match=r"cache_dir: no dataset has its tokens in .*\. Set cache_dir="):
         Pipeline.from_config(only_code | {"cache_dir": str(tmp_path / "other")}).source().tokenize().repair(cache)
 
 

@@ -33,16 +33,14 @@ Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]  # of a pipeline
 def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Verification, ...]:
     """Makes good what is broken in `path` as far as this pipeline makes it; returns what `verify` says afterwards.
 
-    A token cache is repaired where it is the `cache_dir` of the pipeline, a saved folder where one of its save() writes there. What a
-    pipeline does not make stays broken, and is told of. Raises ConfigError where `path` is neither, and what preparing and saving raise.
+    A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its save() writes there. What a pipeline
+    does not make stays broken, and is told of. Raises ConfigError where `path` is neither, and what preparing and saving raise.
     """
     if storage.is_remote(path):
         raise ConfigError(at=str(path), problem="only local folders are repaired", fix="Save the data again with overwrite=True.")
     broken = [found for found in verify(path) if not found.ok]
     place = cache_folder_of(path)
     if place is not None:
-        if place != context.cache_dir:
-            raise ConfigError(at="cache_dir", problem=f"{context.cache_dir}, but {place} is to be repaired", fix=f"Set cache_dir={place}.")
         _repair_cache(place, broken, steps, context)
     else:
         for found in broken:
@@ -53,9 +51,13 @@ def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Ve
 def _repair_cache(cache_dir: Path, broken: Sequence[Verification], steps: Steps, context: PipelineContext) -> None:
     wanted = {Path(found.path): _files(found) for found in broken if found.kind == "token cache" and _files(found)}
     stale = {file for found in broken if found.kind == "records" for file in _files(found)}
-    for name, source in _documents(steps, context):
-        path: Path | None = getattr(source, "cache_path", None)
-        if path is None or not (path in wanted or (stale and path.exists())):
+    sources = [(name, source, getattr(source, "cache_path", None)) for name, source in _documents(steps, context)]
+    folders = {path.parent.parent for _, _, path in sources if path is not None}
+    if cache_dir not in folders:
+        fix = f"Set cache_dir={cache_dir}, or give the config that filled it."
+        raise ConfigError(at="cache_dir", problem=f"no dataset has its tokens in {cache_dir}", have=sorted(map(str, folders)), fix=fix)
+    for name, source, path in sources:
+        if path is None or path.parent.parent != cache_dir or not (path in wanted or (stale and path.exists())):
             continue
         with _aside({*wanted.get(path, ()), *stale, path}) as kept:
             log.info("dataset %s: making good %s", name, path.stem)
