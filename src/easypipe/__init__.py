@@ -49,6 +49,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.train.model": ("Decoder", "ModelConfig"),
     "easypipe.train.trainer": ("Trainer", "TrainResult"),
     "easypipe.transforms.bpe": ("train_bpe",),
+    "easypipe.transforms.conversation": ("Chat",),
     "easypipe.transforms.columns": ("Combine", "Drop", "Extract", "FilterNonEmpty", "Rename", "Select"),
     "easypipe.transforms.functions": ("Expand", "Filter", "Map"),
     "easypipe.transforms.tokenizer": ("Tokenizer", "TokenizerConfig", "load_tokenizer"),

@@ -6,11 +6,12 @@ from typing import Any, Protocol
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
-from easypipe.stages.chat_rows import ChatForm, PairForm, is_messages
+from easypipe.stages.chat_rows import ChatForm, PairForm
 from easypipe.stages.ranges import recipe_of
 from easypipe.stages.text_rows import Texts, is_text, read_texts, require_text
 from easypipe.stages.token_rows import Documents, encode_texts
 from easypipe.transforms.chat import load_chat_template
+from easypipe.transforms.messages import is_messages
 from easypipe.transforms.tokenizer import Tokenizer
 
 TOOLS = "tools"  # the column that holds them, where a dataset names none
