@@ -33,6 +33,7 @@ class WebServer(ThreadingHTTPServer):
         self.sent = 0
         self.retry_after = ""
         self.etags: dict[str, str] = {}
+        self.extra: dict[str, dict[str, str]] = {}  # path → further headers
         self.denied: dict[str, tuple[int, dict[str, str]]] = {}  # path → status and headers
 
     @property
@@ -73,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in server.files:
             return self._answer(404, b"not here", {})
         data = server.files[path]
-        headers = {"ETag": server.etags.get(path, f'"{hash(data)}"')}
+        headers = {"ETag": server.etags.get(path, f'"{hash(data)}"'), **server.extra.get(path, {})}
         status = 200
         if wanted and server.ranges:
             first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted).groups()  # type: ignore[union-attr]

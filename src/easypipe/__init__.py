@@ -36,6 +36,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.pipeline": ("Pipeline", "create_pipeline"),
     "easypipe.run": ("RunConfig",),
     "easypipe.sources.cache": ("TokenCache",),
+    "easypipe.sources.hub": ("HuggingFaceShardedSource",),
     "easypipe.stages.config": ("OrderConfig", "PipelineConfig"),
     "easypipe.stages.interleave": ("InterleavedSource", "block_mixture_interleave"),
     "easypipe.stages.mix": ("MixedShardedSource", "MixStageConfig"),

@@ -153,7 +153,7 @@ class FileSource:
         table, numbers, rejects = self._format.rows(file, survey, fields, start, stop)
         if numbers is None:
             numbers = np.arange(start, stop, dtype=np.int64)
-        arrays = [self._column(file, opened.data, name, table) for name in opened.data.names]
+        arrays = [self._column(file, opened.data, name, table, len(numbers)) for name in opened.data.names]
         bad = _not_utf8(opened.data, arrays)
         if bad:
             rejects = sorted([*rejects, *(_invalid(int(numbers[i]), why) for i, why in bad.items())], key=lambda reject: reject.row)
@@ -173,10 +173,11 @@ class FileSource:
         """A row as it stands in its file; None for formats that are not text."""
         return self._format.raw(self.files[shard], self._open().surveys[shard], row)
 
-    def _column(self, file: FileRef, data: pa.Schema, name: str, table: pa.Table) -> pa.Array:
+    def _column(self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int) -> pa.Array:
+        """`rows` is told apart, because a table without columns forgets how many it has."""
         kind = data.field(name).type
         if name not in table.column_names:
-            return constant(dict(file.partitions).get(name), table.num_rows, kind)
+            return constant(dict(file.partitions).get(name), rows, kind)
         try:
             return column(table.column(name).chunks, kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

@@ -47,7 +47,7 @@ class InMemoryShardedSource:
         self._batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         rows = self._batch.num_rows
         self._shard = Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, CUT_ROWS)) or (0,), num_bytes=self._batch.nbytes)
-        self._content = digest("memory", READER_VERSION, _content_hash(self._batch))
+        self._content = digest("memory", READER_VERSION, content_hash(self._batch))
 
     @property
     def schema(self) -> pa.Schema:
@@ -123,7 +123,7 @@ def _first_misfit(values: Any) -> int | None:
     return None
 
 
-def _content_hash(batch: pa.RecordBatch) -> str:
+def content_hash(batch: pa.RecordBatch) -> str:
     """XXH3 of the batch as an Arrow stream: schema and values, no leftovers of slices."""
     hasher = xxhash.xxh3_128()
     sink = pa.PythonFile(_Hashing(hasher), mode="w")

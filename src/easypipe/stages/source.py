@@ -19,6 +19,7 @@ from easypipe.sources.open import open_files
 from easypipe.stages.caching import index_folder
 from easypipe.stages.chat_rows import check_chat
 from easypipe.stages.formats import check_formats, formatted
+from easypipe.stages.inputs import check_input, is_object, open_input
 from easypipe.stages.saved import is_saved, load_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -29,10 +30,14 @@ READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines f
 class DatasetConfig:
     """One dataset: where its rows are, and how they are read.
 
-    data_files: a path, glob, folder, URL or a list of those; a folder that `save()` wrote; or rows in memory (an Arrow table, a list of
-        dicts, a dict of columns).
+    data_files: a path, glob, folder, URL or a list of those; a folder that `save()` wrote, or `datasets` with save_to_disk; a dataset of
+        the Hub (`hf://datasets/owner/name`, or `owner/name` with type="huggingface"); rows in memory (an Arrow table, a list of dicts, a
+        dict of columns), a `datasets.Dataset`, a Grain data source, or anything that gives dicts by number.
     name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by position.
-    type: the format, where the file names do not tell it.
+    type: the format, where the file names do not tell it; `huggingface` reads a dataset of the Hub.
+    split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a folder. Plain files are all `train`.
+    subset: the configuration of a dataset of the Hub; None takes its default.
+    revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a commit when the source is opened.
     num_rows: only the first so many rows, counted over the files in order.
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
     tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it takes; and `use_fast`: False encodes with
@@ -63,7 +68,10 @@ class DatasetConfig:
 
     data_files: Any
     name: str | None = None
-    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt"] | None = None
+    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt", "huggingface"] | None = None
+    split: str | None = None
+    subset: str | None = None
+    revision: str | None = None
     num_rows: int | None = None
     tokenizer: TokenizerConfig | str | None = None
     tokenizer_kwargs: dict[str, Any] | None = None
@@ -112,13 +120,14 @@ class DatasetConfig:
             raise ConfigError(at="max_bad_rows", problem=f"{self.max_bad_rows} is no number of rows", fix="Give 0 or more.")
         if self.cache_path is not None and not self.cache_enabled:
             raise ConfigError(at="cache_path", problem="has no effect while cache_enabled is False", fix="Leave one of them out.")
+        check_input(self)
         check_formats(self)
         check_chat(self)
 
     @property
     def in_memory(self) -> bool:
         files = self.data_files
-        if isinstance(files, pa.Table | Mapping):
+        if isinstance(files, pa.Table | Mapping) or is_object(files):
             return True
         return isinstance(files, list | tuple) and bool(files) and all(isinstance(row, Mapping) for row in files)
 
@@ -141,9 +150,12 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
     """Raises MissingFileError where no file is, SourceError where a file is not what its name says."""
     files = dataset.data_files
     kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
-    if dataset.in_memory:
+    own = open_input(dataset, index_folder(dataset, context))
+    if own is not None:
+        source: ShardedSource = own
+    elif dataset.in_memory:
         rows = list(files) if isinstance(files, tuple) else files
-        source: ShardedSource = InMemoryShardedSource(rows, name=str(dataset.name))
+        source = InMemoryShardedSource(rows, name=str(dataset.name))
     elif isinstance(files, str | Path) and is_saved(files, dataset.storage_options):
         saved = load_saved(files, dataset.storage_options)
         if dataset.type is not None and kind != READERS.get(saved.manifest.format, saved.manifest.format):

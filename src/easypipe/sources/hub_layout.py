@@ -1,0 +1,140 @@
+"""Which files of a Hub dataset make up a subset and a split: what its card says, else what folders and file names say.
+
+The rules are those that the Hub documents (huggingface.co/docs/hub, "Data files configuration" and "File names and splits").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsspec.utils import glob_translate
+
+from easypipe.core.errors import MissingFileError, did_you_mean
+from easypipe.sources.refs import format_of, natural
+
+TRAIN = "train"
+KEYWORDS = {
+    TRAIN: ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+BOOKKEEPING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+SHARD = re.compile(r"(?:^|/)([\w.-]+?)-\d{4,}-of-\d{4,}[^/]*$")
+
+
+def choose_files(
+    names: Sequence[str],
+    card: Mapping[str, Any],
+    *,
+    at: str,
+    pattern: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+    converted: bool = False,
+) -> list[str]:
+    """Names of the data files, naturally sorted. converted: the layout is the Hub's own, `subset/split/0000.parquet`.
+
+    Raises MissingFileError, with what there is, for a pattern, subset or split that names no file.
+    """
+    data = sorted((name for name in names if _is_data(name)), key=natural)
+    if not data:
+        raise MissingFileError(at=at, problem="holds no data file that could be read", have=names[:8], fix="Check the name of the dataset.")
+    if pattern is not None:
+        chosen = _matching(data, [pattern])
+        if not chosen:
+            raise MissingFileError(at=f"{at}/{pattern}", problem="the pattern matches no file", have=data[:8], fix="Correct the pattern.")
+        return chosen
+    splits = _from_folders(data, subset, at) if converted else _from_card(data, card, subset, at)
+    wanted = split or TRAIN
+    if wanted not in splits:
+        raise MissingFileError(
+            at=at, problem=f"no split {wanted!r}", have=sorted(splits), fix=did_you_mean(wanted, splits) or "Name one by split=."
+        )
+    return splits[wanted]
+
+
+def _from_card(data: list[str], card: Mapping[str, Any], subset: str | None, at: str) -> dict[str, list[str]]:
+    configs = {str(entry.get("config_name", "default")): entry for entry in card.get("configs") or () if isinstance(entry, Mapping)}
+    configs = {name: entry for name, entry in configs.items() if entry.get("data_files") or entry.get("data_dir")}
+    if not configs:
+        if subset is None or subset == "default":
+            return _by_names(data)
+        inside = [name for name in data if subset in name.split("/")[:-1]]
+        if not inside:
+            have = sorted({folder for name in data for folder in name.split("/")[:-1]})
+            raise MissingFileError(at=at, problem=f"no subset {subset!r}", have=have, fix=did_you_mean(subset, have) or "Leave subset out.")
+        return _by_names(inside)
+    chosen = subset or next((name for name, entry in configs.items() if entry.get("default")), None)
+    if chosen is None and (len(configs) == 1 or "default" in configs):
+        chosen = "default" if "default" in configs else next(iter(configs))
+    if chosen is None or chosen not in configs:
+        problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+        raise MissingFileError(
+            at=at, problem=problem, have=configs, fix=(did_you_mean(subset, configs) if subset else None) or "Name one by subset=."
+        )
+    entry = configs[chosen]
+    base = str(entry.get("data_dir") or "").strip("/")
+    inside = [name for name in data if not base or name.startswith(f"{base}/")]
+    files = entry.get("data_files")
+    if not files:
+        return _by_names(inside)
+    prefix = f"{base}/" if base else ""
+    if isinstance(files, str) or all(isinstance(item, str) for item in files):
+        return {TRAIN: _matching(inside, [prefix + item for item in ([files] if isinstance(files, str) else files)])}
+    found: dict[str, list[str]] = {}
+    for item in files:
+        paths = item.get("path", [])
+        found[str(item.get("split", TRAIN))] = _matching(inside, [prefix + path for path in ([paths] if isinstance(paths, str) else paths)])
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, list[str]]:
+    subsets = sorted({name.split("/")[0] for name in data})
+    chosen = subset or ("default" if "default" in subsets else subsets[0] if len(subsets) == 1 else None)
+    if chosen not in subsets:
+        problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+        raise MissingFileError(at=at, problem=problem, have=subsets, fix="Name one by subset=.")
+    found: dict[str, list[str]] = {}
+    for name in data:
+        parts = name.split("/")
+        if parts[0] == chosen and len(parts) > 2:
+            found.setdefault(parts[1].removeprefix("partial-"), []).append(name)
+    return found
+
+
+def _by_names(data: list[str]) -> dict[str, list[str]]:
+    """Splits by `split-00000-of-00004.parquet`, else by the words in folders and file names; without any, all is `train`."""
+    shards = {name: match[1] for name in data if (match := SHARD.search(name))}
+    if len(shards) == len(data):
+        return _grouped({name: _keyword(found) or found for name, found in shards.items()})
+    words = {name: _keyword(name) for name in data}
+    if any(words.values()):
+        return _grouped({name: word for name, word in words.items() if word})
+    return {TRAIN: data}
+
+
+def _keyword(name: str) -> str | None:
+    parts = set(re.split(r"[/._\s-]+|(?<=[a-z])(?=\d)", name.lower()))
+    return next((split for split, words in KEYWORDS.items() if parts & set(words)), None)
+
+
+def _grouped(splits: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, split in splits.items():
+        found.setdefault(split, []).append(name)
+    return found
+
+
+def _matching(names: list[str], patterns: Sequence[str]) -> list[str]:
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        expression = re.compile(glob_translate(pattern.strip("/")))
+        found.update(dict.fromkeys(name for name in names if expression.match(name)))
+    return list(found)
+
+
+def _is_data(name: str) -> bool:
+    parts = name.split("/")
+    return format_of(name) is not None and parts[-1] not in BOOKKEEPING and not any(part.startswith((".", "_")) for part in parts)

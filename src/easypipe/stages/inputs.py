@@ -1,0 +1,79 @@
+"""Which kind of input a dataset names, beside plain files: the Hub, a folder of `datasets`, an object of another library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import ShardedSource
+from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
+from easypipe.sources.objects import is_dataset_object, open_object
+from easypipe.sources.open import open_files
+from easypipe.sources.saved_datasets import is_saved_dataset, saved_dataset_files
+
+WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
+
+
+def is_object(data: Any) -> bool:
+    return not isinstance(data, pa.Table | Path) and is_dataset_object(data)
+
+
+def is_hub(dataset: Any) -> bool:
+    files = dataset.data_files
+    return dataset.type == "huggingface" or (isinstance(files, str) and files.startswith("hf://"))
+
+
+def check_input(dataset: Any) -> None:
+    """What type, split, subset and revision mean together. Raises ConfigError for those that would have no effect."""
+    files = dataset.data_files
+    if is_hub(dataset):
+        if dataset.type not in (None, "huggingface"):
+            problem = f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
+            raise ConfigError(at="type", problem=problem, fix="Leave it out, or name files: hf://datasets/owner/name/*.jsonl.")
+        if not isinstance(files, str):
+            raise ConfigError(at="data_files", problem=f"{files!r} names no dataset of the Hub", fix="Write owner/name.")
+        if parse_hub_name(files).pattern and (dataset.split or dataset.subset):
+            at = "split" if dataset.split else "subset"
+            raise ConfigError(at=at, problem="has no effect beside a pattern", fix="Leave it or the pattern out.")
+        return
+    for name in ("subset", "revision"):
+        if getattr(dataset, name) is not None:
+            raise ConfigError(
+                at=name, problem="means something for datasets of the Hub alone", fix="Set type='huggingface', or leave it out."
+            )
+    if dataset.split is None or is_object(files) or (isinstance(files, str | Path) and is_saved_dataset(files)):
+        return
+    if dataset.split != WHOLE:
+        raise ConfigError(
+            at="split",
+            problem=f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
+            fix="Leave it out, and give the files of that split by data_files.",
+        )
+
+
+def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
+    """The source of an input that is no plain file and no plain rows; None for those."""
+    files = dataset.data_files
+    if is_object(files):
+        return open_object(files, name=str(dataset.name), split=dataset.split)
+    if is_hub(dataset):
+        return HuggingFaceShardedSource(
+            files,
+            split=dataset.split,
+            subset=dataset.subset,
+            revision=dataset.revision,
+            num_rows=dataset.num_rows,
+            on_error=dataset.on_error,
+            storage_options=dataset.storage_options,
+            index_dir=index_dir,
+        )
+    if isinstance(files, str | Path) and is_saved_dataset(files):
+        if dataset.type not in (None, "arrow"):
+            raise ConfigError(
+                at=f"datasets.{dataset.name}.type", problem=f"{dataset.type!r}, but {files} is a folder of `datasets`", fix="Leave it out."
+            )
+        return open_files(saved_dataset_files(files, dataset.split), type="arrow", on_error=dataset.on_error)
+    return None

@@ -1,0 +1,282 @@
+"""Datasets of the Hub, on a server on loopback that speaks its API, through the real client."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import constants
+
+from easypipe.core import remote
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
+from easypipe.sources.hub_layout import choose_files
+from easypipe.sources.open import open_files
+from laws import assert_stateless_reads
+from web import WebServer, web_server
+
+MAIN, OLD = "a" * 40, "b" * 40
+TOKEN = "hf_" + "x" * 30
+
+
+def parquet(start: int, rows: int) -> bytes:
+    out = io.BytesIO()
+    table = pa.table({"text": [f"row {i}" for i in range(start, start + rows)], "ballast": [f"{i}" * 150 for i in range(rows)]})
+    pq.write_table(table, out, row_group_size=1000, compression="none")
+    return out.getvalue()
+
+
+def publish(
+    server: WebServer, repo: str, files: dict[str, bytes], *, commit: str = MAIN, revisions: tuple[str, ...] = ("main",), **info
+) -> None:
+    siblings = []
+    for name, data in files.items():
+        sha = hashlib.sha256(data).hexdigest()
+        lfs = {"lfs": {"sha256": sha, "size": len(data), "pointerSize": 100}} if name.endswith((".parquet", ".gz")) else {}
+        siblings.append({"rfilename": name, "size": len(data), "blobId": sha[:40], **lfs})
+        path = f"/datasets/{repo}/resolve/{commit}/{name}"
+        server.files[path] = data
+        server.etags[path] = f'"{sha}"'
+        server.extra[path] = {"X-Repo-Commit": commit}
+    answer = {
+        "_id": "1",
+        "id": repo,
+        "sha": commit,
+        "private": False,
+        "gated": False,
+        "siblings": siblings,
+        "tags": [],
+        "downloads": 0,
+        "likes": 0,
+        **info,
+    }
+    for revision in (*revisions, commit):
+        server.json(f"/api/datasets/{repo}/revision/{revision}", answer)
+    if "main" in revisions:
+        server.json(f"/api/datasets/{repo}", answer)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WebServer]:
+    with web_server() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        remote.set_retry_policy(remote.RetryPolicy(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, attempt_timeout_s=5, deadline_s=10))
+        publish(
+            server,
+            "org/stories",
+            {
+                "README.md": b"# card",
+                "data/train-00000-of-00002.parquet": parquet(0, 3000),
+                "data/train-00001-of-00002.parquet": parquet(3000, 2000),
+                "data/validation-00000-of-00001.parquet": parquet(9000, 10),
+            },
+        )
+        yield server
+        remote.set_retry_policy(None)
+
+
+def texts(source) -> list[str]:
+    return [text for s, shard in enumerate(source.shards) for text in source.read(s, 0, shard.num_rows).column("text").to_pylist()]
+
+
+def test_splits_and_law(hub: WebServer) -> None:
+    source = HuggingFaceShardedSource("org/stories")
+    assert_stateless_reads(source, [1, 999, 1000, 2999])
+    assert texts(source) == [f"row {i}" for i in range(5000)]
+    assert source.commit == MAIN
+    assert texts(HuggingFaceShardedSource("hf://datasets/org/stories", split="validation")) == [f"row {i}" for i in range(9000, 9010)]
+    assert texts(HuggingFaceShardedSource("hf://datasets/org/stories/data/val*.parquet")) == [f"row {i}" for i in range(9000, 9010)]
+    with pytest.raises(MissingFileError) as caught:
+        HuggingFaceShardedSource("org/stories", split="valid")
+    assert str(caught.value) == "hf://datasets/org/stories: no split 'valid' (have: train, validation). Did you mean 'validation'?"
+
+
+def test_no_more_than_needed_travels(hub: WebServer) -> None:
+    source = HuggingFaceShardedSource("org/stories", columns=["text"])
+    assert hub.sent < 10_000  # the listing
+    before = hub.sent
+    texts(source)
+    assert hub.sent - before < 0.25 * sum(len(parquet(*part)) for part in ((0, 3000), (3000, 2000)))
+    limited = HuggingFaceShardedSource("org/stories", num_rows=10)
+    assert len(limited.shards) == 1  # the second file is not even opened
+
+
+def test_the_commit_is_kept(hub: WebServer) -> None:
+    """What main says later does not change a source that was made; a file that stays the same keeps its identity."""
+    before = HuggingFaceShardedSource("org/stories")
+    fingerprint, identity = before.fingerprint, before.shard_identity(0)
+    files = {"data/train-00000-of-00002.parquet": parquet(0, 3000), "data/train-00001-of-00002.parquet": parquet(0, 5)}
+    publish(hub, "org/stories", files, commit=OLD)
+    assert texts(before)[-1] == "row 4999"
+    after = HuggingFaceShardedSource("org/stories")
+    assert after.commit == OLD
+    assert after.fingerprint != fingerprint
+    assert (after.shard_identity(0), after.shard_identity(1) == before.shard_identity(1)) == (identity, False)
+    pinned = HuggingFaceShardedSource("org/stories", revision=MAIN)
+    assert pinned.fingerprint == fingerprint
+    assert HuggingFaceShardedSource(f"hf://datasets/org/stories@{MAIN}").fingerprint == fingerprint
+
+
+def test_lines_are_downloaded_once_into_the_clients_cache(hub: WebServer, tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": f"line {i}"}).encode() + b"\n" for i in range(500))
+    publish(hub, "org/lines", {"train.jsonl": lines, "test.jsonl": lines[:200]})
+    source = HuggingFaceShardedSource("org/lines")
+    assert not [path for _, path, _ in hub.seen if "resolve" in path]  # nothing is downloaded before rows are asked for
+    assert_stateless_reads(source, [7, 100])
+    assert texts(source) == [f"line {i}" for i in range(500)]
+    assert list((tmp_path / "hf").rglob("train.jsonl"))
+    assert not list((tmp_path / "hf").rglob("test.jsonl"))
+    hub.seen.clear()
+    again = HuggingFaceShardedSource("org/lines")
+    assert texts(again) == texts(source)
+    assert not [path for method, path, _ in hub.seen if "resolve" in path and method == "GET"]
+    assert (again.fingerprint, again.shard_identity(0)) == (source.fingerprint, source.shard_identity(0))
+
+
+def test_files_in_the_clients_cache_are_read_there(hub: WebServer) -> None:
+    source = HuggingFaceShardedSource("org/stories", split="validation")
+    rows, identity = texts(source), source.shard_identity(0)
+    name = "data/validation-00000-of-00001.parquet"
+    huggingface_hub.hf_hub_download("org/stories", name, repo_type="dataset", revision=MAIN, endpoint=hub.url)
+    hub.seen.clear()
+    cached = HuggingFaceShardedSource("org/stories", split="validation")
+    assert (texts(cached), cached.shard_identity(0)) == (rows, identity)
+    assert not [path for _, path, _ in hub.seen if "resolve" in path]
+
+
+def test_passing_failures(hub: WebServer) -> None:
+    hub.faults.extend([503, None, "reset", None, 429, None, 502, None])
+    assert len(texts(HuggingFaceShardedSource("org/stories"))) == 5000
+
+
+def test_gated(hub: WebServer) -> None:
+    publish(hub, "org/gated", {"train.parquet": parquet(0, 10)}, gated="manual")
+    path = f"/datasets/org/gated/resolve/{MAIN}/train.parquet"
+    hub.denied[path] = (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+    source = HuggingFaceShardedSource("org/gated")
+    with pytest.raises(SourceError) as caught:
+        source.shards  # noqa: B018
+    assert str(caught.value) == (
+        "hf://datasets/org/gated: is gated: its authors want their licence accepted. "
+        f"Accept it at {hub.url}/datasets/org/gated, and set HF_TOKEN to a token of that account."
+    )
+    del hub.denied[path]  # what the message says is done
+    hub.headers.clear()
+    source = HuggingFaceShardedSource("org/gated", storage_options={"token": TOKEN})
+    assert len(texts(source)) == 10
+    assert {headers.get("Authorization", headers.get("authorization")) for headers in hub.headers} == {f"Bearer {TOKEN}"}
+
+
+def test_the_token_is_shown_nowhere(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "easypipe"):
+        source = HuggingFaceShardedSource("org/stories", storage_options={"token": TOKEN})
+        assert source.shards
+        hub.faults.extend([403] * 20)
+        with pytest.raises(SourceError) as caught:
+            source.read(0, 0, 10)
+    assert TOKEN not in caplog.text + repr(source.files) + str(caught.value) + repr(caught.value.__cause__)
+    assert source.fingerprint == HuggingFaceShardedSource("org/stories").fingerprint if not hub.faults.clear() else None
+
+
+def test_what_is_not_there(hub: WebServer) -> None:
+    missing = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+    hub.denied["/api/datasets/org/strories"] = (401, missing)
+    with pytest.raises(
+        MissingFileError, match=r"hf://datasets/org/strories: the Hub has no such dataset, or it is private\. Check the spelling"
+    ):
+        HuggingFaceShardedSource("org/strories")
+    hub.denied["/api/datasets/org/stories/revision/v9"] = (404, {"X-Error-Code": "RevisionNotFound"})
+    with pytest.raises(MissingFileError, match=r"hf://datasets/org/stories: no revision 'v9'\. See the branches and tags at"):
+        HuggingFaceShardedSource("org/stories", revision="v9")
+    with pytest.raises(MissingFileError, match="no subset 'x'"):
+        HuggingFaceShardedSource("org/stories", subset="x")
+
+
+def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
+    publish(hub, "org/script", {"script.py": b"code"})
+    files = {"plain/train/0000.parquet": parquet(0, 5), "plain/test/0000.parquet": parquet(5, 5)}
+    publish(hub, "org/script", files, commit=OLD, revisions=("refs/convert/parquet", "refs%2Fconvert%2Fparquet"))
+    with caplog.at_level(logging.INFO, "easypipe"):
+        source = HuggingFaceShardedSource("org/script", split="test")
+    assert "the Hub's parquet copy" in caplog.text
+    assert texts(source) == [f"row {i}" for i in range(5, 10)]
+
+
+def test_several_formats(hub: WebServer) -> None:
+    publish(hub, "org/mixed", {"a.parquet": parquet(0, 5), "b.csv": b"text\nx\n"})
+    with pytest.raises(SourceError, match=r"files of several formats: .*Name one kind: hf://datasets/org/mixed/\*\.parquet"):
+        HuggingFaceShardedSource("org/mixed")
+    assert len(texts(HuggingFaceShardedSource("hf://datasets/org/mixed/*.parquet"))) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": "hf://org/name"}, "does not name a dataset. Write hf://datasets/owner/name"),
+        ({"dataset": "a/b/c"}, "names no dataset of the Hub"),
+        ({"dataset": "hf://datasets/a/b@v1", "revision": "v2"}, "revision: 'v2', but data_files says 'v1'"),
+        ({"dataset": "hf://datasets/a/b/*.csv", "split": "test"}, "split: has no effect beside a pattern"),
+        ({"dataset": "a/b", "storage_options": {"key": 1}}, "storage_options: ['key'] mean nothing to the Hub (have: token, endpoint)"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HuggingFaceShardedSource(**arguments)
+    assert message in str(caught.value)
+
+
+def test_names() -> None:
+    assert parse_hub_name("imdb") == ("imdb", None, None)
+    assert parse_hub_name("hf://datasets/o/n@refs%2Fpr%2F1/x/*.csv") == ("o/n", "refs/pr/1", "x/*.csv")
+    with pytest.raises(ConfigError, match=r"is a dataset on the Hub\. Read it with type='huggingface'"):
+        open_files("hf://datasets/o/n")
+
+
+CONFIGS = [
+    {
+        "config_name": "en",
+        "data_files": [{"split": "train", "path": "en/*.parquet"}, {"split": "test", "path": ["t/en.parquet"]}],
+        "default": True,
+    },
+    {"config_name": "de", "data_files": "de/*.parquet"},
+    {"config_name": "fr", "data_dir": "fr"},
+]
+NAMES = ["en/1.parquet", "en/2.parquet", "en/10.parquet", "de/1.parquet", "t/en.parquet", "fr/train.parquet", "fr/dev.parquet", "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("names", "card", "options", "chosen"),
+    [
+        (NAMES, {"configs": CONFIGS}, {}, ["en/1.parquet", "en/2.parquet", "en/10.parquet"]),
+        (NAMES, {"configs": CONFIGS}, {"split": "test"}, ["t/en.parquet"]),
+        (NAMES, {"configs": CONFIGS}, {"subset": "de"}, ["de/1.parquet"]),
+        (NAMES, {"configs": CONFIGS}, {"subset": "fr", "split": "validation"}, ["fr/dev.parquet"]),
+        (NAMES, {}, {"subset": "fr"}, ["fr/train.parquet"]),
+        (["a.jsonl", "b.jsonl", "dataset_infos.json"], {}, {}, ["a.jsonl", "b.jsonl"]),
+        (["data/train_sft-00000-of-00001.parquet"], {}, {"split": "train"}, ["data/train_sft-00000-of-00001.parquet"]),
+        (["data/extra-00000-of-00001.parquet"], {}, {"split": "extra"}, ["data/extra-00000-of-00001.parquet"]),
+        (["train1.csv", "test.csv"], {}, {}, ["train1.csv"]),
+    ],
+)
+def test_layouts(names: list[str], card: dict, options: dict, chosen: list[str]) -> None:
+    assert choose_files(names, card, at="hub", **options) == chosen
+
+
+def test_layouts_that_say_too_little() -> None:
+    configs = [{"config_name": name, "data_files": f"{name}.csv"} for name in ("en", "de")]
+    with pytest.raises(MissingFileError) as caught:
+        choose_files(["en.csv", "de.csv"], {"configs": configs}, at="hub")
+    assert str(caught.value) == "hub: has several subsets, and none is the default (have: en, de). Name one by subset=."
+    with pytest.raises(MissingFileError, match="holds no data file"):
+        choose_files(["README.md"], {}, at="hub")
