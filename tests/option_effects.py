@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files",
             "test_options.py::test_cache_dir_is_where_everything_is_kept",
             "where tokens, indexes and plans are kept",
-            "where verdicts on fast tokenizers are remembered; no tokens",
+            "where indexes of counted formats and verdicts on fast tokenizers are kept; no tokens",
         ),
         "streaming": Effect("output+cost", "loader/test_streaming.py::test_nothing_is_written_to_the_token_cache", "off", "on"),
         "num_streams": Effect(
@@ -134,13 +134,13 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files",
             "stages/test_formats.py::test_cache_path_is_the_dataset_s_own",
             "the dataset's own cache folder",
-            "where verdicts on fast tokenizers are remembered; no tokens",
+            "where indexes of counted formats are kept; no tokens",
         ),
         "cache_enabled": Effect(
             "files+cost",
             "stages/test_formats.py::test_without_a_cache_nothing_is_left",
-            "False keeps no tokens: a temporary folder for this process",
-            f"no effect: {ONCE}",
+            "False keeps no tokens and no indexes: a temporary folder for this process",
+            f"False keeps no indexes of counted formats either; {ONCE}",
         ),
         "on_error": Effect(
             "error+files",

@@ -192,7 +192,8 @@ class Pipeline:
 
     def _spread(self) -> None:
         """Has other machines tokenize, where the config says so."""
-        if self._context.config.executor == "local" or not (sources := self._tokenized()):
+        sources = {name: source for name, source in self._tokenized().items() if source.kept}
+        if self._context.config.executor == "local" or not sources:
             return
         from easypipe.executors.ray import prepare_on_ray
 

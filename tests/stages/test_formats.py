@@ -264,6 +264,8 @@ def test_without_a_cache_nothing_is_left(tmp_path: Path, by: str, monkeypatch: p
     assert (not list((tmp_path / "cache").glob("indexes/*"))) == (by == "dataset")
     kept = pipeline(tmp_path, data=str(path), content_field="q").tokenize().pack(PackStageConfig(seq_length=16)).load({"batch_size": 1})
     assert first == [batch[INPUT_IDS].tolist() for batch in kept.build()]
+    with pytest.raises(ConfigError, match=r"datasets.d.cache_enabled: its tokens are not kept, so no other process could take up"):
+        built.prepare_part(0, 2)
     del built
     gc.collect()
     assert [batch[INPUT_IDS].tolist() for batch in loader] == first  # a loader reads on when its pipeline is gone

@@ -148,12 +148,23 @@ class TokenizedShardedSource:
                 self._cache.folder = self._folder
             return self._cache
 
+    @property
+    def kept(self) -> bool:
+        """Whether the token cache outlives this process, so that others may make parts of it."""
+        return not isinstance(self._folder, TemporaryFolder)
+
     def pending(self) -> tuple[list[int], int]:
         """(numbers of the ranges of rows that are not tokenized yet, how many ranges there are). Reads no text."""
         return pending(self.source, self.tokenizer, **self._options)
 
     def prepare_part(self, part: Sequence[int]) -> int:
         """Tokenizes the ranges that `part` numbers, so that `materialize` finds them done, here or elsewhere. Returns how many rows."""
+        if not self.kept:
+            raise ConfigError(
+                at=f"datasets.{self.dataset}.cache_enabled",
+                problem="its tokens are not kept, so no other process could take up this part",
+                fix="Set cache_enabled and tokenize.cache_tokenized, and give its functions a version.",
+            )
         return prepare_part(self.source, self.tokenizer, part=part, progress=self._progress, **self._options)
 
 
