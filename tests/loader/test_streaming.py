@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -192,8 +193,7 @@ def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) 
     whole = list(itertools.islice(iter(build(tmp_path, **endless)), 12))
     for rows in (range(4), range(4, 8), range(2, 6)):
         part = build(tmp_path, **endless)
-        part._local = np.array(rows)
-        part._own = sorted({row // 4 for row in rows})
+        part.job = dataclasses.replace(part.job, local=np.array(rows), own=tuple(sorted({row // 4 for row in rows})))
         for expected, made in zip(whole, part, strict=False):
             assert all((expected[column][rows] == made[column]).all() for column in expected)
 

@@ -14,30 +14,26 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError
 from easypipe.core.ledger import Ledger
-from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_attention_mask
-from easypipe.loader.gather import Tables, write_rows
+from easypipe.loader.collate import CollateConfig
 from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, gather_bytes, local_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streaming_books import ledger_of
-from easypipe.loader.streaming_read import Deal, Forward
+from easypipe.loader.streaming_make import After, Job, Maker, Numbered
+from easypipe.loader.streaming_read import Forward
 from easypipe.loader.streaming_state import StreamState
-from easypipe.loader.streaming_window import Books, Stream, StreamSpec, Window
+from easypipe.loader.streaming_window import Books, StreamSpec
 
 log = logging.getLogger("easypipe")
 
@@ -80,28 +76,38 @@ class StreamLoader:
                 problem=f"{spec.num_streams} streams do not divide a batch of {self.batch_size} rows",
                 fix=f"Give a divisor of {self.batch_size}, or leave it out for {default_streams(self.batch_size)}.",
             )
-        self._rows_each = self.batch_size // spec.num_streams
-        self._sources, self._identity, self._pad = tuple(sources), dict(identity), pad_token_id
-        self._workers = workers or _cores()
-        self._placement = self._place()
-        self._local = np.arange(self.batch_size) if self._placement is None else self._placement.local_rows
-        self._width = self._fixed_width()
-        own = sorted({int(row) // self._rows_each for row in self._local})
-        self._own = own
+        placement = self._place()
+        local = np.arange(self.batch_size, dtype=np.int64) if placement is None else placement.local_rows
+        each = self.batch_size // spec.num_streams
+        own = sorted({int(row) // each for row in local})
         if spec.num_epochs is not None and len(own) < spec.num_streams:
             log.warning(
                 "%s: num_epochs is %d, so every process reads all %d streams to know where they end, not only its own %d; "
                 "with num_epochs=None and a number of steps each reads its own alone",
                 name, spec.num_epochs, spec.num_streams, len(own),
             )  # fmt: skip
-            self._own = list(range(spec.num_streams))
-        self._yielded = 0
-        self._restored: _After | None = None
-        self._latest = _After(0, ())
+            own = list(range(spec.num_streams))
+        self.job = Job(
+            sources=tuple(sources),
+            spec=spec,
+            collate=self.collate,
+            placement=placement,
+            local=local,
+            own=tuple(own),
+            rows_each=each,
+            width=self._fixed_width(placement),
+            pad_token_id=pad_token_id,
+            drop_last=self.config.drop_last,
+            workers=workers or _cores(),
+            name=name,
+        )
+        self._identity = dict(identity)
+        self._restored: After | None = None
+        self._latest = After(0, ())
         self._newest = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        entry, self._restored = self._restored or _After(0, ()), None
+        entry, self._restored = self._restored or After(0, ()), None
         self._latest = entry
         self._newest += 1
         return StreamBatches(self, entry, self._newest)
@@ -115,8 +121,8 @@ class StreamLoader:
     def copy(self) -> StreamLoader:
         """A loader over the same data that goes its own way, from the first batch."""
         return StreamLoader(
-            self._sources, self.spec, self.config,
-            identity=self._identity, pad_token_id=self._pad, collate=self.collate, workers=self._workers, name=self.name,
+            self.job.sources, self.spec, self.config,
+            identity=self._identity, pad_token_id=self.job.pad_token_id, collate=self.collate, workers=self.job.workers, name=self.name,
         )  # fmt: skip
 
     def state(self) -> LoaderState:
@@ -149,13 +155,13 @@ class StreamLoader:
         texts = state.hint or []
         if len(texts) != (self.spec.num_streams if state.batch else 0):
             raise StateError(at="loader state", problem=f"{len(texts)} streams after batch {state.batch}", fix="Restore another state.")
-        streams = [_Numbered(number, StreamState.from_text(text, len(self._sources))) for number, text in enumerate(texts)]
-        self._restored = self._latest = _After(state.batch, tuple(streams))
+        streams = [Numbered(number, StreamState.from_text(text, len(self.job.sources))) for number, text in enumerate(texts)]
+        self._restored = self._latest = After(state.batch, tuple(streams))
         self._newest += 1
 
     def ledger(self) -> Ledger:
         """Where everything went that the newest iteration has read in this process up to its last batch, from counters."""
-        return ledger_of(self._latest.books or Books(), [source.name for source in self._sources], self.spec)
+        return ledger_of(self._latest.books or Books(), [source.name for source in self.job.sources], self.spec)
 
     def _state(self, batch: int, hint: list[str] | None) -> LoaderState:
         row = batch * self.batch_size
@@ -163,7 +169,7 @@ class StreamLoader:
 
     def _of_all(self, known: dict[int, str]) -> dict[int, str]:
         """The states of all processes' streams."""
-        room = 24 + 48 * len(self._sources)
+        room = 24 + 48 * len(self.job.sources)
         table = b"".join(known.get(number, "").encode().ljust(room) for number in range(self.spec.num_streams))
         found = dict(known)
         for other in gather_bytes(table):
@@ -197,12 +203,12 @@ class StreamLoader:
         fixed = self.spec.pack is not None or self.collate.padding == "max_length"
         return Placement(mesh, self.config.partition_spec, self.batch_size, fixed_width=fixed)
 
-    def _fixed_width(self) -> int | None:
+    def _fixed_width(self, placement: Placement | None) -> int | None:
         if self.spec.pack is not None:
             return self.spec.pack.seq_length
         if self.collate.padding == "max_length":
             return self.collate.max_length
-        if self._placement is not None and len(self._placement.local_rows) < self.batch_size:
+        if placement is not None and len(placement.local_rows) < self.batch_size:
             raise PlacementError(
                 at="padding",
                 problem="the longest row of a global batch is known only to the processes that read it",
@@ -217,26 +223,13 @@ def _cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-class _Numbered(NamedTuple):
-    number: int
-    state: StreamState
-
-
-class _After(NamedTuple):
-    """What stands behind batch number `batch`, of the streams that this process reads."""
-
-    batch: int
-    streams: tuple[_Numbered, ...]
-    books: Books | None = None
-
-
 class StreamBatches(Iterator[dict[str, Any]]):
     """One iteration over a StreamLoader. `close()` ends its threads; so does dropping it."""
 
-    def __init__(self, loader: StreamLoader, entry: _After, number: int) -> None:
+    def __init__(self, loader: StreamLoader, entry: After, number: int) -> None:
         settings = loader.config
         self._loader, self._number = loader, number
-        maker = _Maker(loader, entry)
+        maker = Maker(loader.job, entry)
         self._maker = maker
         self._end = weakref.finalize(self, maker.close)
         if settings.prefetch_enabled:
@@ -274,131 +267,3 @@ class StreamBatches(Iterator[dict[str, Any]]):
     def close(self) -> None:
         self._made.close()
         self._end()
-
-
-class _Maker:
-    """Makes batch after batch, on one thread, from streams whose chunks a pool reads."""
-
-    def __init__(self, loader: StreamLoader, entry: _After) -> None:
-        self._loader = loader
-        self._books = Books()
-        self._entry = entry
-        self.last: Books | None = None  # at the end of the data
-        self.abandoned = False
-        self._prefix = f"easypipe-{loader.name}-read"
-        self._pool = ThreadPoolExecutor(loader._workers, thread_name_prefix=self._prefix)
-        self._streams: dict[int, Stream] = {}
-
-    def close(self) -> None:
-        own = threading.current_thread().name.startswith(self._prefix)  # garbage is collected on any thread
-        self._pool.shutdown(wait=not (own or self.abandoned), cancel_futures=True)
-
-    def make(self, batch: int, enter: Callable[[str], None]) -> tuple[dict[str, Any], _After] | None:
-        loader, stage = self._loader, "read"
-        each = loader._rows_each
-        try:
-            enter(stage)
-            if not self._streams:
-                self._begin()
-            first, stop = batch * each, (batch + 1) * each
-            reached = [stream.reach(stop - 1) or stream.reach(first) for stream in self._streams.values()]
-            short = loader.config.drop_last and not all(stream.reach(stop - 1) for stream in self._streams.values())
-            if short or not any(reached):
-                self.last = self._snapshot()
-                return None
-            stage = "gather"
-            enter(stage)
-            columns = self._gather(first)
-            for stream in self._streams.values():
-                stream.forget(stop)
-            after = _After(batch + 1, tuple(_Numbered(n, stream.state_at(stop)) for n, stream in self._streams.items()), self._snapshot())
-            if loader.collate.attention_mask:
-                columns = with_attention_mask(columns)
-            if loader._placement is None:
-                return columns, after
-            stage = "place"
-            enter(stage)
-            return loader._placement.place(columns), after
-        except Exception as error:
-            error.add_note(f"{loader.name}: streaming batch {batch}, stage {stage!r}")
-            raise
-
-    def _snapshot(self) -> Books:
-        for i in range(len(self._loader._sources)):
-            self._books.waiting[i] = sum(stream.waiting(i) for stream in self._streams.values())
-        return self._books.copy()
-
-    def _begin(self) -> None:
-        loader, spec = self._loader, self._loader.spec
-        deals = [Deal(source, spec.num_streams, seed=spec.seed, shuffle=spec.shuffle) for source in loader._sources]
-        states = dict(self._entry.streams)
-        for number in loader._own:
-            self._streams[number] = Stream(number, spec, deals, self._pool, self._books, states.get(number))
-
-    def _gather(self, first: int) -> dict[str, NDArray[np.int32]]:
-        """This process's rows of the batch whose streams give rows from `first` on."""
-        loader = self._loader
-        local, each = loader._local, loader._rows_each
-        rows = first + local % each
-        numbers = local // each
-        for number, stream in self._streams.items():
-            here = numbers == number
-            rows[here] = np.where(rows[here] < stream.state.first_row, rows[here], -1)
-        self._books.padding_rows += int((rows < 0).sum())
-        width = loader._width
-        if width is None or loader.spec.pack is None:
-            longest = row_width(self._lengths(numbers, rows), loader.collate)
-            width = longest if width is None else width
-        columns = fresh_columns(BATCH_COLUMNS, len(local), width)
-        done = np.zeros(len(local), np.bool_)
-        for number, stream in self._streams.items():
-            mine = np.flatnonzero(numbers == number)
-            if not len(mine):
-                continue
-            a, b = int(mine[0]), int(mine[-1]) + 1  # local rows ascend, so a stream's lie together
-            part = {name: values[a:b] for name, values in columns.items()}
-            for window in stream.windows or [_EMPTY]:
-                if window.first_row >= first + each or done[a:b].all():
-                    break
-                self._write(window, rows[a:b], done[a:b], part)
-            if not done[a:b].all():
-                self._write(_EMPTY, rows[a:b], done[a:b], part)
-        assert done.all(), "a row stands in no window"
-        return columns
-
-    def _write(self, window: Window | _Empty, rows: NDArray[np.int64], done: NDArray[np.bool_], part: dict[str, NDArray[np.int32]]) -> None:
-        spec = self._loader.spec
-        eos = -1 if spec.eos is None else spec.eos
-        masked = int(window.tables.mask[0]) != 0
-        mask = np.empty(part[INPUT_IDS].shape if masked else (0, 0), np.uint8)
-        _, bad = write_rows(
-            window.view, rows, done, window.tables, eos, self._loader._pad, True,
-            part[INPUT_IDS], part[LABELS], part[SEGMENT_IDS], part[POSITION_IDS], mask,
-        )  # fmt: skip
-        assert bad < 0, f"piece {bad} of a window is not in its tokens"
-
-    def _lengths(self, numbers: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        lengths = np.zeros(len(rows), np.int32)
-        for i, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):  # rows of one batch
-            if row >= 0:
-                window = next(w for w in self._streams[number].windows if row < w.stop)
-                lengths[i] = window.layout.length[window.layout.first_piece[row - window.first_row]]
-        return lengths
-
-
-class _Empty(NamedTuple):
-    """A window without rows, for those of padding."""
-
-    first_row: int
-    view: tuple
-    tables: Tables
-
-
-def _empty() -> _Empty:
-    none = np.zeros(1, np.uint64)
-    table = Tables(np.array([0, 1]), np.array([0, 0]), none, none, np.zeros(1, np.uint64), np.array([2]))
-    view = (0, np.zeros(1, np.int64), np.zeros((5, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
-    return _Empty(0, view, table)
-
-
-_EMPTY = _empty()

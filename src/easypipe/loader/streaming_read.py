@@ -26,7 +26,9 @@ from easypipe.plan.order import permute
 CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them
 CHUNKS_A_STREAM = 16  # at least, of a dataset, where its rows allow it: streams then end at about the same time
 MAX_ENTRIES = 1 << 20
+UNPACKED = 4  # plain bytes that a compressed byte is taken for
 ROWS_OF_UNKNOWN_SIZE = 1 << 10
+FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
 MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
 
 
@@ -84,6 +86,7 @@ class Deal:
         shards = source.shards
         total = sum(shard.num_bytes for shard in shards)
         self.step = max(1, min(CHUNK_BYTES, total // (CHUNKS_A_STREAM * num_streams)), total // MAX_ENTRIES)
+        self.piece = min(CHUNK_BYTES, UNPACKED * self.step)
         entries = list(self._entries(shards))
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self.files_forward = bool((self._entries_at[:, 2] < 0).any())
@@ -93,7 +96,7 @@ class Deal:
         return len(self._entries_at)
 
     def entry(self, epoch: int, position: int) -> tuple[int, int, int]:
-        """(shard, start, stop); a stop of -1: the whole file, in chunks of `step` plain bytes."""
+        """(shard, start, stop); a stop of -1: the whole file, in chunks of `piece` plain bytes."""
         if self._key is not None:
             position = int(permute(np.array([position]), self.num_entries, child(self._key, epoch))[0])
         shard, start, stop = self._entries_at[position].tolist()
@@ -115,8 +118,8 @@ class Deal:
         shard, start, stop = self.entry(place.epoch, place.entry)
         if stop >= 0:
             return self.source.load(shard, start, stop)
-        start = place.chunk * self.step
-        return self.source.load(shard, start, start + self.step)
+        start = place.chunk * self.piece
+        return self.source.load(shard, start, start + self.piece)
 
     def _entries(self, shards: Sequence[Shard]) -> Iterator[tuple[int, int, int]]:
         cuts = sum(len(shard.cuts) for shard in shards)
@@ -251,7 +254,8 @@ class Cursor:
     def _read_ahead(self) -> None:
         """Asks for the next chunk, and for as many behind it as the wish takes. A file whose end is unknown is thought to go on."""
         missing = self._wish - self._available
-        wanted = 1 if not self._chunk_docs else max(1, min(MOST_AHEAD, math.ceil(missing / self._chunk_docs)))
+        wanted = FIRST_AHEAD if not self._chunk_docs else math.ceil(missing / self._chunk_docs)
+        wanted = max(1, min(MOST_AHEAD, wanted))
         while len(self._ahead) < wanted:
             if self._ahead:
                 last = self._ahead[-1][0]

@@ -143,8 +143,8 @@ class Stream:
             for i, (deal, place) in enumerate(zip(deals, self.state.places, strict=True))
         ]
         if not self.ended:
-            for cursor in self._cursors:
-                cursor.wish(1)
+            for cursor, weight in zip(self._cursors, spec.weights, strict=True):
+                cursor.wish((spec.window_docs or WINDOW_DOCS) * weight // sum(spec.weights))
         self._names = [deal.source.name for deal in deals]
         self._end_row = -1  # where the last epoch ended that was seen to
         self.windows: list[Window] = []

@@ -38,6 +38,7 @@ BLOCK_BYTES = 1 << 20  # plain bytes of a compressed file that are kept together
 KEPT_BLOCKS = 128  # of all compressed files of a source
 BEHIND_BYTES = 1 << 16  # read past a range at first, for the end of its last line
 BOM = b"\xef\xbb\xbf"
+_NOTHING = memoryview(b"")
 
 
 class ForwardSource:
@@ -220,7 +221,6 @@ class _Open:
         self.lock = threading.Lock()
         self.stream: ByteStream | None = None
         self.block = 0
-        self.rest = b""
         self.restarts: dict[int, Restart] = {}
         self.end: int | None = None
         self.warned = False
@@ -235,15 +235,16 @@ class _Blocks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[str, _Open] = {}
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
 
     def fetch(self, file: FileRef, start: int, stop: int) -> bytes:
-        blocks = [self._block(file, number) for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))]
-        data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
-        skip = start % BLOCK_BYTES
-        return data[skip : skip + stop - start]
+        pieces = []
+        for number in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            first = number * BLOCK_BYTES
+            pieces.append(self._block(file, number)[max(0, start - first) : stop - first])
+        return b"".join(pieces)
 
-    def _block(self, file: FileRef, number: int) -> bytes:
+    def _block(self, file: FileRef, number: int) -> memoryview:
         with self._lock:
             opened = self._files.setdefault(file.path, _Open())
             data = self._known(file, number)
@@ -255,11 +256,11 @@ class _Blocks:
             if data is not None:
                 return data
             if opened.end is not None and number * BLOCK_BYTES >= opened.end:
-                return b""
+                return _NOTHING
             if opened.stream is None or opened.block > number:
                 self._enter(file, opened, number)
             while True:
-                data = _next_block(opened)
+                data = _take(opened, BLOCK_BYTES)
                 here, opened.block = opened.block, opened.block + 1
                 if len(data) < BLOCK_BYTES:
                     opened.end = here * BLOCK_BYTES + len(data)
@@ -273,9 +274,9 @@ class _Blocks:
                 if here == number:
                     return data
                 if opened.end is not None:
-                    return b""
+                    return _NOTHING
 
-    def _known(self, file: FileRef, number: int) -> bytes | None:
+    def _known(self, file: FileRef, number: int) -> memoryview | None:
         data = self._kept.get((file.path, number))
         if data is not None:
             self._kept.move_to_end((file.path, number))
@@ -296,7 +297,6 @@ class _Blocks:
         if not opened.restarts and opened.end is None:
             check_compression(file)
         opened.stream = open_stream(file, restart)
-        opened.rest = b""
         first = restart.plain // BLOCK_BYTES
         if restart.plain % BLOCK_BYTES:  # what is left of the block in which the restart lies is of no use
             first += 1
@@ -304,12 +304,8 @@ class _Blocks:
         opened.block = first
 
 
-def _next_block(opened: _Open) -> bytes:
-    """The next BLOCK_BYTES plain bytes, fewer only at the end."""
-    return _take(opened, BLOCK_BYTES)
-
-
-def _take(opened: _Open, count: int) -> bytes:
+def _take(opened: _Open, count: int) -> memoryview:
+    """The next `count` plain bytes, fewer only at the end."""
     stream = opened.stream
     assert stream is not None
     buffer = np.empty(count, np.uint8)
@@ -321,4 +317,4 @@ def _take(opened: _Open, count: int) -> bytes:
         have += got
     for restart in stream.restarts[-4:]:  # they lie at least a block apart
         opened.restarts[restart.plain] = restart
-    return buffer[:have].tobytes()
+    return view[:have]

@@ -134,7 +134,7 @@ class ForwardDocuments:
         self._bytes: Any = _innermost(source)
         self._lock, self._proving = threading.Lock(), threading.Lock()
         self._bad = 0
-        self._proved = not isinstance(source, TokenizedShardedSource)
+        self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
 
     @property
     def shards(self) -> Sequence[Shard]:
