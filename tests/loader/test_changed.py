@@ -88,7 +88,9 @@ def test_other_data_go_on_at_the_same_row_of_what_there_is_now():
     text = after(loader(), 3)
     one = loader(OTHER)
     for short in ([], ["sources"], ["plan", "config"]):
-        with pytest.raises(StateError, match=r"sources and plan changed.*allow_changed=\['sources', 'plan'\]"):
+        with pytest.raises(
+            StateError, match=r"sources and plan changed.*: dataset d0 was '\w{8}', is '\w{8}'\. .*allow_changed=\['sources', 'plan'\]"
+        ):
             one.restore(text, allow_changed=short)
     allowed = re.search(r"allow_changed=(\[.*?\])", _refusal(one, text))
     assert allowed is not None
@@ -128,8 +130,18 @@ def test_a_row_behind_the_end_of_less_data_is_refused():
         one.restore(after(loader(), 5), allow_changed=["sources", "plan"])
 
 
-def test_a_state_with_every_change_it_may_have_stays_small():
-    caches = [MemoryCache(some_docs([5, 9, 12], seed=i), parts=1) for i in range(60)]
+def test_only_the_datasets_that_changed_are_named():
+    text = Loader(plan_rows([CACHE, OTHER]), LoadStageConfig(batch_size=4)).state().to_json()
+    refusal = _refusal(Loader(plan_rows([CACHE, CACHE]), LoadStageConfig(batch_size=4)), text)
+    assert "dataset d1 was" in refusal
+    assert "dataset d0" not in refusal
+    added = _refusal(Loader(plan_rows([CACHE, OTHER, OTHER]), LoadStageConfig(batch_size=4)), text)
+    assert re.search(r"changed since this state was saved: dataset d2 was None, is '\w{8}'\. ", added)
+
+
+@pytest.mark.parametrize("datasets", [16, 60])
+def test_a_state_with_every_change_it_may_have_stays_small(datasets):
+    caches = [MemoryCache(some_docs([5, 9, 12], seed=i), parts=1) for i in range(datasets)]
 
     def make(size: int) -> Loader:
         rows = plan_rows(caches, window=7, stop="restart", num_epochs=None)

@@ -24,7 +24,7 @@ from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.row_transforms import MappedRows, RowTransform
 from easypipe.loader.rows import Rows
-from easypipe.loader.state import LoaderState
+from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.loader.steps import Steps
 from easypipe.plan.order import permute
 
@@ -153,7 +153,7 @@ class Loader:
             batch=batch,
             row=row,
             components=self._components,
-            config=self._settings,
+            config=self._words,
             hint=self.rows.hint(self._first(row)),
             changes=() if self._entry is None else self._entry.changes,
         )
@@ -167,7 +167,7 @@ class Loader:
         """
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
-        saved, state = state, state.check(self._components, self._settings, allow_changed)
+        saved, state = state, state.check(self._components, self._words, allow_changed)
         if state.hint is not None:
             self.rows.seek(state.hint)
         if state is not saved and self.rows.available(state.row - 1, state.row) == 0 < state.row:
@@ -224,6 +224,14 @@ class Loader:
             **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
             **({"row_transforms": [list(transform) for transform in transforms]} if transforms else {}),
         }
+
+    @cached_property
+    def _words(self) -> dict[str, Any]:
+        """The settings, and what each dataset is, for whoever reads a refusal."""
+        datasets = self.rows.datasets
+        if len(datasets) > MAX_DATASETS:
+            return self._settings
+        return self._settings | {f"dataset {name}": value[:SHORT] for name, value in datasets.items()}
 
     @cached_property
     def _components(self) -> dict[str, str]:

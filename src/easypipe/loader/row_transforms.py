@@ -65,6 +65,10 @@ class MappedRows:
     def identity(self) -> Mapping[str, str]:
         return self._rows.identity
 
+    @property
+    def datasets(self) -> Mapping[str, str]:
+        return self._rows.datasets
+
     def available(self, start: int, stop: int) -> int:
         return self._rows.available(start, stop)
 

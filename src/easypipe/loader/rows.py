@@ -46,6 +46,11 @@ class Rows(Protocol):
         """A digest per component of the data: `sources`, `tokenizer`, `plan`."""
         ...
 
+    @property
+    def datasets(self) -> Mapping[str, str]:
+        """A digest per dataset, so that a refused state can say which one changed; {} where they have no names."""
+        ...
+
     def available(self, start: int, stop: int) -> int:
         """How many of the rows `start` to `stop` there are: all of them, or as many as stand before the end."""
         ...
@@ -134,6 +139,11 @@ class PlannedRows:
             "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], self._eos, self.pad_token_id),
             "plan": self.plan.fingerprint,
         }
+
+    @property
+    def datasets(self) -> Mapping[str, str]:
+        caches = zip(self.plan.datasets, self._caches, strict=True)
+        return {dataset.name: digest(cache.fingerprint, cache.tokenizer_fingerprint) for dataset, cache in caches}
 
     def available(self, start: int, stop: int) -> int:
         if self._end is None and self.plan.ends:

@@ -14,6 +14,7 @@ from easypipe.loader.steps import Begin
 
 VERSION = 1
 COMPONENTS = ("sources", "tokenizer", "config", "plan")
+MAX_DATASETS = 16  # that a state names: with more it says only that the sources changed
 MAX_CHANGES = 12  # of one run: each is kept in every later state, which has to stay small
 SHORT = 8  # hex digits of a digest that a change keeps
 
@@ -26,8 +27,8 @@ class LoaderState:
 
     batch: batches that were yielded. row: the first row of the next one, counted over the whole run.
     components: a digest each of sources, tokenizer, config and plan, so that a refusal can say which changed. config: the settings that
-    decide what stands in a batch, in plain words for the same reason. hint: where the plan's scan may start; it changes speed, never a
-    result. changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row": 40, "sources": [was, is]}`
+    decide what stands in a batch, and the beginnings of a digest per dataset, in plain words for the same reason.
+    hint: where the plan's scan may start; it changes speed, never a result. changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row": 40, "sources": [was, is]}`
     with the beginnings of the two digests. Batches are counted on from the last of them.
     """
 

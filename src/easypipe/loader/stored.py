@@ -111,6 +111,10 @@ class StoredRows:
             "plan": digest("stored", self.seq_length, order),
         }
 
+    @property
+    def datasets(self) -> Mapping[str, str]:
+        return {}
+
     @cached_property
     def _sources(self) -> str:
         return self._source.fingerprint
