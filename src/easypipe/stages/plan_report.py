@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from easypipe.core.errors import CacheError, ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
@@ -37,7 +40,8 @@ class DatasetPlan:
     that the weights are about (mix.unit). drawn, epochs: documents of the run, and how often that is each one.
     rejected: source rows that became no document, by reason. tokens_cut: what the tokenizer's max_length cut off, of the whole dataset.
     The other counts are of the run: tokens_placed stand in its rows; documents longer than a row are documents_dropped or
-    documents_truncated (with tokens_dropped, tokens_truncated); documents_empty have no token. cache_bytes: its token cache on this disk.
+    documents_truncated (with tokens_dropped, tokens_truncated); documents_empty have no token; all three are counted by whole windows of
+    the plan. cache_bytes: its token cache on this disk.
     """
 
     name: str
@@ -155,9 +159,10 @@ def plan_report(
     num_epochs = None if mixture.restarts else load.num_epochs
     plan = source.plan(num_epochs) if isinstance(source, PackedShardedSource) else mixture.plan(None, num_epochs=num_epochs)
     run = _Run.of(load, plan.num_rows, steps)
+    drawn = _drawn(plan, run.rows)
     tally = plan.tally(run.rows)
     mixture.remember(plan)
-    datasets = _datasets(mixture, tally, run.rows)
+    datasets = _datasets(mixture, tally, drawn, run.rows)
     notes = [*run.notes(name, load), *_notes(datasets, mixture, plan)]
     if prepared:
         notes.insert(0, f"{', '.join(prepared)}: tokenized for this report")
@@ -247,23 +252,36 @@ class _Run:
         return found
 
 
-def _datasets(mixture: Mixture, tally: Tally, rows: int) -> tuple[DatasetPlan, ...]:
-    counted, requested = tally.datasets, mixture.requested(rows)
-    drawn, placed = sum(map(_drawn, counted.values())), sum(part.tokens_placed for part in counted.values())
+def _drawn(plan: Plan, rows: int) -> NDArray[np.int64]:
+    """Documents of each dataset (Int64[k]) in the first `rows` rows: all that windows draw, of the last one those that begin in these rows.
+
+    A window draws its documents before it lays them into rows, so a run that ends inside one does not see all of them.
+    """
+    counts = np.zeros(len(plan.datasets), dtype=np.int64)
+    if not rows:
+        return counts
+    last = plan.window_at(rows - 1)
+    whole = rows if last.after.first_row == rows else last.first_row
+    counts += [part.draws for part in plan.tally(whole).datasets.values()]
+    if whole < rows:
+        _, _, draw, start, _ = last.layout.table[:, : int(last.layout.first_piece[rows - whole])]
+        counts += np.bincount(last.dataset[draw[start == 0]], minlength=counts.size)
+    return counts
+
+
+def _datasets(mixture: Mixture, tally: Tally, drawn: NDArray[np.int64], rows: int) -> tuple[DatasetPlan, ...]:
+    requested, placed = mixture.requested(rows), sum(part.tokens_placed for part in tally.datasets.values())
     return tuple(
-        _dataset(name, cache, counted[name], requested[name], drawn, placed, mixture.unit)
-        for name, cache in zip(mixture.parts, mixture.caches, strict=True)
+        _dataset(name, cache, tally.datasets[name], requested[name], int(own), int(drawn.sum()), placed, mixture.unit)
+        for name, cache, own in zip(mixture.parts, mixture.caches, drawn, strict=True)
     )
 
 
-def _drawn(part: DatasetTally) -> int:
-    """Documents of the run: without those that stand in the last window of the plan, but behind the last row."""
-    return part.draws - part.docs_pending
-
-
-def _dataset(name: str, cache: TokenCache, counted: DatasetTally, requested: float, drawn: int, placed: int, unit: str) -> DatasetPlan:
+def _dataset(
+    name: str, cache: TokenCache, counted: DatasetTally, requested: float, drawn: int, all_drawn: int, all_placed: int, unit: str
+) -> DatasetPlan:
     counts = cache.manifest.counts
-    documents, tokens = _drawn(counted) / drawn if drawn else 0.0, counted.tokens_placed / placed if placed else 0.0
+    documents, tokens = drawn / all_drawn if all_drawn else 0.0, counted.tokens_placed / all_placed if all_placed else 0.0
     return DatasetPlan(
         name=name,
         documents=cache.num_docs,
@@ -272,8 +290,8 @@ def _dataset(name: str, cache: TokenCache, counted: DatasetTally, requested: flo
         realised=tokens if unit == "tokens" else documents,
         document_share=documents,
         token_share=tokens,
-        drawn=_drawn(counted),
-        epochs=_drawn(counted) / cache.num_docs if cache.num_docs else 0.0,
+        drawn=drawn,
+        epochs=drawn / cache.num_docs if cache.num_docs else 0.0,
         tokens_placed=counted.tokens_placed,
         tokens_truncated=counted.tokens_truncated,
         tokens_dropped=counted.tokens_dropped,
