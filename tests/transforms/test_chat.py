@@ -131,6 +131,60 @@ def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
     assert render(CHATML, talk("Hi", "Hello")).end == 0
 
 
+# Ways in which templates in use write turns: what each of them makes of two turns, and which part of that is trained.
+STYLES = {
+    "system inside the first question": (
+        "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
+        "{% set messages = messages[1:] %}"
+        "{% else %}{% set system = '' %}{% endif %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content.strip() + ' [/INST]' }}"
+        "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+        ["Hello </s>", "Bye </s>"],
+    ),
+    "another stop for the last turn": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.content }}"
+        "{{ '<|eot_id|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{% endfor %}",
+        ["Hello<|im_end|>", "Bye<|eot_id|>"],
+    ),
+    "roles as words": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Assistant: ' + m.content + eos_token }}"
+        "{% else %}{{ m.role|capitalize + ': ' + m.content + '\n\n' }}{% endif %}{% endfor %}",
+        ["Hello</s>", "Bye</s>"],
+    ),
+    "a stop and one more at the very end": (
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}{{ eos_token }}",
+        ["Hello<end_of_turn>", "Bye<end_of_turn>"],
+    ),
+    "content in parts": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}",
+        ["Hello<|im_end|>", "Bye<|im_end|>"],
+    ),
+    "a stop that is no token": (
+        "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n###END\n{% endfor %}",
+        ["Hello\n###END", "Bye\n###END"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_ways_of_writing_turns(name: str) -> None:
+    source, expected = STYLES[name]
+    assert trained(source, talk("Hi", "Hello", "And?", "Bye", system="Be brief.")) == expected
+    assert trained(source, talk("Hi", "Hello", "And?", "Bye"), train_on="completion") == expected[1:]
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk("Hi", "Hello", "And?", "Bye")]
+    if name == "content in parts":
+        assert trained(source, parts) == expected
+
+
+def test_the_next_header_is_no_stop() -> None:
+    source = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}\n{{ m.content }}{% endfor %}"
+    assert render(source, talk("Hi", "Hello", "And?", "Bye")).reason == "unproven_spans"
+    found = render(source, talk("Hi", "Hello"))
+    assert found.text[found.spans[0][0] :] == "Hello"
+    assert found.end == 2
+
+
 @pytest.mark.parametrize(
     ("source", "why"),
     [

@@ -39,13 +39,20 @@ class Rendered(NamedTuple):
     end: int
 
 
+class Stops(NamedTuple):
+    """What ends a turn of the assistant that another follows, and the last one; None where nothing does, or nobody can tell."""
+
+    middle: str | None
+    last: str | None
+
+
 @dataclass
 class Spans:
     """Rendering with spans, for one template. closers: the special tokens of the tokenizer."""
 
     template: Template
     closers: Sequence[str]
-    _stop: str | bool | None = field(default=False, repr=False)
+    _stops: Stops | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         words = sorted((re.escape(word) for word in self.closers if word.strip()), key=len, reverse=True)
@@ -74,43 +81,43 @@ class Spans:
         last = bool(spans) and not text[spans[-1][1] :].strip()
         return Rendered(text, spans, self._end(text, trained=last))
 
-    def stop(self) -> str | None:
-        """What ends an assistant's turn, seen on a conversation of two questions and two answers; None where nothing does."""
-        if self._stop is False:
-            self._stop = self._seek_stop()
-        return self._stop  # pyright: ignore[reportReturnType]
+    def stops(self) -> Stops:
+        """What ends an assistant's turns, seen on a conversation of two questions and two answers."""
+        if self._stops is None:
+            self._stops = self._seek_stops()
+        return self._stops
 
     def _end(self, text: str, *, trained: bool) -> int:
         if self._closed is not None and self._closed.search(text):
             return OPEN
-        stop = self.stop()
+        stop = self.stops().last
         if stop is not None and text.rstrip().endswith(stop.strip()):
             return OPEN
         return TRAINED_END if trained else MASKED_END
 
-    def _seek_stop(self) -> str | None:
+    def _seek_stops(self) -> Stops:
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
         roles = ("user", "assistant", "user", "assistant")
         try:
             text, _ = self.template.render([{"role": role, "content": word} for role, word in zip(roles, words, strict=True)])
         except RenderError:
-            return None
+            return Stops(None, None)
         if any(text.count(word) != 1 for word in words):
-            return None
+            return Stops(None, None)
         before, *gaps = re.split("|".join(words), text)
         if len(gaps) != 4 or [text.index(word) for word in words] != sorted(text.index(word) for word in words):
-            return None
+            return Stops(None, None)
         between, tail = gaps[1], gaps[3]
-        if tail.strip():
-            found = self._closer.match(tail) if self._closer is not None else None
-            stop = found[0] if found else tail.rstrip()
-            return stop if between.startswith(stop) else None
-        found = self._closer.match(between) if self._closer is not None else None
-        if found and found[0].strip() not in before:  # else it opens the user's turn
-            return found[0]
+        ends, follows = (self._closer.match(gap) if self._closer is not None else None for gap in (tail, between))
+        last = (ends[0] if ends else tail.rstrip()) or None
+        if last is not None and between.startswith(last):
+            return Stops(last, last)
+        if follows is not None and follows[0].strip() not in before:  # else it opens the user's turn
+            return Stops(follows[0], last)
+        if last is not None:
+            return Stops(None, last)
         shared = _shared(between[::-1], before[::-1])
-        rest = between[: len(between) - shared].rstrip()
-        return rest or None
+        return Stops(between[: len(between) - shared].rstrip() or None, None)
 
     def _by_sentinels(
         self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, trained: list[int]
@@ -156,7 +163,7 @@ class Spans:
 
     def _close(self, text: str, at: int, after: int, i: int, count: int, later: Sequence[_Place], words: _Words, *, plain: bool) -> int:
         """Where the turn of message i ends, its stop included. at: end of its last text; after: start of the next one."""
-        gap, stop = text[at:after], self.stop()
+        gap, stop = text[at:after], self.stops().last if i == count - 1 else self.stops().middle
         if stop is not None and gap.startswith(stop):
             return at + len(stop)
         if plain and stop is not None and (found := re.match(r"\s*", gap)) and gap.startswith(stop.lstrip(), found.end()):
