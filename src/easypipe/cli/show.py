@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -38,8 +38,9 @@ def progress() -> Iterator[ProgressListener]:
         key = (event.stage, event.dataset)
         if key not in tasks:
             tasks[key] = bars.add_task(f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit, pace="")
-        ended = event.done == event.total  # what is done at once has no rate
-        bars.update(tasks[key], completed=event.done, total=event.total, **({} if ended else {"pace": pace.text(event)}))
+        bars.update(tasks[key], completed=event.done, total=event.total)
+        if event.done != event.total:  # what is found finished has no rate
+            bars.update(tasks[key], pace=pace.text(event))
 
     with bars:
         yield listen
@@ -97,6 +98,13 @@ def training_line(event: TrainEvent) -> str:
         if r.get(key) is not None:
             parts.append(text.format(r[key]))
     return "  ".join(parts)
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Lines of text in columns, those numbered in `left` to the left and the others to the right. Never cut to the width of a terminal."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    to = [str.ljust if i in left else str.rjust for i in range(len(widths))]
+    return "\n".join("  ".join(put(v, w) for put, v, w in zip(to, line, widths, strict=True)).rstrip() for line in lines)
 
 
 def ledger_table(ledger: Ledger) -> Table:

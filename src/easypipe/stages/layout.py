@@ -106,7 +106,8 @@ def raw_blocks(
     Rows that a source refuses take no bytes, but keep their place. Sources that tell `bytes_per_row` are not read for their sizes.
     """
     constant = getattr(source, "bytes_per_row", None)
-    step = MEASURED_ROWS if constant is None else max(1, min(MEASURED_ROWS, block_bytes // max(1, constant)))
+    step = _batch_rows(source, start, stop) if constant is None else max(1, block_bytes // max(1, constant))
+    step = min(step, MEASURED_ROWS)
     base = 0
     for index, shard in enumerate(source.shards):
         rows = shard.num_rows or 0

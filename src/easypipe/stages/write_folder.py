@@ -190,12 +190,14 @@ def _write_missing(
 
     def work(i: int) -> SavedShard:
         try:
-            return _write_shard(source, target, run, names[i], int(edges[i]), int(edges[i + 1]), stop, count)
+            return _write_shard(source, target, run, names[i], int(edges[i]), int(edges[i + 1]), at_work, stop, count)
         except Exception as error:
             error.add_note(f"while saving dataset {target.dataset!r}, shard {names[i]}, rows {edges[i]}:{edges[i + 1]}")
             raise
 
-    pool = ThreadPoolExecutor(max(1, min(len(missing), os.cpu_count() or 1, 8)), thread_name_prefix="easypipe-save")
+    cores = min(os.cpu_count() or 1, 8)
+    at_work = threading.Semaphore(cores)  # rows are encoded by as many threads; others wait for the disk or the store meanwhile
+    pool = ThreadPoolExecutor(min(len(missing), cores + 2), thread_name_prefix="easypipe-save")
     try:
         for i, shard in zip(missing, pool.map(work, missing), strict=True):
             written[names[i]] = shard
@@ -218,12 +220,14 @@ def _write_shard(
     name: str,
     start: int,
     stop_row: int,
+    at_work: threading.Semaphore,
     stop: threading.Event,
     count: Callable[[int, int], None],
 ) -> SavedShard:
     rows, tokens, rejected = 0, 0, Counter()
     with (
         storage.commit_file(join(target.folder, name), target.storage_options) as (temporary, stamp),
+        at_work,
         open_writer(temporary, target.format, target.compression, source.schema) as write,
     ):
         for batch, rejects in batches(source, start, stop_row):
