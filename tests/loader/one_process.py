@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow.compute as pc
 
 from loader_support import MemoryCache, plan_rows, some_docs
 
@@ -26,6 +27,7 @@ from easypipe import MixStageConfig, PackStageConfig, Pipeline, PipelineConfig  
 from easypipe.loader.loader import Loader, LoadStageConfig  # noqa: E402
 from easypipe.loader.rows import PlannedRows  # noqa: E402
 from easypipe.loader.state import LoaderState  # noqa: E402
+from easypipe.transforms.functions import Filter  # noqa: E402
 from pipelines import two_datasets  # noqa: E402
 
 assert jax.process_count() == count
@@ -68,7 +70,7 @@ def digests(batch: dict[str, jax.Array]) -> dict[str, str]:
 
 
 def chain(load: LoadStageConfig) -> Loader:
-    """Two datasets of text, mixed; documents that are too long for a row left out; packed; two epochs, each in another order."""
+    """Two datasets of text, the shortest rows filtered; mixed; documents too long for a row left out; packed; epochs in another order."""
     config = PipelineConfig(
         datasets=two_datasets(folder / "data"),
         default_tokenizer=str(folder / "tokenizer"),
@@ -78,7 +80,16 @@ def chain(load: LoadStageConfig) -> Loader:
         pack=PackStageConfig(seq_length=96, strategy="first_fit", oversize="drop"),
         load=load,
     )
-    return Pipeline.from_config(config).source().tokenize().mix().pack().load().build()
+    return (
+        Pipeline.from_config(config)
+        .source()
+        .transform(Filter(pc.utf8_length(pc.field("text")) > 12))
+        .tokenize()
+        .mix()
+        .pack()
+        .load()
+        .build()
+    )
 
 
 def make(name: str) -> Loader:
