@@ -133,7 +133,8 @@ def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanD
     plan = Plan([counted(each) for each in made[0]], made[1])
     plan.resume(state)
     assert look(plan, [row]) == [expected[row]]
-    assert made[1].unit == "tokens" or sum(asked) <= made[1].window_docs, "more than one window was planned to look at a resumed row"
+    ahead = made[1].unit == "tokens" or made[1].schedule is not None  # their windows look at more than they draw
+    assert ahead or sum(asked) <= made[1].window_docs, "more than one window was planned to look at a resumed row"
     assert look(plan, list(range(row, len(expected)))) == expected[row:]
     assert look(plan, list(range(len(expected)))) == expected, "rows before the state changed"
     again = plan.state_at(row)

@@ -119,41 +119,46 @@ class _Ahead:
 def _draw_into(weights, left, deficits, active, leave, by_size, table, first, known, made, dataset, counts):
     """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, dataset and counts in place."""
     limit = dataset.shape[0]
-    # The datasets in the mixture, without gaps, so that the loop below is one pass over neighbours.
+    # The datasets in the mixture without gaps, heavy ones first: of equals the first is taken, and is found soon.
     alive = np.flatnonzero(active)
+    alive = alive[np.argsort(-weights[alive], kind="mergesort")]
     size = alive.shape[0]
     weight, owed = weights[alive], deficits[alive]
     total = weight.sum()
-    credit = np.int64(0)  # of the last draw, not yet given to the datasets
+    # A draw of size 1 is granted to all before it is made; how large another is shows only when it is chosen.
+    grant = np.int64(0) if by_size else np.int64(1)
     why, which = _FULL, np.int64(0)
     while made < limit:
-        best, top = 0, np.int64(-1) << 62
-        for i in range(size):
-            owed[i] += credit * weight[i]
-            # A draw of size 1 is looked at as if it were granted already; how large another is shows only when it is chosen.
-            would = owed[i] if by_size else owed[i] + weight[i]
-            if would > top or (would == top and weight[i] > weight[best]):
-                best, top = i, would
-        credit = np.int64(0)
+        top = np.int64(-1) << 62
+        if by_size:
+            for i in range(size):
+                owed[i] += grant * weight[i]
+                top = max(top, owed[i])
+        else:
+            for i in range(size):
+                owed[i] += weight[i]
+                top = max(top, owed[i])
+        best = 0
+        while owed[best] != top:
+            best += 1
         which = alive[best]
         if left[which] == 0:
             why = _EXHAUSTED
+        elif by_size and counts[which] == known[which]:
+            why = _UNKNOWN
+        if why != _FULL:
+            grant = np.int64(0) if by_size else np.int64(-1)
             break
-        tokens = np.int64(1)
-        if by_size:
-            if counts[which] == known[which]:
-                why = _UNKNOWN
-                break
-            tokens = table[first[which] + counts[which]]
+        tokens = table[first[which] + counts[which]] if by_size else np.int64(1)
         dataset[made] = which
         made += 1
         counts[which] += 1
         left[which] -= 1
         owed[best] -= total * tokens
-        credit = tokens
+        grant = tokens if by_size else np.int64(0)
         if leave and left[which] == 0:
             why = _EXHAUSTED
             break
     for i in range(size):
-        deficits[alive[i]] = owed[i] + credit * weight[i]
+        deficits[alive[i]] = owed[i] + grant * weight[i]
     return made, why, which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,29 +83,52 @@ class Planner:
     def window(self, state: WindowState) -> Window:
         rows = rows_left(self.spec, state.first_row)
         if rows is None or self.spec.pack is None:
-            return self._window(state, self.draw(state))
-        tried: dict[int, Window] = {}
+            draws, looked = self._draw(state)
+            doc, length = self._look_up(state, draws, looked)
+            return self._window(state, draws, doc, length, self._lay(state, length))
+        # Fewer draws are the first of more: what was looked up for the most of them serves every number that is tried.
+        most = (0, _NONE_64, _NONE_32)
+        layouts: dict[int, Layout] = {}
 
         def rows_of(num_draws: int) -> int:
-            if num_draws not in tried:
-                tried[num_draws] = self._window(state, self.draw(state, num_draws))
-            return tried[num_draws].num_rows
+            nonlocal most
+            if num_draws > most[0]:
+                ahead = min(self.spec.window_docs, num_draws + num_draws // 16)
+                most = (ahead, *self._look_up(state, *self._draw(state, ahead)))
+            layouts[num_draws] = self._lay(state, most[2][:num_draws])
+            return layouts[num_draws].num_rows
 
         chosen = fit(window_draws(self.datasets, self.spec, state), self.spec.window_docs, rows, rows_of)
-        rows_of(chosen)
-        return tried[chosen]
+        if chosen not in layouts:
+            rows_of(chosen)
+        _, doc, length = most
+        return self._window(state, self._draw(state, chosen)[0], doc[:chosen], length[:chosen], layouts[chosen])
 
-    def _window(self, state: WindowState, draws: mix.Draws) -> Window:
+    def _look_up(self, state: WindowState, draws: mix.Draws, looked: _Looked | None) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The document of every draw, and its length."""
         counts = draws.counts
-        docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, np.array(state.drawn, dtype=np.int64), counts)
         first = np.cumsum(counts) - counts
-        lengths = np.empty(docs.shape[0], dtype=np.int32)
-        for dataset, start, count in zip(self.datasets, first.tolist(), counts.tolist(), strict=True):
-            if count:
-                lengths[start : start + count] = self._fitting_lengths(dataset, docs[start : start + count])
+        if looked is not None:
+            docs, lengths = looked.first(counts)
+        else:
+            drawn = np.array(state.drawn, dtype=np.int64)
+            docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
+            lengths = np.empty(docs.shape[0], dtype=np.int32)
+            for dataset, start, count in zip(self.datasets, first.tolist(), counts.tolist(), strict=True):
+                if count:
+                    lengths[start : start + count] = self._lengths(dataset, docs[start : start + count])
         doc, length = np.empty_like(docs), np.empty_like(lengths)
         _to_draw_order(draws.dataset, first, docs, lengths, doc, length)
-        layout = one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
+        pack = self.spec.pack
+        if pack is not None and pack.oversize == "error" and (length > pack.seq_length).any():
+            n = int(np.argmax(length > pack.seq_length))
+            raise oversize_error(f"dataset {self.datasets[draws.dataset[n]].name!r}, document {doc[n]}", int(length[n]), pack)
+        return doc, length
+
+    def _lay(self, state: WindowState, length: NDArray[np.int32]) -> Layout:
+        return one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
+
+    def _window(self, state: WindowState, draws: mix.Draws, doc: NDArray[np.int64], length: NDArray[np.int32], layout: Layout) -> Window:
         after = self.after(state, draws, layout.num_rows)
         return Window(state=state, after=after, dataset=draws.dataset, doc=doc, length=length, layout=layout)
 
@@ -119,14 +142,6 @@ class Planner:
                     return True
         return False
 
-    def _fitting_lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
-        lengths = self._lengths(dataset, docs)
-        pack = self.spec.pack
-        if pack is not None and pack.oversize == "error" and (lengths > pack.seq_length).any():
-            n = int(np.argmax(lengths > pack.seq_length))
-            raise oversize_error(f"dataset {dataset.name!r}, document {docs[n]}", int(lengths[n]), pack)
-        return lengths
-
     def _lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
         lengths = dataset.lengths(docs)
         if lengths.dtype != np.int32 or lengths.shape != docs.shape:
@@ -138,43 +153,31 @@ class Planner:
             raise PlanError(at=at, problem=f"a length of {lengths[n]} tokens", fix="The token cache is damaged: prepare it again.")
         return lengths
 
-    def draw(self, state: WindowState, num_draws: int | None = None) -> mix.Draws:
-        """The draws behind `state`. num_draws: under a schedule, how many; None those of `window_draws`."""
+    def draw(self, state: WindowState) -> mix.Draws:
+        """The draws of a window without packing, which are its rows."""
+        return self._draw(state)[0]
+
+    def _draw(self, state: WindowState, num_draws: int | None = None) -> tuple[mix.Draws, _Looked | None]:
+        """The draws behind `state`, and what had to be looked up for them. num_draws: under a schedule; None those of `window_draws`."""
         left = mix.remaining(self.num_docs, np.array(state.drawn, dtype=np.int64), self.stop, self.spec.max_epochs)
         deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
         if not self._owed_most:
-            return mix.draw(self.spec.window_docs, self._weights, left, deficits, active, self.stop, capped=True)
-        spec, tokens = self.spec, self.spec.unit == "tokens"
+            return mix.draw(self.spec.window_docs, self._weights, left, deficits, active, self.stop, capped=True), None
+        spec, leave = self.spec, self.stop != "first_exhausted"
         shares = shares_at(spec, state.first_row)
         num_draws = window_draws(self.datasets, spec, state) if num_draws is None else num_draws
-        leave = self.stop != "first_exhausted"
-        sizes = self._sizes(state) if tokens else None
-        expected = [int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)] if tokens else ()
-        return draw_owed_most(num_draws, shares, spec.block, left, deficits, active, leave, sizes, expected)
+        if spec.unit == "rows":
+            return draw_owed_most(num_draws, shares, spec.block, left, deficits, active, leave), None
+        looked = _Looked(self, state)
+        expected = [int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)]
+        return draw_owed_most(num_draws, shares, None, left, deficits, active, leave, looked.sizes, expected), looked
 
-    def _sizes(self, state: WindowState) -> Callable[[int, int, int], NDArray[np.int64]]:
-        """The tokens that get a place in a row, of the documents which each dataset gives next; at least 1 each, so that all count."""
-        pack = self.spec.pack
-
-        def sizes(i: int, start: int, stop: int) -> NDArray[np.int64]:
-            drawn, counts = np.array(state.drawn, dtype=np.int64), np.zeros_like(self.num_docs)
-            drawn[i], counts[i] = drawn[i] + start, stop - start
-            docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
-            lengths = self._lengths(self.datasets[i], docs).astype(np.int64)
-            if pack is not None and pack.oversize == "truncate":
-                lengths = np.minimum(lengths, pack.seq_length)
-            elif pack is not None and pack.oversize == "drop":
-                lengths[lengths > pack.seq_length] = 0
-            if (lengths > MAX_SIZE).any():
-                n = int(np.argmax(lengths > MAX_SIZE))
-                raise PlanError(
-                    at=f"dataset {self.datasets[i].name!r}, document {docs[n]}",
-                    problem=f"{lengths[n]} tokens cannot be weighed: shares by tokens know documents of up to {MAX_SIZE}",
-                    fix="Weigh by rows, or cut the document.",
-                )
-            return np.maximum(lengths, 1)
-
-        return sizes
+    def next_documents(self, state: WindowState, i: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(numbers, lengths) of documents `start` to `stop` of those that dataset i gives behind `state`."""
+        drawn, counts = np.array(state.drawn, dtype=np.int64), np.zeros_like(self.num_docs)
+        drawn[i], counts[i] = drawn[i] + start, stop - start
+        docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
+        return docs, self._lengths(self.datasets[i], docs)
 
     def after(self, state: WindowState, draws: mix.Draws, num_rows: int) -> WindowState:
         index, first_row = state.index + 1, state.first_row + num_rows
@@ -204,6 +207,43 @@ class Planner:
 
     def ended(self, state: WindowState) -> bool:
         return self.last_epoch is not None and state.epoch >= self.last_epoch
+
+
+class _Looked:
+    """Documents and lengths that had to be known before it was clear which would be drawn, each dataset's in their order."""
+
+    def __init__(self, planner: Planner, state: WindowState) -> None:
+        self._planner = planner
+        self._state = state
+        self._parts: list[list[tuple[NDArray[np.int64], NDArray[np.int32]]]] = [[] for _ in planner.datasets]
+
+    def sizes(self, i: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The tokens that get a place in a row, of the documents which dataset i gives next; at least 1 each, so that all count."""
+        docs, lengths = self._planner.next_documents(self._state, i, start, stop)
+        self._parts[i].append((docs, lengths))
+        pack, sizes = self._planner.spec.pack, lengths.astype(np.int64)
+        if pack is not None and pack.oversize == "truncate":
+            sizes = np.minimum(sizes, pack.seq_length)
+        elif pack is not None and pack.oversize == "drop":
+            sizes[sizes > pack.seq_length] = 0
+        if (sizes > MAX_SIZE).any():
+            n = int(np.argmax(sizes > MAX_SIZE))
+            raise PlanError(
+                at=f"dataset {self._planner.datasets[i].name!r}, document {docs[n]}",
+                problem=f"{sizes[n]} tokens cannot be weighed: shares by tokens know documents of up to {MAX_SIZE}",
+                fix="Weigh by rows, or cut the document.",
+            )
+        return np.maximum(sizes, 1)
+
+    def first(self, counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The first `counts[i]` of every dataset i, dataset after dataset."""
+        docs, lengths = [_NONE_64], [_NONE_32]
+        for parts, count in zip(self._parts, counts.tolist(), strict=True):
+            for some_docs, some_lengths in parts:
+                docs.append(some_docs[:count])
+                lengths.append(some_lengths[:count])
+                count -= docs[-1].size
+        return np.concatenate(docs), np.concatenate(lengths)
 
 
 def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:

@@ -1,0 +1,67 @@
+"""Planning alone: mix, order and pack from lengths, in documents per second of processor time, on one thread.
+
+Lengths are log-normal with a median of 400 tokens, rows hold 2,048. "ramp" changes its weights all the time, in windows of 1/64 of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+
+import numpy as np
+
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.schedule import Schedule
+from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
+
+
+def dataset(name: str, seed: int, documents: int) -> PlanDataset:
+    lengths = np.random.default_rng(seed).lognormal(np.log(400), 1.0, documents).clip(1, 100_000).astype(np.int32)
+    return PlanDataset(name, documents, int(lengths.sum(dtype=np.int64)), name, lambda docs: lengths[docs])
+
+
+def rate(datasets: list[PlanDataset], spec: PlanSpec, windows: int) -> float:
+    """Documents per second, the best of three runs over so many windows; compiling is left out."""
+    rates = []
+    for _ in range(3):
+        plan = Plan(datasets, spec)
+        state = plan.state_at(0)
+        after, documents = state, 0
+        began = time.process_time()
+        for _ in range(windows):
+            window = plan._planner.window(after)
+            after, documents = window.after, documents + window.dataset.size
+        rates.append(documents / (time.process_time() - began))
+    return max(rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=10)
+    windows = parser.parse_args().windows
+    print(f"{'':<28}{'2 datasets':>14}{'60 datasets':>14}   million documents per CPU second")
+    for strategy in ("greedy", "pool", "first_fit", None):
+        pack = None if strategy is None else PackSpec(2048, strategy)  # pyright: ignore[reportArgumentType]
+        lines: dict[str, list[float]] = {}
+        for count in (2, 60):
+            datasets = [dataset(f"d{i}", i, 20_000) for i in range(count)]
+            some, others = (tuple(1 + (i * k) % 7 for i in range(count)) for k in (1, 3))
+            static = PlanSpec(seed=0, weights=some, stop="restart", window_docs=65_536, num_epochs=None, pack=pack)
+            flat = Schedule(((0, some),), "step", ((0, 64),))
+            ramp = Schedule(((0, some), (40_000, others)), "linear", ((0, 64),))
+            specs = {
+                "static weights": static,
+                "schedule, between points": dataclasses.replace(static, schedule=flat),
+                "schedule, on a ramp": dataclasses.replace(static, schedule=ramp),
+                "shares of tokens": dataclasses.replace(static, unit="tokens"),
+            }
+            for name, spec in specs.items():
+                lines.setdefault(name, []).append(rate(datasets, spec, windows) / 1e6)
+        print(f"{strategy or 'not packed'}")
+        for name, values in lines.items():
+            print(f"  {name:<26}" + "".join(f"{value:>14.2f}" for value in values))
+
+
+if __name__ == "__main__":
+    main()
