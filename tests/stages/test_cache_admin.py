@@ -65,7 +65,7 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "list", "--cache-dir", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "3 d" in text
-    assert "yes" in text
+    assert "in use" in text
     assert main(["cache", "list", "--cache-dir", str(tmp_path), "--json"]) == 0
     assert {one["dataset"] for one in json.loads(capsys.readouterr().out)["datasets"]} == {"old", "new"}
 

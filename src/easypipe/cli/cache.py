@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from easypipe.cli.plan import AsJson
-from easypipe.cli.show import console
+from easypipe.cli.show import aligned, console
 from easypipe.pipeline import cache_folder
 from easypipe.stages.cache_admin import CachedDataset, clear_cache, list_cache
 
@@ -29,16 +28,11 @@ def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | {"path": str(found.path), "datasets": [_plain(one) for one in found.datasets]}))
         return
-    table = Table(title=str(found.path), title_justify="left")
-    for column in ("dataset", "tokenizer", "key"):
-        table.add_column(column)
-    for column in ("rows", "documents", "tokens", "MB", "age", "in use"):
-        table.add_column(column, justify="right")
+    lines = [("dataset", "key", "rows", "documents", "tokens", "MB", "age", "", "tokenizer")]
     for one in found.datasets:
-        size, used = f"{one.num_bytes / 1e6:,.1f}", "yes" if one.in_use else ""
-        counts = (f"{one.rows:,}", f"{one.documents:,}", f"{one.tokens:,}")
-        table.add_row(one.dataset, one.tokenizer, one.path.stem[:8], *counts, size, _age(one.age_s), used)
-    console.print(table)
+        counts = (f"{one.rows:,}", f"{one.documents:,}", f"{one.tokens:,}", f"{one.num_bytes / 1e6:,.1f}", _age(one.age_s))
+        lines.append((one.dataset, one.path.stem[:8], *counts, "in use" if one.in_use else "", one.tokenizer))
+    console.print(f"{found.path}\n{aligned(lines, left=(0, 1, 7, 8))}", highlight=False, markup=False, soft_wrap=True)
     leftover = f", {found.leftover_bytes / 1e6:,.1f} MB of it named by no dataset" if found.leftover_bytes else ""
     console.print(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}", highlight=False)
 
