@@ -95,19 +95,37 @@ def test_the_main_configuration() -> None:
     assert list(Path("output").glob("*.parquet"))
 
 
+def my_transform_fn(row: dict[str, Any]) -> dict[str, Any]:
+    return {"text": row["text"].upper(), "metadata": len(row["text"])}
+
+
 def test_dataset_options() -> None:
+    for i in range(2):
+        pq.write_table(pa.table({"old_name": texts(400, i), "metadata": range(400)}), f"data/part-{i}.parquet")
     config = DatasetConfig(
         data_files="data/*.parquet",
         name="my_dataset",
         type="parquet",
+        split="train",
         num_rows=10,
         tokenizer=TokenizerConfig(name_or_path="meta-llama/Llama-2-7b", max_length=64),
+        tokenizer_kwargs={"use_fast": True},
+        cache_path="./cache/my_dataset",
+        cache_enabled=True,
         save_path="./output/my_dataset",
         save_format="parquet",
         content_field="text",
+        additional_fields=["metadata"],
+        format_callback=my_transform_fn,
+        format_version="1",  # easypipe's own: without it the callback's tokens are not kept
+        format_fields={"old_name": "text"},
     )
     report = Pipeline.from_config(PipelineConfig(datasets=[config])).source().tokenize().save().build()
     assert report.num_rows == 10
+    saved = pa.concat_tables(pq.read_table(path) for path in sorted(Path("output/my_dataset").glob("*.parquet")))
+    assert saved.column_names == ["input_ids", "metadata"]
+    assert saved.column("metadata").to_pylist() == [len(text) for text in texts(10, 0)]
+    assert list(Path("cache/my_dataset/manifests").glob("*.json"))
     assert report.folders[0].path == "output/my_dataset" or report.folders[0].path == "./output/my_dataset"
 
 
@@ -129,7 +147,14 @@ def test_stage_details() -> None:
         seed=42,
     )
     pipeline = Pipeline.from_config(config).source()
-    config = TokenizeStageConfig(default_tokenizer="meta-llama/Llama-2-7b", max_length=2048, batch_size=1000, num_workers=4)
+    config = TokenizeStageConfig(
+        default_tokenizer="meta-llama/Llama-2-7b",
+        max_length=2048,
+        batch_size=1000,
+        num_workers=4,
+        cache_tokenized=True,
+        remove_columns=["text"],
+    )
     pipeline.tokenize(config)
     config = MixStageConfig(weights={"code": 0.3, "text": 0.7}, block_size=1000, stop_strategy="restart", seed=42)
     pipeline.mix(config)
@@ -321,13 +346,6 @@ def test_f7_mix_stage_with_a_schedule() -> None:
 @pytest.mark.parametrize(
     ("kind", "option"),
     [
-        (PipelineConfig, {"streaming": True}),
-        (DatasetConfig, {"split": "train"}),
-        (DatasetConfig, {"tokenizer_kwargs": {"use_fast": True}}),
-        (DatasetConfig, {"cache_enabled": True}),
-        (DatasetConfig, {"additional_fields": ["metadata"]}),
-        (DatasetConfig, {"format_fields": {"old_name": "new_name"}}),
-        (TokenizeStageConfig, {"cache_tokenized": True}),
         (PackStageConfig, {"include_segment_ids": True}),
         (PackStageConfig, {"shuffle_buffer_factor": 10}),
     ],
