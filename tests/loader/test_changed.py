@@ -84,6 +84,26 @@ def test_what_was_allowed_once_needs_no_more_saying():
     assert [c["batch"] for c in back.state().changes] == [3, 5]
 
 
+def test_what_stood_before_a_change_is_not_made_up():
+    one = loader(batch_size=6)
+    one.restore(after(loader(), 3), allow_changed=["config"])
+    batches = iter(one)
+    next(batches)
+    for ask in (one.rows_of, one.batch, one.state_at):
+        with pytest.raises(StateError, match="batch 2 stood before batch 3, at which this run went on with something changed"):
+            ask(2)
+        with pytest.raises(IndexError, match="there is no batch -1"):
+            ask(-1)
+    assert one.rows_of(3) == range(12, 18)
+    assert (one.state_at(3).row, one.state_at(4).row) == (12, 18)
+    again = loader(batch_size=6)
+    again.restore(one.state())
+    assert (again.state_at(3).row, again.state_at(5).row) == (12, 24)
+    assert_same_batches([again.batch(3)], stretch(again, 12, 6)[:1])
+    with pytest.raises(IndexError, match="there is no batch 999"):
+        again.batch(999)
+
+
 def test_other_data_go_on_at_the_same_row_of_what_there_is_now():
     text = after(loader(), 3)
     one = loader(OTHER)

@@ -98,9 +98,11 @@ class Loader:
 
     def rows_of(self, step: int) -> range:
         """The rows, counted over the run, whose positions batch `step` (from 0) holds: fewer than its size where it is a short last one,
-        which on a mesh is filled up with rows of padding behind them; none behind the end.
+        which on a mesh is filled up with rows of padding behind them; none behind the end. Raises StateError for a step before the one
+        at which the run was changed (`restore`), whose rows this loader cannot know.
         """
         steps = self._counted()
+        self._check_step(step, steps)
         start, size = steps.start(step), steps.size(step)
         count = self.rows.available(start, start + size)
         return range(start, start + (0 if count < size and self.config.drop_last else count))
@@ -121,7 +123,7 @@ class Loader:
 
     def batch(self, step: int) -> dict[str, Any]:
         """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises IndexError where there is none."""
-        made = self._make(step, lambda stage: None, self._counted()) if step >= 0 else None
+        made = self._make(step, lambda stage: None, self._counted()) if self.rows_of(step) else None
         if made is None:
             raise IndexError(f"{self.name}: there is no batch {step}")
         return made
@@ -199,13 +201,24 @@ class Loader:
         options: dict[str, Any] = {"decoder": self._decoder, "remember": self._remember}
         return Loader(rows, config, seed=self._seed, collate=self.collate, name=self.name, **options)
 
+    def _check_step(self, step: int, steps: Steps) -> None:
+        if step < 0:
+            raise IndexError(f"{self.name}: there is no batch {step}")
+        if step < steps.begin.batch:
+            raise StateError(
+                at=self.name,
+                problem=f"batch {step} stood before batch {steps.begin.batch}, at which this run went on with something changed",
+                fix="Ask a loader that is made as this one was then.",
+            )
+
     def _row(self, batch: int) -> int:
         """The row behind the first `batch` batches."""
         if self._entry is not None and batch == self._entry.batch:
             return self._entry.row  # what stands before it may lie in a window that this process never looks at
-        if batch == 0:
-            return 0
         steps = self._counted()
+        if batch == steps.begin.batch:
+            return steps.begin.row
+        self._check_step(batch, steps)
         start, stop = steps.start(batch - 1), steps.start(batch)  # of the last of them, which may be a short one
         return start + self.rows.available(start, stop)
 
