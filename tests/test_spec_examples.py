@@ -95,8 +95,8 @@ def test_the_main_configuration() -> None:
     assert list(Path("output").glob("*.parquet"))
 
 
-def my_transform_fn(row: dict[str, Any]) -> dict[str, Any]:
-    return {"text": row["text"].upper(), "metadata": len(row["text"])}
+def my_transform_fn(row: dict[str, object]) -> dict[str, object]:
+    return {"text": str(row["text"]).upper(), "metadata": len(str(row["text"]))}
 
 
 def test_dataset_options() -> None:
