@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import laws
 import strategies
-from chat_support import CHATML, MARKED, chat_tokenizer, talk, talks, without_template
+from chat_support import CHATML, MARKED, SHARED, chat_tokenizer, needs_shared, talk, talks, without_template
 from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig, load_tokenizer
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
@@ -167,6 +168,40 @@ def test_keys_that_arrow_filled_up_with_null_are_not_there(tmp_path: Path) -> No
     rows = [{"messages": [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]}]
     ids, _ = documents(tokenized(tmp_path, rows, chat_template=template))[0]
     assert load_tokenizer(chat_tokenizer()).decode(ids) == "user(Ann):a<|im_end|>assistant:b<|im_end|>"
+
+
+@needs_shared
+@pytest.mark.shared
+def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
+    """`apply_chat_template(tokenize=True, return_assistant_tokens_mask=True)` of a template with markers, row by row."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    lines = (SHARED / "chat" / "openai_messages_tools_150.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    rows = [json.loads(line) for line in lines]
+    rows += [{"messages": talk("naïve 日本 😀", "  ﬁrst 😀 \n", "a\u0301", "x")}, {"messages": talk("1", " ")}]
+    template = (SHARED / "templates" / "qwen2_5_training.jinja").read_text(encoding="utf-8")
+    for name in ("gpt2", "mistral_v1", "olmo_neox"):  # torchtitan_tiny drops characters, and transformers then loses whole turns
+        folder = SHARED / "tokenizers" / name
+        reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        as_text = [{"messages": json.dumps(row["messages"]), "tools": json.dumps(row.get("tools"))} for row in rows]
+        source = tokenized(tmp_path, as_text, tokenizer=str(folder), chat_template=template)
+        for row, (ids, mask) in zip(rows, documents(source), strict=True):
+            expected = reference.apply_chat_template(
+                row["messages"],
+                tools=row.get("tools"),
+                chat_template=template,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            assert ids == expected["input_ids"], (name, row)
+            assert mask == expected["assistant_masks"], (name, row)
+
+
+def test_values_that_json_does_not_know_reach_templates_as_text(tmp_path: Path) -> None:
+    day = {"role": "user", "content": "a", "at": datetime.date(2026, 1, 31)}
+    template = "{{ messages[0].at }}<|im_end|>{{ messages[1].content }}<|im_end|>"
+    ids, _ = documents(tokenized(tmp_path, [{"messages": [day, {"role": "assistant", "content": "b"}]}], chat_template=template))[0]
+    assert load_tokenizer(chat_tokenizer()).decode(ids) == "2026-01-31<|im_end|>b<|im_end|>"
 
 
 def test_prompts_and_completions(tmp_path: Path) -> None:

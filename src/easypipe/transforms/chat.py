@@ -216,7 +216,7 @@ class _Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")  # dates and decimals of Arrow are text there
             self._process.stdin.flush()
         except BrokenPipeError:
             return [self._end()]

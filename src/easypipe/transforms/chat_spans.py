@@ -170,6 +170,8 @@ class Spans:
             return at + found.end() + len(stop.lstrip())
         if i == count - 1 and not gap.strip():
             return at  # the EOS token will end it
+        if i == count - 1 and plain and self._closer is not None and (found := self._closer.fullmatch(gap.rstrip())):
+            return at + found.end()  # a special token and nothing behind it
         if not plain and stop is not None and (i == count - 1 or (later and words.owner[later[0].word] == i + 1)):
             inside = gap.find(stop.strip())
             if inside >= 0:
