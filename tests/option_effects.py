@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "cost",
             "executors/test_ray.py::test_f15_a_cluster_makes_the_bytes_that_this_process_makes",
             "who tokenizes: this process, or a Ray cluster; the same bytes",
-            f"no effect: {ONCE}, in this process",
+            "refused: it fills a token cache",
         ),
         "order": Effect("output", "test_pipeline.py::test_order_without_shuffle_is_the_order_of_the_files", "see OrderConfig"),
         "tokenize": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see TokenizeStageConfig"),
@@ -97,9 +97,13 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output", "stages/test_tokenize.py::test_content_field_and_budget_come_from_the_dataset", "what is tokenized"
         ),
         "prompt_field": Effect("output", "stages/test_chat_rows.py::test_prompts_and_completions", "two columns in place of content_field"),
-        "completion_field": Effect("output", "stages/test_chat_rows.py::test_prompts_and_completions", "the second of them, which is trained"),
+        "completion_field": Effect(
+            "output", "stages/test_chat_rows.py::test_prompts_and_completions", "the second of them, which is trained"
+        ),
         "train_on": Effect(
-            "output", "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets", "which tokens of a conversation are targets"
+            "output",
+            "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets",
+            "which tokens of a conversation are targets",
         ),
         "chat_template": Effect(
             "output", "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets", "how conversations become text"
@@ -213,13 +217,13 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files+cost",
             "stages/test_formats.py::test_without_a_cache_nothing_is_left",
             "False keeps no tokens of any dataset",
-            f"False has no effect: {ONCE}",
+            f"True is overruled, with a warning: {ONCE}",
         ),
         "remove_columns": Effect(
             "files",
             "stages/test_formats.py::test_remove_columns_keeps_the_others",
             "which columns do not stay beside saved tokens",
-            COUNTED,
+            NO_SAVE,
         ),
     },
     "MixStageConfig": {
