@@ -38,6 +38,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.run": ("RunConfig",),
     "easypipe.sources.cache": ("TokenCache",),
     "easypipe.sources.hub": ("HuggingFaceShardedSource",),
+    "easypipe.sources.megatron": ("write_megatron",),
+    "easypipe.sources.tokens": ("TokenFilesConfig",),
     "easypipe.stages.config": ("OrderConfig", "PipelineConfig"),
     "easypipe.stages.interleave": ("InterleavedSource", "block_mixture_interleave"),
     "easypipe.stages.mix": ("MixedShardedSource", "MixStageConfig"),

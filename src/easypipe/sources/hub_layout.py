@@ -12,7 +12,7 @@ from typing import Any
 from fsspec.utils import glob_translate
 
 from easypipe.core.errors import MissingFileError, did_you_mean
-from easypipe.sources.refs import format_of, natural
+from easypipe.sources.refs import EXTENSIONS, format_of, natural
 
 TRAIN = "train"
 KEYWORDS = {
@@ -137,4 +137,4 @@ def _matching(names: list[str], patterns: Sequence[str]) -> list[str]:
 
 def _is_data(name: str) -> bool:
     parts = name.split("/")
-    return format_of(name) is not None and parts[-1] not in BOOKKEEPING and not any(part.startswith((".", "_")) for part in parts)
+    return format_of(name) in EXTENSIONS and parts[-1] not in BOOKKEEPING and not any(part.startswith((".", "_")) for part in parts)

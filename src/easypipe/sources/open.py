@@ -13,6 +13,7 @@ from easypipe.sources.csv import CsvShardedSource
 from easypipe.sources.files import EXTENSIONS, DataFiles, format_of, resolve
 from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.parquet import ParquetShardedSource
+from easypipe.sources.tokens import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.txt import TextShardedSource
 
 FORMATS: dict[str, type[FileSource]] = {
@@ -21,6 +22,7 @@ FORMATS: dict[str, type[FileSource]] = {
     "json": JsonShardedSource,
     "csv": CsvShardedSource,
     "txt": TextShardedSource,
+    "tokens": TokenShardedSource,
 }
 
 
@@ -32,8 +34,11 @@ def open_files(
     on_error: OnError = "error",
     storage_options: Mapping[str, Any] | None = None,
     index_dir: str | os.PathLike[str] | None = None,
+    token_files: TokenFilesConfig | None = None,
 ) -> FileSource:
     """A source of the format `type` (a key of FORMATS), by default of the one that the extensions name. Options are those of FileSource.
+
+    token_files: how documents lie in files of tokens.
 
     Raises MissingFileError for files that are not there, SourceError for extensions that are unknown or name different formats,
     ConfigError for an unknown type.
@@ -54,5 +59,11 @@ def open_files(
                 fix="Give one format by type= or by a glob, and the others as datasets of their own.",
             )
         type = str(next(iter(by_format)))
+    if token_files is not None and type != "tokens":
+        raise ConfigError(at="token_files", problem=f"has no effect on {type} files", fix="Leave it out.")
+    if type == "tokens":
+        return TokenShardedSource(
+            data_files, layout=token_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir
+        )
     source: Any = FORMATS[type]
     return source(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir)

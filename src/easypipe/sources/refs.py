@@ -23,6 +23,8 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
     "txt": (".txt", ".text"),
 }
+# Read where they are named, or by type=: a folder of text may hold a .bin of anything.
+TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {"tokens": (".npy", ".bin")}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
 COMPRESSIBLE = ("json", "csv", "txt")
 
@@ -72,7 +74,7 @@ def format_of(path: str) -> str | None:
     compressed = f"{dot}{last}" in COMPRESSIONS
     if compressed:
         name = stem
-    for kind, endings in EXTENSIONS.items():
+    for kind, endings in {**EXTENSIONS, **TOKEN_EXTENSIONS}.items():
         if name.endswith(endings) and (not compressed or kind in COMPRESSIBLE):
             return kind
     return None
@@ -96,7 +98,7 @@ def data_files_in(folder: str, text: str, inside: Iterable[str], kinds: tuple[st
         if not any(part.startswith((".", "_")) for part in parts) and format_of(name) in kinds:
             kept.append(name)
     if not kept:
-        endings = [ending for kind in kinds for ending in EXTENSIONS[kind]]
+        endings = [ending for kind in kinds for ending in {**EXTENSIONS, **TOKEN_EXTENSIONS}[kind]]
         raise MissingFileError(at=text, problem=f"the folder holds no data file ({' '.join(endings)})", fix="Give the files, or a glob.")
     return sorted(kept, key=natural)
 

@@ -299,3 +299,20 @@ def skip_nested(data, words, i, end):
                 return i + 1
         i += 1
     return -1
+
+
+@numba.njit(nogil=True, cache=True)
+def split_tokens(data, itemsize, separator, final, starts, ends):
+    """Documents of little-endian integers of `itemsize` bytes, each with the separator that ends it."""
+    n, count, start, i = len(data) // itemsize, 0, 0, 0
+    while i < n and count < len(starts):
+        value = np.uint64(0)
+        for k in range(itemsize):
+            value |= np.uint64(data[i * itemsize + k]) << np.uint64(8 * k)
+        i += 1
+        if value == np.uint64(separator) or (final and i == n):
+            starts[count] = start * itemsize
+            ends[count] = i * itemsize
+            count += 1
+            start = i
+    return count, start * itemsize, MORE

@@ -1,4 +1,4 @@
-"""Which kind of input a dataset names, beside plain files: the Hub, a folder of `datasets`, an object of another library."""
+"""Which kind of input a dataset names, beside plain files: the Hub, files of tokens, a folder of `datasets`, an object."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.objects import is_dataset_object, open_object
 from easypipe.sources.open import open_files
+from easypipe.sources.refs import format_of
 from easypipe.sources.saved_datasets import is_saved_dataset, saved_dataset_files
 
 WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
@@ -26,9 +27,20 @@ def is_hub(dataset: Any) -> bool:
     return dataset.type == "huggingface" or (isinstance(files, str) and files.startswith("hf://"))
 
 
+def is_tokens(dataset: Any) -> bool:
+    if dataset.type is not None:
+        return dataset.type == "tokens"
+    files = dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    return bool(files) and all(isinstance(file, str | Path) and format_of(str(file)) == "tokens" for file in files)
+
+
 def check_input(dataset: Any) -> None:
     """What type, split, subset and revision mean together. Raises ConfigError for those that would have no effect."""
     files = dataset.data_files
+    if dataset.token_files is not None and not is_tokens(dataset):
+        raise ConfigError(
+            at="token_files", problem="has no effect: these are no files of tokens", fix="Set type='tokens', or leave it out."
+        )
     if is_hub(dataset):
         if dataset.type not in (None, "huggingface"):
             problem = f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
@@ -69,6 +81,15 @@ def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
             on_error=dataset.on_error,
             storage_options=dataset.storage_options,
             index_dir=index_dir,
+        )
+    if is_tokens(dataset):
+        return open_files(
+            files,
+            type="tokens",
+            on_error=dataset.on_error,
+            storage_options=dataset.storage_options,
+            index_dir=index_dir,
+            token_files=dataset.token_files,
         )
     if isinstance(files, str | Path) and is_saved_dataset(files):
         if dataset.type not in (None, "arrow"):

@@ -16,6 +16,7 @@ from easypipe.sources.forward import ForwardSource, open_forward
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
+from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.stages.caching import index_folder
 from easypipe.stages.chat_rows import check_chat
 from easypipe.stages.formats import check_formats, formatted
@@ -34,10 +35,12 @@ class DatasetConfig:
         the Hub (`hf://datasets/owner/name`, or `owner/name` with type="huggingface"); rows in memory (an Arrow table, a list of dicts, a
         dict of columns), a `datasets.Dataset`, a Grain data source, or anything that gives dicts by number.
     name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by position.
-    type: the format, where the file names do not tell it; `huggingface` reads a dataset of the Hub.
+    type: the format, where the file names do not tell it. `tokens` reads `.npy`, raw `.bin` and Megatron's `.bin` with `.idx`;
+        `huggingface` reads a dataset of the Hub.
     split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a folder. Plain files are all `train`.
     subset: the configuration of a dataset of the Hub; None takes its default.
     revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a commit when the source is opened.
+    token_files: how documents lie in `.npy` and raw `.bin` files of tokens.
     num_rows: only the first so many rows, counted over the files in order.
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
     tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it takes; and `use_fast`: False encodes with
@@ -68,10 +71,11 @@ class DatasetConfig:
 
     data_files: Any
     name: str | None = None
-    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt", "huggingface"] | None = None
+    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt", "tokens", "huggingface"] | None = None
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
+    token_files: TokenFilesConfig | None = None
     num_rows: int | None = None
     tokenizer: TokenizerConfig | str | None = None
     tokenizer_kwargs: dict[str, Any] | None = None
