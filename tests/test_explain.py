@@ -98,6 +98,21 @@ def test_explaining_disturbs_nothing(tmp_path: Path) -> None:
         assert loader.state().batch == step + 1
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_saved_rows_tell_datasets_where_they_were_saved(tmp_path: Path, form: str) -> None:
+    mix = {"stop_strategy": "all_exhausted", "provenance": True}
+    planned = build(tmp_path, mix=mix, pack={"seq_length": 32, "shuffle_packed": False}).build()
+    save = {"output_dir": str(tmp_path / "out"), "num_shards": 2, "format": form}
+    values = to_dict(config(tmp_path)) | {"mix": mix, "pack": {"seq_length": 32, "shuffle_packed": False}, "save": save}
+    Pipeline.from_config(values).source().tokenize().mix().pack().save().build()
+    saved = Pipeline.from_config({"datasets": [{"data_files": str(tmp_path / "out")}], "seed": 1, "cache_dir": str(tmp_path / "c")})
+    loader = saved.source().load({"batch_size": 4}).build()
+    for step in (0, 3, len(loader) - 1):
+        for told, known in zip(loader.explain(step).rows, planned.explain(step).rows, strict=True):
+            assert [s.dataset for s in told.segments] == [s.dataset for s in known.segments]
+            assert [s.text for s in told.segments] == [s.text for s in known.segments]
+
+
 def test_saved_rows_name_shard_and_row(tmp_path: Path) -> None:
     values = {"pack": {"seq_length": 32}, "save": {"output_dir": str(tmp_path / "out"), "num_shards": 3}}
     build_from = Pipeline.from_config(to_dict(config(tmp_path)) | {"mix": {"stop_strategy": "all_exhausted"}, **values})

@@ -163,6 +163,23 @@ def test_a_saved_manifest_that_lies(tmp_path: Path) -> None:
     assert files(out) == before
 
 
+def test_a_remote_folder_is_verified_and_not_repaired(tmp_path: Path) -> None:
+    import fsspec
+
+    url = f"memory://{tmp_path.name}/out"
+    saved(tmp_path, output_dir=url)
+    [whole] = verify(url)
+    assert (whole.ok, whole.files) == (True, 3)
+    fs = fsspec.filesystem("memory")
+    victim = next(name for name in fs.ls(f"/{tmp_path.name}/out", detail=False) if "part-" in name)
+    data = fs.cat_file(victim)
+    fs.pipe_file(victim, data[:-1])
+    [broken] = verify(url)
+    assert "bytes, committed with" in broken.problems[0].what
+    with pytest.raises(ConfigError, match="only local folders are repaired"):
+        Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(url)
+
+
 def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
     """The golden probe: the name now leads to files that encode otherwise; a name that leads nowhere is only noted."""
     cache = prepared(tmp_path)

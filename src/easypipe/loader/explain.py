@@ -46,7 +46,7 @@ class Segment:
 
     dataset, file, row: where the document came from, `row` as the file counts. token_start, token_stop: which of its `document_tokens`
     stored tokens stand here; ends_with_eos: one more follows that packing added. spans: the decoded text, None where no tokenizer is there.
-    Of rows that were saved packed, file and row are those of the saved shard, and documents are known by their segment only.
+    Of rows that were saved packed, file and row are those of the saved shard, and the dataset is known where mix.provenance saved it.
     """
 
     segment: int
@@ -171,12 +171,12 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, _Place]:
 
 
 def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:
-    epoch, file, row = rows.where(number)
+    epoch, file, row, datasets = rows.where(number)
 
     def place(segment: int, slots: slice) -> dict[str, Any]:
         length = slots.stop - slots.start
         return {
-            "dataset": "",
+            "dataset": datasets[segment - 1] if segment <= len(datasets) else "",
             "file": file,
             "row": row,
             "document": None,

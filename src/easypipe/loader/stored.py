@@ -23,7 +23,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.protocols import Shard, ShardedSource
 from easypipe.core.random import fold
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, ROW_NUMBER, SEGMENT_IDS
+from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, ROW_NUMBER, SEGMENT_IDS, SOURCE
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows import default_width
 from easypipe.plan.order import permute
@@ -236,8 +236,8 @@ class StoredRows:
                     total -= self._blocks.popitem(last=False)[1].num_bytes
             return block
 
-    def where(self, row: int) -> tuple[int, str, int]:
-        """(epoch, file, row of that file) of a row of the run."""
+    def where(self, row: int) -> tuple[int, str, int, tuple[str, ...]]:
+        """(epoch, file, row of that file, datasets of its segments where they were saved with it) of a row of the run."""
         [found] = self._find(np.array([row], dtype=np.int64))
         assert found is not None, "rows count from 0"
         block = int(np.searchsorted(self._index.first_row, found.number, side="right")) - 1
@@ -245,7 +245,11 @@ class StoredRows:
         local = found.number - int(self._index.first_row[block])
         if ROW_NUMBER in self._source.schema.names:  # rows were left out, so they have to be asked for their numbers
             local = self._source.read(shard, start, stop).column(ROW_NUMBER)[local].as_py() - start
-        return row // int(self._index.first_row[-1]), self._source.shards[shard].name, start + local
+        names: tuple[str, ...] = ()
+        if SOURCE in self._source.schema.names:
+            told = self._source.read(shard, start + local, start + local + 1).column(SOURCE)[0].as_py()
+            names = (told,) if isinstance(told, str) else tuple(told)
+        return row // int(self._index.first_row[-1]), self._source.shards[shard].name, start + local, names
 
     def _describe(self, number: int) -> str:
         block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
