@@ -79,8 +79,8 @@ class Schedule:
         if place == len(self.points):
             return None
         border = self.points[place][0]
-        if place and self.kind != "step":
-            here = self.points[place - 1][0]
+        here, weights = self.points[place - 1] if place else (border, self.points[place][1])
+        if self.kind != "step" and normalized(weights) != normalized(self.points[place][1]):
             stair = max(1, (border - here) // STAIRS)
             border = min(border, here + ((step - here) // stair + 1) * stair)
         return self.first_row(border) - row
