@@ -421,8 +421,9 @@ def test_create_pipeline(tmp_path: Path) -> None:
     code, docs = two_datasets(tmp_path / "data")
     pipeline = create_pipeline([code, to_dict(docs)], tokenizer(), seed=7, cache_dir=tmp_path / "cache", mix=MIX, pack=PACK)
     laws.assert_same_batches(batches(Pipeline(whole(tmp_path))), pipeline.source().tokenize().mix().pack().load({"batch_size": 4}).build())
-    with pytest.raises(ConfigError, match="streaming: unknown key"):
-        create_pipeline([code], tokenizer(), streaming=True)
+    assert create_pipeline([code], tokenizer(), seed=7, streaming=True).get_context().config.streaming
+    with pytest.raises(ConfigError, match=r"streamed: unknown key .* Did you mean 'streaming'"):
+        create_pipeline([code], tokenizer(), streamed=True)
 
 
 def test_tokenize_and_save_keeps_the_order_and_the_length(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ class Pipeline:
 
     def pending(self) -> dict[str, tuple[int, int]]:
         """(ranges of rows that are not tokenized yet, all ranges) of every dataset that tokenize() has made. Reads no text."""
+        self._require_cache()
         waiting = {name: source.pending() for name, source in self._tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
 
@@ -172,6 +173,7 @@ class Pipeline:
         """
         if not 0 <= number < count:
             raise ConfigError(at="number", problem=f"there is no part {number} of {count}", fix=f"Parts count from 0 to {count - 1}.")
+        self._require_cache()
         self._build_is_under_way()
         rows = 0
         for source in self._tokenized().values():
@@ -274,8 +276,7 @@ class Pipeline:
     def ledger(self) -> Ledger:
         """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
         self._require_source()
-        if self._context.config.streaming:
-            raise no_plan()
+        self._require_cache()
         books = Ledger()
         for name, source in self._plan[-1].data.items():
             books.extend(ledger_of(name, source))
@@ -302,6 +303,10 @@ class Pipeline:
     def _require_source(self) -> None:
         if not self._plan:
             raise StageOrderError(at="", problem="Call source() before other pipeline stages")
+
+    def _require_cache(self) -> None:
+        if self._context.config.streaming:
+            raise no_plan()
 
     def _choose(self, given: Any, kind: type[T], at: str) -> T:
         own = getattr(self._context.config, at)

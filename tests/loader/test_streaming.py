@@ -347,8 +347,12 @@ def test_breaking_off_leaves_no_thread(tmp_path: Path) -> None:
     assert_no_new_threads(before)
 
 
-def test_nothing_is_written_to_the_token_cache(tmp_path: Path) -> None:
-    list(build(tmp_path))
+def test_nothing_is_written_to_the_token_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        list(build(tmp_path, tokenize={"cache_tokenized": False}))
+        assert "cache_tokenized" not in caplog.text
+        list(build(tmp_path))
+    assert "dataset code: streaming keeps no tokens, whatever tokenize.cache_tokenized says" in caplog.text
     assert not (tmp_path / "cache" / "tokens").exists()
     assert not (tmp_path / "cache" / "indexes").exists()
 
@@ -368,6 +372,10 @@ def test_batches_lie_on_a_mesh(tmp_path: Path) -> None:
         ({"load": {"prefetch_workers": 2}}, "load.prefetch_workers: is not there in streaming"),
         ({"load": {"accumulation_steps": 2}}, "load.accumulation_steps: is not there in streaming"),
         ({"num_streams": 3}, "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave it out for 8"),
+        ({"tokenize": {"remove_columns": ["x"]}}, "tokenize.remove_columns: is not there in streaming: nothing is saved"),
+        ({"mix": {"unit": "tokens"}}, "mix.unit: is not there in streaming: it needs rows that are counted first"),
+        ({"executor": "ray"}, "executor: 'ray' fills a token cache"),
+        ({"datasets": [{"data_files": "x", "save_path": "y"}]}, r"datasets\[0\].save_path: streaming writes nothing"),
         ({"num_streams": 2, "streaming": False}, "num_streams: has no effect without streaming"),
         ({"datasets": [{"data_files": "x", "on_error": "quarantine"}]}, r"datasets\[0\].on_error: 'quarantine'"),
     ],
@@ -383,8 +391,9 @@ def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
     pipeline = Pipeline(config).source().tokenize()
     with pytest.raises(ConfigError, match="save: streaming writes nothing"):
         pipeline.copy().save({"output_dir": str(tmp_path / "out")})
-    with pytest.raises(ConfigError, match="there is no plan"):
-        pipeline.mix().pack().ledger()
+    for ask in (pipeline.pending, lambda: pipeline.prepare_part(0, 1), pipeline.mix().pack().ledger):
+        with pytest.raises(ConfigError, match="there is no plan"):
+            ask()
     with pytest.raises(ConfigError, match="there is no plan"):
         _ = pipeline.get_data()["mixed"].shards
     with pytest.raises(ConfigError, match="num_rows: lines are not counted"):

@@ -22,7 +22,8 @@ class LoadStageConfig:
     prefetch_enabled: make batches ahead in `prefetch_workers` threads, at most `prefetch_buffer_size` of them; else each is made when it
         is asked for, and nothing watches for a stall. One thread lays out some hundred million slots a second; more help slow reads.
     shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the seed; None keeps the order of the plan.
-        Blocks are counted over the whole run, so one may hold the end of an epoch and the start of the next.
+        Blocks are counted over the whole run, so one may hold the end of an epoch and the start of the next. With streaming, the documents
+        of a window, which are permuted and packed together; None takes 4,096, or fewer long ones.
     drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh; on a mesh, and in micro-batches, filled
         up with rows of padding (segment 0, labels -100), which weigh nothing, so that no shape is added. `Loader.rows_of(step)` says
         which rows are real.

@@ -29,6 +29,9 @@ class TemporaryFolder:
 def cache_folder_of(dataset: Any, source: ShardedSource, context: PipelineContext, *, keep: bool = True) -> Path | TemporaryFolder:
     """Where the tokens of `dataset` (a DatasetConfig, or None) go. keep: False where the stage keeps none."""
     if getattr(context.config, "streaming", False):
+        if keep:
+            name = "?" if dataset is None else dataset.name
+            log.warning("dataset %s: streaming keeps no tokens, whatever tokenize.cache_tokenized says; False says the same", name)
         return own_folder(dataset, context)  # of which streaming asks only what is known of a tokenizer
     enabled = keep and (dataset is None or dataset.cache_enabled)
     if not enabled:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, place
@@ -21,10 +20,10 @@ from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.streaming import StreamLoader, default_streams
 from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_window import StreamSpec
+from easypipe.stages.caching import own_folder
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
-from easypipe.stages.text_rows import read_texts
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import Documents, token_info
 
@@ -51,6 +50,7 @@ KNOWN = {
     },
 }
 WHY = {
+    "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
     "load.prefetch_workers": "batches of a stream follow one from the other; threads that read are tokenize.num_workers",
     "load.batch_size_schedule": "every stream gives the same number of rows of every batch",
     "load.accumulation_steps": "every stream gives neighbouring rows of a batch",
@@ -73,7 +73,15 @@ def problems_of(config: Any) -> list[ConfigError]:
         problems.append(
             ConfigError(at="order.block_rows", problem="has no effect in streaming: ranges are read whole", fix="Leave it out.")
         )
+    if config.executor != "local":
+        problem = f"{config.executor!r} fills a token cache, and streaming keeps none"
+        problems.append(ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out."))
     for i, dataset in enumerate(config.datasets):
+        problems += [
+            ConfigError(at=f"datasets[{i}].{key}", problem="streaming writes nothing", fix="Leave it, or streaming, out.")
+            for key in ("save_path", "save_format")
+            if getattr(dataset, key) is not None
+        ]
         if dataset.on_error == "quarantine":
             problems.append(
                 ConfigError(
@@ -129,6 +137,7 @@ class ForwardDocuments:
     def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
         self.name, self._source, self._context = name, source, context
         dataset = {dataset.name: dataset for dataset in context.config.datasets}.get(name)
+        self._dataset = dataset
         self._on_error = "error" if dataset is None else dataset.on_error
         self._max_bad_rows = None if dataset is None else dataset.max_bad_rows
         self._bytes: Any = _innermost(source)
@@ -138,7 +147,14 @@ class ForwardDocuments:
 
     @property
     def shards(self) -> Sequence[Shard]:
-        return self._source.shards
+        """Raises SourceError where nobody knows where one ends."""
+        shards = self._source.shards
+        for shard in shards:
+            if shard.num_rows is None and not hasattr(self._bytes, "at_end"):
+                raise SourceError(
+                    at=shard.name, problem="its rows cannot be counted, nor read forward", fix="Give files, or rows in memory."
+                )
+        return shards
 
     @property
     def rows_are_bytes(self) -> bool:
@@ -180,12 +196,10 @@ class ForwardDocuments:
             if self._proved:
                 return
             source: Any = self._source
-            kind = source.source.schema.field(source.content_field).type
-            if pa.types.is_large_string(kind) or pa.types.is_string(kind):
-                texts = read_texts(source.source, shard, start, stop, source.content_field).texts.slice(0, PROVED_ROWS)
-                ends = np.cumsum([len(text) for text in texts.to_pylist()])
-                kept = max(1, int(np.searchsorted(ends, PROVED_BYTES, side="right"))) if len(texts) else 0
-                source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=self._context.cache_dir)
+            texts = source.form.read(source.source, shard, start, stop).texts.slice(0, PROVED_ROWS)
+            ends = np.cumsum([len(text) for text in texts.to_pylist()])
+            kept = max(1, int(np.searchsorted(ends, PROVED_BYTES, side="right"))) if len(texts) else 0
+            source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context))
             self._proved = True
 
     def _charge(self, shard: int, rejects: Sequence[Reject]) -> None:
@@ -247,7 +261,7 @@ def open_stream(
         pack=source.config.spec() if packed else None,
         eos=source.eos_token_id if packed else None,
     )
-    tokenize = context.config.tokenize
+    workers = [source.num_workers for source in mixture.parts.values() if isinstance(source, TokenizedShardedSource)]
     return StreamLoader(
         [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
         spec,
@@ -255,7 +269,7 @@ def open_stream(
         identity=_identity(mixture, spec.eos, pad),
         pad_token_id=pad,
         collate=collate,
-        workers=None if tokenize is None else tokenize.num_workers,
+        workers=next((count for count in workers if count is not None), None),  # of one stage, so all say the same
         name=f"loader of {name!r}",
     )
 

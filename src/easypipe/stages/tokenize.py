@@ -149,6 +149,11 @@ class TokenizedShardedSource:
             return self._cache
 
     @property
+    def num_workers(self) -> int | None:
+        """Ranges that are tokenized at a time; None: one per core."""
+        return self._options["num_workers"]
+
+    @property
     def kept(self) -> bool:
         """Whether the token cache outlives this process, so that others may make parts of it."""
         return not isinstance(self._folder, TemporaryFolder)
