@@ -176,6 +176,13 @@ def test_fingerprints_follow_every_option() -> None:
     )
 
 
+def test_a_filter_is_known_by_all_of_its_values() -> None:
+    long = list(range(1000))
+    other = [*range(500), 7777, *range(501, 1000)]  # printed alike: Arrow shows the ends of a list
+    assert Filter(pc.field("n").isin(long)).fingerprint == Filter(pc.field("n").isin(long)).fingerprint
+    assert Filter(pc.field("n").isin(long)).fingerprint != Filter(pc.field("n").isin(other)).fingerprint
+
+
 # what each one does
 
 
@@ -329,6 +336,8 @@ def test_sources_compose_with_a_call() -> None:
         (lambda: Combine("x", "{m}"), "no column 'm'"),
         (lambda: FilterNonEmpty("m"), "no column 'm'"),
         (lambda: Filter(pc.field("m") > 1), "No match for FieldRef.Name(m)"),
+        (lambda: Filter(pc.field("n")), "Filter expression must evaluate to bool"),
+        (lambda: Filter(pc.field("n") > "x"), "Function 'greater' has no kernel matching input types"),
         (lambda: Expand("n", most=2), "column 'n' holds int64, not lists; columns of lists (have: tags)"),
         (lambda: Rename({"text": "a"}) >> Select("text"), "Select('text'): no column 'text' (have: a, n"),
     ],

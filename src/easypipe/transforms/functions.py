@@ -8,6 +8,7 @@ order, and again where they are read again. A row on which it raises is a bad ro
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -173,7 +174,13 @@ class Filter(ColumnTransform):
 
     @property
     def fingerprint(self) -> str:
-        return digest("filter", str(self.expression) if self.function is None else self.function.fingerprint)
+        if self.function is not None:
+            return digest("filter", self.function.fingerprint)
+        shown = str(self.expression)
+        if "..." not in shown:
+            return digest("filter", shown)
+        whole = self.expression.__reduce__()[1][0]  # type: ignore[index]  (what is printed leaves out the middle of long lists)
+        return digest("filter", shown, hashlib.sha256(whole).hexdigest())
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         if self.expression is not None:
