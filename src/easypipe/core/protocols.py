@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from easypipe.core.errors import SourceError, did_you_mean
+from easypipe.core.schema import ROW_NUMBER
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
@@ -73,7 +76,41 @@ class ShardedSource(Protocol):
         ...
 
 
-ShardedDataSource = ShardedSource  # the name that EasyDeL's API uses
+class ShardedDataSource:
+    """Shards by name, for whoever wants rows one at a time; every source here has it, and your own may take it as a base.
+
+    It is made of `shards` and `read`, which a subclass gives together with `schema` and `fingerprint` (see ShardedSource).
+    """
+
+    @property
+    def shard_names(self: Any) -> tuple[str, ...]:
+        return tuple(shard.name for shard in self.shards)
+
+    def open_shard(self: Any, shard_name: str) -> Iterator[dict[str, Any]]:
+        """The rows of a shard as dicts, in order. Raises SourceError for a name that no shard has."""
+        return self.open_shard_at_row(shard_name, 0)
+
+    def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+        """The same from physical row `row` on, without reading those in front of it."""
+        names = list(self.shard_names)
+        if shard_name not in names:
+            raise SourceError(at=shard_name, problem="no shard has this name", have=names, fix=did_you_mean(shard_name, names))
+        number = names.index(shard_name)
+        total = self.shards[number].num_rows
+        if total is None:
+            raise SourceError(at=shard_name, problem="its rows are not counted", fix="Read it with streaming=False.")
+        if not 0 <= row <= total:
+            raise SourceError(at=shard_name, problem=f"row {row} was asked for", fix=f"It has rows 0:{total}.")
+        return self._rows_of(number, row, total)
+
+    def _rows_of(self: Any, number: int, row: int, total: int) -> Iterator[dict[str, Any]]:
+        for start in range(row, total, ROWS_AT_A_TIME):
+            batch = self.read(number, start, min(total, start + ROWS_AT_A_TIME))
+            kept = [name for name in batch.schema.names if name != ROW_NUMBER]
+            yield from batch.select(kept).to_pylist()
+
+
+ROWS_AT_A_TIME = 1024
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, Shard
+from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.partitions import constant, partition_schema
@@ -78,7 +78,7 @@ class Format(Protocol):
         ...
 
 
-class FileSource:
+class FileSource(ShardedDataSource):
     """Rows of one or many files of one format; implements ScanningSource. One shard per file. A subclass names its `reader`.
 
     columns: names to read, in this order; None reads all. A column that no file has is a SourceError that lists those there are.

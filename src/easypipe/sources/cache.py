@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from easypipe.core import locks
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import Shard
+from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
 from easypipe.core.storage import checksum
 from easypipe.sources.manifest import Manifest, Part, read_manifest
@@ -43,7 +43,7 @@ class Buffers(NamedTuple):
     id_bytes: int
 
 
-class TokenCache:
+class TokenCache(ShardedDataSource):
     """Documents as tokens, by number or as a ShardedSource whose rows have the physical numbers of the source they came from.
 
     Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives. Nothing is held in anonymous memory

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean
-from easypipe.core.protocols import Reject, Scan, Shard
+from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import jsonlines, txt
 from easypipe.sources.base import READER_VERSION, OnError
@@ -41,7 +41,7 @@ BOM = b"\xef\xbb\xbf"
 _NOTHING = memoryview(b"")
 
 
-class ForwardSource:
+class ForwardSource(ShardedDataSource):
     """Rows of JSON lines or plain text whose numbers are byte offsets; implements ScanningSource. One shard per file.
 
     A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has None, and `at_end` says where it ends.

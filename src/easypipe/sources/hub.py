@@ -21,7 +21,7 @@ import pyarrow as pa
 from easypipe.core import remote
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
-from easypipe.core.protocols import Scan, Shard
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource
 from easypipe.sources.base import READER_VERSION, FileSource, OnError
 from easypipe.sources.hub_layout import choose_files
 from easypipe.sources.open import FORMATS
@@ -65,7 +65,7 @@ def parse_hub_name(text: str) -> HubName:
     return HubName(repo, revision.replace("%2F", "/") or None, pattern or None)
 
 
-class HuggingFaceShardedSource:
+class HuggingFaceShardedSource(ShardedDataSource):
     """Rows of one split of a dataset on the Hub; implements ScanningSource. One shard per file.
 
     dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes `train`; no split with a pattern.

@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.protocols import Scan, Shard, ShardedSource, scan
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, scan
 
 
-class LimitedSource:
+class LimitedSource(ShardedDataSource):
     """The first `num_rows` physical rows of a source over its shards in order; fewer where it has fewer. Implements ScanningSource.
 
     Row numbers stay those of the source: the limit counts rows before any are refused. Raises ConfigError for a limit below 1.

@@ -11,14 +11,14 @@ import xxhash
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean, place
-from easypipe.core.protocols import Shard
+from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.schemas import column, plain_schema
 
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
 
 
-class InMemoryShardedSource:
+class InMemoryShardedSource(ShardedDataSource):
     """A table, list of dicts or dict of columns as a source of one shard; implements ShardedSource.
 
     data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a dict of equally long columns (lists,

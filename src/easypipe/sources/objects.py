@@ -16,7 +16,7 @@ import xxhash
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, Shard
+from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.memory import content_hash
@@ -73,7 +73,7 @@ def open_object(data: Any, *, name: str = "memory", split: str | None = None) ->
     return ArrowDatasetSource(data, name=name) if is_arrow_dataset(data) else RandomAccessSource(data, name=name)
 
 
-class ArrowDatasetSource:
+class ArrowDatasetSource(ShardedDataSource):
     """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements ShardedSource. Its tables stay memory-mapped."""
 
     def __init__(self, data: Any, *, name: str = "memory", columns: Sequence[str] | None = None) -> None:
@@ -105,7 +105,7 @@ class ArrowDatasetSource:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
 
-class RandomAccessSource:
+class RandomAccessSource(ShardedDataSource):
     """Anything with `len()` that gives a dict (or None, for a row that is filtered out) by number; implements ScanningSource.
 
     Values are Python objects or arrays. Columns follow from the first 1,024 rows; a later row that does not fit them raises SourceError, as

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
-from easypipe.core.protocols import PipelineContext, ProgressEvent, Shard, ShardedSource, scan
+from easypipe.core.protocols import PipelineContext, ProgressEvent, Shard, ShardedDataSource, ShardedSource, scan
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS, token_dtype
 from easypipe.loader.stored import decode
 from easypipe.sources.cache import TokenCache, cache_schema
@@ -31,7 +31,7 @@ ADOPT_VERSION = 1
 MASKED_VERSION = 2  # of documents with a loss mask: one that ends with EOS and one token more needs no other EOS
 
 
-class AdoptedTokens:
+class AdoptedTokens(ShardedDataSource):
     """Documents of a source with `input_ids` (and `loss_mask`, or unshifted `labels`); rows without tokens are counted, not passed on.
 
     Reads nothing until `materialize()`. That raises SourceError naming file and row for a token outside the tokenizer's vocabulary, for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import Shard, ShardedSource
+from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.loader.targets import count_targets
 from easypipe.plan.tally import DatasetTally
@@ -94,7 +94,7 @@ def _eos_added(mixture: Mixture, i: int, part: DatasetTally) -> int | None:
     return part.passes * lacking if part.unreached == 0 else None
 
 
-class CachedTokens:
+class CachedTokens(ShardedDataSource):
     """The documents of a token cache as they are saved, a shard for each of its files: `input_ids`, and `loss_mask` where there is one."""
 
     def __init__(self, cache: TokenCache) -> None:

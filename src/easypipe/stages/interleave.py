@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Shard, ShardedSource
+from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import ROW_NUMBER, SOURCE
 from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderSpec
@@ -70,7 +70,7 @@ def block_mixture_interleave(
     return InterleavedSource(datasets, whole, stop_strategy, OrderSpec(shuffle=seed is not None, block_rows=block_rows), seed or 0)
 
 
-class InterleavedSource:
+class InterleavedSource(ShardedDataSource):
     """What `block_mixture_interleave` gives: the columns of its sources, and `__source__`, the dataset that a row came from.
 
     Law (stateless reads): which row of which dataset is row `r` is arithmetic, so any range can be read at any time, on any thread.

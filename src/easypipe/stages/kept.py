@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
-from easypipe.core.protocols import Shard, ShardedSource, scan
+from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource, scan
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, ROW_NUMBER
 from easypipe.sources.cache import TokenCache
 
 
-class TokensAndColumns:
+class TokensAndColumns(ShardedDataSource):
     """The documents of a token cache with `columns` of the rows that they came from; implements ShardedSource, a shard for each token file.
 
     The cache keeps row numbers and no columns: those are read from the source, so it must still be there and be what it was.

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.spec import Unit
@@ -207,7 +207,7 @@ class MixStage(BaseStage):
         return made if load is None else made.for_load(load)
 
 
-class MixedShardedSource:
+class MixedShardedSource(ShardedDataSource):
     """The documents of a mixture in the order of their draws: `input_ids` as they are stored, and `__source__`, the dataset they came from.
 
     Opening it reads nothing; its shards are known once the datasets are tokenized. An endless mixture has no row count.

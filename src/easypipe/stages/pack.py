@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE, token_dtype
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.pack import PackSpec
@@ -89,7 +89,7 @@ def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixt
     return source.mixture if isinstance(source, MixedShardedSource) else single(name, source, context, stage="pack")
 
 
-class PackedShardedSource:
+class PackedShardedSource(ShardedDataSource):
     """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where a dataset has one).
 
     Opening it reads nothing; its shards are known once the datasets are tokenized. Rows of an endless mixture have no count.

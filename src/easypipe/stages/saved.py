@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, MissingFileError
-from easypipe.core.protocols import Scan, Shard, ShardedSource
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.open import open_files
 
@@ -117,7 +117,7 @@ def read_manifest(folder: str | Path, storage_options: dict[str, Any] | None = N
         raise CacheError(at=path, problem=f"damaged: {error!r}", fix="Save the data again.") from error
 
 
-class SavedSource:
+class SavedSource(ShardedDataSource):
     """The rows of a saved folder, in the columns and types they were saved with.
 
     Raises CacheError on opening where a shard is missing or has another size than the manifest says.

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, Scan, Shard, ShardedSource, silent
+from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, Scan, Shard, ShardedDataSource, ShardedSource, silent
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.limit import select
@@ -54,7 +54,7 @@ class TokenizeStageConfig:
                 raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1, or leave it out.")
 
 
-class TokenizedShardedSource:
+class TokenizedShardedSource(ShardedDataSource):
     """The documents of a source of text, as rows of `cache_schema` with the row numbers of that source; implements ScanningSource.
 
     Law: `read` gives the rows that `materialize().read` gives. Rows without text are rejects; with on_error="error" `read` raises at the

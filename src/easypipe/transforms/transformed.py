@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, Shard, ShardedSource, Transform, scan
+from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource, ShardedSource, Transform, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.base import as_transform, fan_out_of, narrow, scan_with
 
 OnError = Literal["error", "skip", "quarantine"]
 
 
-class TransformedSource:
+class TransformedSource(ShardedDataSource):
     """The rows of a source after a transform; implements ScanningSource. No function is called before rows are asked for.
 
     Row numbers stay those of the source: a filter leaves gaps (benign rejects, `filtered`), and `num_rows` counts before it. After Expand
