@@ -57,7 +57,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.transforms.bpe": ("train_bpe",),
     "easypipe.transforms.conversation": ("Chat",),
     "easypipe.transforms.columns": ("Combine", "Drop", "Extract", "FilterNonEmpty", "Rename", "Select"),
-    "easypipe.transforms.functions": ("Expand", "Filter", "Map"),
+    "easypipe.transforms.expand": ("Expand",),
+    "easypipe.transforms.functions": ("Filter", "Map"),
     "easypipe.transforms.tokenizer": ("Tokenizer", "TokenizerConfig", "load_tokenizer"),
     "easypipe.transforms.transformed": ("TransformedSource",),
 }

@@ -20,7 +20,8 @@ from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.transforms.base import Chain
 from easypipe.transforms.columns import Combine, Drop, Extract, FilterNonEmpty, Rename, Select
-from easypipe.transforms.functions import Expand, Filter, Map
+from easypipe.transforms.expand import Expand
+from easypipe.transforms.functions import Filter, Map
 from easypipe.transforms.transformed import TransformedSource
 from easypipe.transforms.types import parse_type
 from strategies import examples, row_cuts, texts
