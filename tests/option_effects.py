@@ -79,6 +79,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "split": Effect("output", "sources/test_hub.py::test_splits_and_law", "which split of a dataset of the Hub, or of a DatasetDict"),
         "subset": Effect("output", "sources/test_hub.py::test_layouts", "which configuration of a dataset of the Hub"),
         "revision": Effect("output", "sources/test_hub.py::test_the_commit_is_kept", "which commit of a dataset of the Hub"),
+        "token_files": Effect(
+            "output+error", "sources/test_tokens.py::test_layouts_are_for_token_files", "how documents lie in files of tokens"
+        ),
         "num_rows": Effect(
             "output",
             "test_pipeline.py::test_num_rows_limits_the_dataset",
@@ -168,6 +171,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's format", NO_SAVE
         ),
         "storage_options": Effect("output", "sources/test_remote.py::test_configs_keep_no_storage_options", "passed to fsspec"),
+    },
+    "TokenFilesConfig": {
+        "dtype": Effect("output", "sources/test_tokens.py::test_separated", "the integers of raw files"),
+        "separator_id": Effect("output", "sources/test_tokens.py::test_separated", "the token that ends every document"),
+        "document_tokens": Effect("output", "sources/test_tokens.py::test_fixed_lengths", "tokens of every document, in place of that"),
     },
     "TokenizerConfig": {
         "name_or_path": Effect("output", "transforms/test_tokenizer.py::test_a_near_name_is_proposed_and_works", "which tokenizer"),
