@@ -241,7 +241,7 @@ def take_owed_most(
 def num_draws(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, stop: Stop, row: int, mixing: Mixing, drawn: list[int]) -> int:
     """Documents of the window that begins at `row`: so many that its rows end where the shares change next."""
     state = WindowState(index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active))
-    guess, rows = window_draws(datasets, spec, state), rows_left(spec, row)
+    guess, rows = window_draws(datasets, spec, state, shares_at(spec, row)), rows_left(spec, row)
     if rows is None or spec.pack is None:
         return guess
 

@@ -9,6 +9,7 @@ stair  between two points the plan looks at the weights again after 1/64 of the 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,10 +122,11 @@ def half_wave(way: Fraction) -> Fraction:
 
 def apportion(shares: Sequence[Fraction], total: int) -> tuple[int, ...]:
     """Integers in the ratio of `shares` that sum to `total`, each within 1 of its exact part: largest remainders first, then by number."""
-    whole_share = sum(shares)
-    exact = [share * total / whole_share for share in shares]
-    whole = [int(part) for part in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
+    unit = math.lcm(*(share.denominator for share in shares))
+    parts = [share.numerator * (unit // share.denominator) for share in shares]
+    all_parts = sum(parts)
+    whole, remainders = (list(column) for column in zip(*(divmod(part * total, all_parts) for part in parts), strict=True))
+    by_remainder = sorted(range(len(parts)), key=lambda i: (-remainders[i], i))
     for i in by_remainder[: total - sum(whole)]:
         whole[i] += 1
     return tuple(whole)

@@ -29,14 +29,14 @@ def draw_shares(
     return normalized(weights) if any(weights) else normalized([1] * len(weights))
 
 
-def window_draws(datasets: Sequence[PlanDataset], spec: PlanSpec, state: WindowState) -> int:
-    """Documents of the window behind `state`, as far as the mean lengths tell: under a schedule, those before its shares change next."""
+def window_draws(datasets: Sequence[PlanDataset], spec: PlanSpec, state: WindowState, shares: Sequence[Fraction]) -> int:
+    """Documents of the window behind `state`, which has `shares`: under a schedule those before its shares change, as the mean lengths tell."""
     rows = rows_left(spec, state.first_row)
     if rows is None:
         return spec.window_docs
     if spec.pack is None:
         return min(spec.window_docs, rows)
-    parts = draw_shares(datasets, spec, shares_at(spec, state.first_row), state.active)
+    parts = draw_shares(datasets, spec, shares, state.active)
     longest = spec.pack.seq_length * _UNIT if spec.pack.oversize == "truncate" else 1 << 62
     lengths = [min(longest, d.total_tokens * _UNIT // max(1, d.num_docs)) for d in datasets]  # of a mean document, in 2^-32 tokens
     mean = max(1, sum(int(part * length) for part, length in zip(parts, lengths, strict=True)))

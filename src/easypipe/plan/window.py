@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -87,22 +88,28 @@ class Planner:
             doc, length = self._look_up(state, draws, looked)
             return self._window(state, draws, doc, length, self._lay(state, length))
         # Fewer draws are the first of more: what was looked up for the most of them serves every number that is tried.
-        most = (0, _NONE_64, _NONE_32)
+        shares = shares_at(self.spec, state.first_row)
+        most: tuple[mix.Draws | None, NDArray[np.int64], NDArray[np.int32]] = (None, _NONE_64, _NONE_32)
         layouts: dict[int, Layout] = {}
+        asked = 0
 
         def rows_of(num_draws: int) -> int:
-            nonlocal most
-            if num_draws > most[0]:
-                ahead = min(self.spec.window_docs, num_draws + num_draws // 16)
-                most = (ahead, *self._look_up(state, *self._draw(state, ahead)))
+            nonlocal most, asked
+            if most[0] is None or num_draws > asked:
+                asked = min(self.spec.window_docs, num_draws + num_draws // 16)
+                draws, looked = self._draw(state, asked, shares)
+                most = (draws, *self._look_up(state, draws, looked))
             layouts[num_draws] = self._lay(state, most[2][:num_draws])
             return layouts[num_draws].num_rows
 
-        chosen = fit(window_draws(self.datasets, self.spec, state), self.spec.window_docs, rows, rows_of)
+        guess = window_draws(self.datasets, self.spec, state, shares)
+        chosen = fit(guess, self.spec.window_docs, rows, rows_of)
         if chosen not in layouts:
             rows_of(chosen)
-        _, doc, length = most
-        return self._window(state, self._draw(state, chosen)[0], doc[:chosen], length[:chosen], layouts[chosen])
+        draws, doc, length = most
+        if draws is None or chosen != asked:
+            draws = self._draw(state, chosen, shares)[0]
+        return self._window(state, draws, doc[:chosen], length[:chosen], layouts[chosen])
 
     def _look_up(self, state: WindowState, draws: mix.Draws, looked: _Looked | None) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The document of every draw, and its length."""
@@ -157,15 +164,20 @@ class Planner:
         """The draws of a window without packing, which are its rows."""
         return self._draw(state)[0]
 
-    def _draw(self, state: WindowState, num_draws: int | None = None) -> tuple[mix.Draws, _Looked | None]:
-        """The draws behind `state`, and what had to be looked up for them. num_draws: under a schedule; None those of `window_draws`."""
+    def _draw(
+        self, state: WindowState, num_draws: int | None = None, shares: Sequence[Fraction] | None = None
+    ) -> tuple[mix.Draws, _Looked | None]:
+        """The draws behind `state`, and what had to be looked up for them.
+
+        num_draws: under a schedule; None those of `window_draws`. shares: of the window, where they are known already.
+        """
         left = mix.remaining(self.num_docs, np.array(state.drawn, dtype=np.int64), self.stop, self.spec.max_epochs)
         deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
         if not self._owed_most:
             return mix.draw(self.spec.window_docs, self._weights, left, deficits, active, self.stop, capped=True), None
         spec, leave = self.spec, self.stop != "first_exhausted"
-        shares = shares_at(spec, state.first_row)
-        num_draws = window_draws(self.datasets, spec, state) if num_draws is None else num_draws
+        shares = shares_at(spec, state.first_row) if shares is None else shares
+        num_draws = window_draws(self.datasets, spec, state, shares) if num_draws is None else num_draws
         if spec.unit == "rows":
             return draw_owed_most(num_draws, shares, spec.block, left, deficits, active, leave), None
         looked = _Looked(self, state)
