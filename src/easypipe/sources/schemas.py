@@ -15,6 +15,8 @@ import pyarrow.compute as pc
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 
+UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
+
 
 class TypeConflict(Exception):
     """Two types that no common one holds without loss or guess."""
@@ -54,7 +56,8 @@ def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
 
 
 def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """The type that holds both: null gives way, numbers widen, structs join their fields. Raises TypeConflict."""
+    """The type that holds both: null gives way, numbers, decimals and units of time widen, structs join their fields, lists of a fixed
+    length meet others as lists. Raises TypeConflict."""
     t = pa.types
     if first.equals(second) or t.is_null(second):
         return first
@@ -64,8 +67,12 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         theirs = {field.name: field.type for field in _fields(second)}
         joined = [(f.name, merge_types(f.type, theirs.pop(f.name)) if f.name in theirs else f.type) for f in _fields(first)]
         return pa.struct([*joined, *theirs.items()])
-    if t.is_large_list(first) and t.is_large_list(second):
+    if _is_list(first) and _is_list(second):
         return pa.large_list(merge_types(first.value_type, second.value_type))
+    if t.is_timestamp(first) and t.is_timestamp(second) and first.tz == second.tz:
+        return first if UNITS.index(first.unit) >= UNITS.index(second.unit) else second
+    if t.is_decimal128(first) and t.is_decimal128(second) and first.scale == second.scale:
+        return first if first.precision >= second.precision else second
     if t.is_floating(first) and t.is_floating(second):
         return first if first.bit_width >= second.bit_width else second
     if (t.is_floating(first) and t.is_integer(second)) or (t.is_integer(first) and t.is_floating(second)):
@@ -119,6 +126,9 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
         if not fields:
             return array.cast(kind)
         return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null() if array.null_count else None)
+    if t.is_fixed_size_list(have) and t.is_large_list(kind):
+        have = pa.large_list(have.value_type)
+        array = array.cast(have)
     if (t.is_list(have) or t.is_large_list(have)) and t.is_large_list(kind):
         lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False)
         offsets = np.zeros(len(array) + 1, np.int64)
@@ -141,6 +151,10 @@ def has_strings(kind: pa.DataType) -> bool:
     if pa.types.is_large_string(kind) or pa.types.is_string(kind):
         return True
     return any(has_strings(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _fields(kind: pa.DataType) -> list[pa.Field]:
