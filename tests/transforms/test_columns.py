@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -287,6 +288,41 @@ def test_without_a_version_nothing_is_known_in_the_next_process(caplog: pytest.L
     known.version = 3  # type: ignore[attr-defined]
     assert Map(known).cacheable
     assert Map(known).fingerprint == Map(known, version="3").fingerprint
+
+
+class Repeater:
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"text": row["text"] * self.times}
+
+    again = __call__
+
+
+def repeated(row: dict[str, Any], times: int) -> dict[str, Any]:
+    return {"text": row["text"] * times}
+
+
+def repeater(times: int, words: object = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda row: {"text": row["text"] * times} if words is None else {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda times: partial(repeated, times=times),
+        lambda times: repeater(times),
+        lambda times: Repeater(times),
+        lambda times: Repeater(times).again,
+        lambda times: partial(repeater(times)),
+        lambda times: repeater(2, {"a": [times, {times}]}),
+        lambda times: lambda row, n=times: {"text": row["text"] * n},
+    ],
+)
+def test_one_name_and_version_with_other_values_is_another_function(make: Callable[[int], Any]) -> None:
+    assert Map(make(2), version="1").fingerprint == Map(make(2), version="1").fingerprint
+    assert Map(make(2), version="1").fingerprint != Map(make(3), version="1").fingerprint
 
 
 def test_functions_by_name() -> None:

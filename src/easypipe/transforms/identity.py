@@ -6,12 +6,14 @@ it. One without a version has a fingerprint of this process alone, and what it m
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import secrets
 import traceback
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from types import BuiltinFunctionType, CodeType, MethodType
 from typing import Any
 
 from easypipe.core.config import digest
@@ -34,7 +36,7 @@ class UserFunction:
         version = version if version is not None else getattr(self._call, "version", None)
         self.cacheable = version is not None
         if version is not None:
-            self.fingerprint = digest("function", self.name, str(version), _anonymous_code(self._call))
+            self.fingerprint = digest("function", self.name, str(version), _held_by(self._call))
         else:
             self.fingerprint = digest("function of this process", self.name, secrets.token_hex(16))
             logger.warning(
@@ -76,16 +78,49 @@ def why(name: str, error: BaseException) -> str:
 
 
 def _name_of(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _name_of(function.func)
     kind = function if hasattr(function, "__qualname__") else type(function)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _anonymous_code(function: Any) -> list[str] | None:
-    """Of lambdas and functions inside functions, which share a name, what they compile to; None where the name is enough."""
+def _held_by(function: Any) -> Any:
+    """What tells apart functions of one name: the code of lambdas and inner functions, and the values that partials, closures and objects
+    hold; None where the name is enough."""
+    if isinstance(function, functools.partial):
+        return ["partial", _held_by(function.func), _value(function.args), _value(function.keywords)]
+    if isinstance(function, MethodType):
+        return ["method", _value(function.__self__), _held_by(function.__func__)]
     code = getattr(function, "__code__", None)
-    if code is None or "<" not in getattr(function, "__qualname__", ""):
+    if code is None:
+        return None if isinstance(function, BuiltinFunctionType | type) else ["object", _value(getattr(function, "__dict__", {}))]
+    if "<" not in function.__qualname__:
         return None
-    return _code(code)
+    cells = [_value(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)]
+    return ["code", _code(code), cells, _value(function.__defaults__), _value(function.__kwdefaults__)]
+
+
+def _value(value: Any) -> Any:
+    """Plain values as they are; of others only the type, as nothing else of them is the same in every process."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, Mapping):
+        return ["mapping", [[_value(key), _value(item)] for key, item in value.items()]]
+    if isinstance(value, list | tuple):
+        return ["list", [_value(item) for item in value]]
+    if isinstance(value, set | frozenset):
+        return ["set", sorted(str(_value(item)) for item in value)]
+    if callable(value):
+        return ["function", _name_of(value), None if isinstance(value, type) else _held_by(value)]
+    return [f"{type(value).__module__}:{type(value).__qualname__}"]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _code(code: CodeType) -> list[str]:
