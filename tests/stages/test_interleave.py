@@ -81,7 +81,7 @@ def test_refusals(tmp_path: Path) -> None:
     other = InMemoryShardedSource(pa.table({"words": pa.array(["x"])}), name="c")
     for values, message in (
         (({},), r"datasets: there is nothing to mix"),
-        (({**both, "c": other},), r"datasets.c: has the columns words: large_string, and 'a' has text: large_string. Select, rename or cast"),
+        (({**both, "c": other},), r"datasets.c: has the columns words: large_string, and 'a' has text: large_string. Select, rename"),
         ((both, {"a": 1}), r"weights: no weight for dataset 'b'"),
         ((both, {"a": 1, "b": 1, "c": 1}), r"weights.c: no dataset named 'c'"),
         ((list(both.values()), [1]), r"weights: 1 weights for 2 datasets"),

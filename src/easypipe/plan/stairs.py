@@ -30,7 +30,7 @@ def draw_shares(
 
 
 def window_draws(datasets: Sequence[PlanDataset], spec: PlanSpec, state: WindowState, shares: Sequence[Fraction]) -> int:
-    """Documents of the window behind `state`, which has `shares`: under a schedule those before its shares change, as the mean lengths tell."""
+    """Documents of the window behind `state`, which has `shares`: under a schedule those before these change, as the mean lengths tell."""
     rows = rows_left(spec, state.first_row)
     if rows is None:
         return spec.window_docs
