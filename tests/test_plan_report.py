@@ -194,6 +194,8 @@ def test_the_command(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     assert "steps   7 of 8 rows (never ends)" in text
     assert "code, docs: tokenized for this report" in text
+    assert main(["plan", str(run_yaml), "--set", "train.stepz=3"]) == 2
+    assert "train.stepz: unknown key" in capsys.readouterr().err
     assert main(["plan", str(run_yaml), "--json", "--steps", "3"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["steps"], report["rows"]) == (3, 24)

@@ -21,7 +21,7 @@ from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
-from easypipe.train.record import RECORD, recorded_seed
+from easypipe.train.record import LEDGER, RECORD, recorded_seed
 from easypipe.train.trainer import Trainer, TrainResult
 
 log = logging.getLogger("easypipe")
@@ -53,7 +53,7 @@ def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
 def train(
     run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent, listener: TrainListener = unheard
 ) -> TrainResult:
-    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one.
+    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one. The ledger of the data lies there too.
 
     prepared: what `prepare(run)` gave; None prepares what is not prepared. Raises what preparing raises, and what `Trainer.run` raises.
     """
@@ -70,7 +70,9 @@ def train(
         _same_tokens(f"eval.{name}", info, tokens_of(pipeline))
     seed = prepared.data.get_context().seed
     resolved = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed), model=_with_vocabulary(run.model, info))
-    storage.commit_json(Path(run.train.output_dir).expanduser() / RECORD, to_dict(resolved))
+    folder = Path(run.train.output_dir).expanduser()
+    storage.commit_json(folder / RECORD, to_dict(resolved))
+    storage.commit_json(folder / LEDGER, prepared.report.ledger.to_json())
     trainer = Trainer(resolved.model, run.train, loader, evals, run_config=to_dict(resolved), listener=listener, mesh=mesh)
     return trainer.run()
 

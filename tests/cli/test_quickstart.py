@@ -86,6 +86,9 @@ def test_it_does_what_it_says(whole: tuple[Path, str]) -> None:
     assert text.count("»") == 3
     assert len(list((folder / "data" / "code").glob("*.jsonl"))) > 1
     assert len(list((folder / "data" / "docs").glob("*.parquet"))) > 1
+    books = json.loads((folder / "run" / "ledger.json").read_text())["entries"]
+    assert all(sum(entry["in"].values()) == sum(entry["out"].values()) for entry in books)
+    assert {entry["stage"] for entry in books} >= {"tokenize", "pack", "save"}
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     losses = [line[1] for line in curve(folder)]
     assert len(losses) == 8

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.cli.prepare import data_of
-from easypipe.core.config import apply_overrides, load_yaml
+from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError
 from easypipe.jobs import chain
 from easypipe.loader.loader import LoadStageConfig
 from easypipe.pipeline import Pipeline, PipelineConfig
+from easypipe.train.config import TrainConfig
 from easypipe.train.record import recorded_seed
 
 
@@ -38,17 +39,13 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
     """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither the config nor its run has a seed."""
     values = apply_overrides(load_yaml(config), overrides)
     data, _ = data_of(values)
-    train = values.get("train") if "data" in values else None
-    train = train if isinstance(train, dict) else {}
-    steps = train.get("steps")
-    if steps is not None and not isinstance(steps, int):
-        raise ConfigError(at="train.steps", problem=f"{steps!r} is no number of steps")
-    if data.seed is None and train.get("output_dir"):
-        data = dataclasses.replace(data, seed=recorded_seed(train["output_dir"]))
+    train = from_dict(TrainConfig, values["train"], "train") if "data" in values and "train" in values else None
+    if data.seed is None and train is not None:
+        data = dataclasses.replace(data, seed=recorded_seed(train.output_dir))
     if data.seed is None and needs_seed:
         raise ConfigError(
             at="data.seed" if "data" in values else "seed",
             problem="none is given, so every run draws its own order",
             fix="Set the seed that the run logged, or keep the run's train.output_dir.",
         )
-    return Described(data, steps)
+    return Described(data, None if train is None else train.steps)

@@ -8,6 +8,7 @@ from easypipe.core import storage
 from easypipe.core.errors import StateError
 
 RECORD = "run.json"  # in train.output_dir
+LEDGER = "ledger.json"  # beside it: where every row and token of the data went
 
 
 def recorded_seed(output_dir: str | Path) -> int | None:
