@@ -325,6 +325,16 @@ def test_one_name_and_version_with_other_values_is_another_function(make: Callab
     assert Map(make(2), version="1").fingerprint != Map(make(3), version="1").fingerprint
 
 
+def test_a_function_may_hold_itself() -> None:
+    def inner(row: dict[str, Any]) -> dict[str, Any]:
+        return {} if row else inner(row)
+
+    held: list[Any] = []
+    held.append(held)
+    assert Map(inner, version="1").fingerprint == Map(inner, version="1").fingerprint
+    assert Map(repeater(1, held), version="1").fingerprint != Map(repeater(1, []), version="1").fingerprint
+
+
 def test_functions_by_name() -> None:
     assert one(Map("transforms.test_columns:shout", columns={"size": "int64"}, version="1"), text=["a"], n=[1])["text"] == ["A"]
     for name, message in {

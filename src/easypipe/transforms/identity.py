@@ -84,34 +84,40 @@ def _name_of(function: Any) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _held_by(function: Any) -> Any:
+def _held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
     """What tells apart functions of one name: the code of lambdas and inner functions, and the values that partials, closures and objects
-    hold; None where the name is enough."""
+    hold; None where the name is enough. above: what holds this one, as a function may hold itself."""
+    if id(function) in above:
+        return "above"
+    above = (*above, id(function))
     if isinstance(function, functools.partial):
-        return ["partial", _held_by(function.func), _value(function.args), _value(function.keywords)]
+        return ["partial", _held_by(function.func, above), _value(function.args, above), _value(function.keywords, above)]
     if isinstance(function, MethodType):
-        return ["method", _value(function.__self__), _held_by(function.__func__)]
+        return ["method", _value(function.__self__, above), _held_by(function.__func__, above)]
     code = getattr(function, "__code__", None)
     if code is None:
-        return None if isinstance(function, BuiltinFunctionType | type) else ["object", _value(getattr(function, "__dict__", {}))]
+        return None if isinstance(function, BuiltinFunctionType | type) else ["object", _value(getattr(function, "__dict__", {}), above)]
     if "<" not in function.__qualname__:
         return None
-    cells = [_value(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)]
-    return ["code", _code(code), cells, _value(function.__defaults__), _value(function.__kwdefaults__)]
+    cells = [_value(cell.cell_contents, above) for cell in function.__closure__ or () if _is_filled(cell)]
+    return ["code", _code(code), cells, _value(function.__defaults__, above), _value(function.__kwdefaults__, above)]
 
 
-def _value(value: Any) -> Any:
+def _value(value: Any, above: tuple[int, ...]) -> Any:
     """Plain values as they are; of others only the type, as nothing else of them is the same in every process."""
     if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
         return [type(value).__name__, repr(value)]
-    if isinstance(value, Mapping):
-        return ["mapping", [[_value(key), _value(item)] for key, item in value.items()]]
-    if isinstance(value, list | tuple):
-        return ["list", [_value(item) for item in value]]
-    if isinstance(value, set | frozenset):
-        return ["set", sorted(str(_value(item)) for item in value)]
+    if id(value) in above:
+        return "above"
     if callable(value):
-        return ["function", _name_of(value), None if isinstance(value, type) else _held_by(value)]
+        return ["function", _name_of(value), None if isinstance(value, type) else _held_by(value, above)]
+    above = (*above, id(value))
+    if isinstance(value, Mapping):
+        return ["mapping", [[_value(key, above), _value(item, above)] for key, item in value.items()]]
+    if isinstance(value, list | tuple):
+        return ["list", [_value(item, above) for item in value]]
+    if isinstance(value, set | frozenset):
+        return ["set", sorted(str(_value(item, above)) for item in value)]
     return [f"{type(value).__module__}:{type(value).__qualname__}"]
 
 
