@@ -97,7 +97,7 @@ def _held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
     code = getattr(function, "__code__", None)
     if code is None:
         return None if isinstance(function, BuiltinFunctionType | type) else ["object", _value(getattr(function, "__dict__", {}), above)]
-    if "<" not in function.__qualname__:
+    if "<" not in function.__qualname__ and function.__module__ != "__main__":  # every script is called that
         return None
     cells = [_value(cell.cell_contents, above) for cell in function.__closure__ or () if _is_filled(cell)]
     return ["code", _code(code), cells, _value(function.__defaults__, above), _value(function.__kwdefaults__, above)]
