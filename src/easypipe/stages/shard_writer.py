@@ -16,6 +16,7 @@ import zstandard
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import SOURCE
+from easypipe.stages.parquet_lists import ListsWriter, holds_lists_of_integers
 
 Format = Literal["parquet", "arrow", "jsonl"]
 Compression = Literal["none", "gzip", "lz4", "zstd"]
@@ -50,7 +51,12 @@ def open_writer(sink: Path | pa.NativeFile, format: str, compression: str, schem
 
     Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8, one object a line).
     """
-    if format == "parquet":
+    if format == "parquet" and compression == "zstd" and holds_lists_of_integers(schema):
+        with _binary_sink(sink) as file:
+            lists = ListsWriter(file, schema)
+            yield lists.write
+            lists.close()
+    elif format == "parquet":
         # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of datasets are the opposite.
         dictionary: Any = [SOURCE] if SOURCE in schema.names else False
         parquet = pq.ParquetWriter(sink, schema, compression=compression, use_dictionary=dictionary, write_statistics=False)

@@ -1,0 +1,93 @@
+"""Parquet of lists of integers reads back as what pyarrow wrote of the same batches, nulls, empty lists and cuts included."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe.stages import parquet_lists
+from easypipe.stages.parquet_lists import ListsWriter, holds_lists_of_integers
+
+KINDS = [pa.uint8(), pa.uint16(), pa.uint32(), pa.int32(), pa.int64(), pa.uint64(), pa.int8()]
+
+
+def ours(schema: pa.Schema, batches: list[pa.RecordBatch]) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    writer = ListsWriter(sink, schema)
+    for batch in batches:
+        writer.write(batch)
+    writer.close()
+    return sink.getvalue()
+
+
+def theirs(schema: pa.Schema, batches: list[pa.RecordBatch]) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False, write_statistics=False) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue()
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> tuple[pa.Schema, list[pa.RecordBatch]]:
+    fields, arrays = [], []
+    rows = draw(st.integers(0, 12))
+    for number in range(draw(st.integers(1, 3))):
+        kind, nulls, none = draw(st.sampled_from(KINDS)), draw(st.booleans()), draw(st.booleans())
+        low, high = (0 if "u" in str(kind) else -(2 ** (kind.bit_width - 1))), 2 ** (kind.bit_width - ("u" not in str(kind))) - 1
+        value = st.integers(low, high) | st.none() if nulls else st.integers(low, high)
+        row = st.lists(value, max_size=draw(st.sampled_from([1, 40])))
+        made = draw(st.lists(row | st.none() if none else row, min_size=rows, max_size=rows))
+        list_of = draw(st.sampled_from([pa.list_, pa.large_list]))(pa.field("item", kind, nullable=nulls or draw(st.booleans())))
+        fields.append(pa.field(f"c{number}", list_of, nullable=none or draw(st.booleans())))
+        arrays.append(pa.array(made, list_of))
+    schema = pa.schema(fields, metadata={"made": "here"})
+    whole = pa.RecordBatch.from_arrays(arrays, schema=schema)
+    cut = draw(st.integers(0, rows))
+    return schema, [whole.slice(0, cut), whole.slice(cut)]
+
+
+@given(case=columns(), page=st.sampled_from([1, 7, 1 << 18]))
+def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int) -> None:
+    schema, batches = case
+    with mock.patch.object(parquet_lists, "PAGE_VALUES", page):
+        made = pq.read_table(pa.BufferReader(ours(schema, batches)))
+    expected = pq.read_table(pa.BufferReader(theirs(schema, batches)))
+    assert made.equals(expected)
+    assert made.schema.equals(expected.schema, check_metadata=True)
+    assert made.equals(pa.Table.from_batches(batches, schema=schema))
+
+
+def test_footer_counts_what_is_there() -> None:
+    kind = pa.large_list(pa.uint16())
+    schema = pa.schema([pa.field("input_ids", kind, nullable=False)])
+    batches = [pa.record_batch([pa.array([[i, i + 1]] * n, kind)], schema=schema) for i, n in enumerate((3, 400, 1))] * 9
+    made, expected = (pq.ParquetFile(pa.BufferReader(write(schema, batches))).metadata for write in (ours, theirs))
+    assert (made.num_rows, made.num_row_groups, made.num_columns) == (expected.num_rows, expected.num_row_groups, expected.num_columns)
+    for number in range(made.num_row_groups):
+        mine, other = made.row_group(number), expected.row_group(number)
+        assert mine.num_rows == other.num_rows
+        assert (mine.column(0).num_values, mine.column(0).compression) == (other.column(0).num_values, other.column(0).compression)
+    assert made.row_group(1).to_dict()["columns"][0]["path_in_schema"] == "input_ids.list.element"
+
+
+@pytest.mark.parametrize(
+    ("kind", "can"),
+    [
+        (pa.list_(pa.int32()), True),
+        (pa.large_list(pa.uint16()), True),
+        (pa.list_(pa.float32()), False),
+        (pa.int32(), False),
+        (pa.list_(pa.int32(), 4), False),
+        (pa.list_(pa.list_(pa.int32())), False),
+    ],
+)
+def test_which_columns(kind: pa.DataType, can: bool) -> None:
+    assert holds_lists_of_integers(pa.schema([("x", kind)])) is can
+    assert not holds_lists_of_integers(pa.schema([("x", pa.list_(pa.int32())), ("text", pa.string())]))
+    assert not holds_lists_of_integers(pa.schema([]))
