@@ -325,7 +325,7 @@ def test_one_name_and_version_with_other_values_is_another_function(make: Callab
     assert Map(make(2), version="1").fingerprint != Map(make(3), version="1").fingerprint
 
 
-def test_functions_of_two_scripts_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_two_scripts_are_two() -> None:
     def made(code: str) -> str:
         namespace: dict[str, Any] = {"__name__": "__main__"}
         exec(f"def to_text(row): return {code}", namespace)
