@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,7 +58,7 @@ def clear(
         console.print(f"kept {name}: a reader has it open", highlight=False, soft_wrap=True)
 
 
-def _plain(one: CachedDataset) -> dict[str, object]:
+def _plain(one: CachedDataset) -> dict[str, Any]:
     """Without the manifest, which `easypipe verify` looks into."""
     values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "manifest"}
     return values | {"path": str(one.path)}
