@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.sources.arrayrecord import ArrayRecordShardedSource
 from easypipe.sources.arrow import ArrowShardedSource
 from easypipe.sources.base import FileSource, OnError
 from easypipe.sources.csv import CsvShardedSource
@@ -23,6 +24,7 @@ FORMATS: dict[str, type[FileSource]] = {
     "csv": CsvShardedSource,
     "txt": TextShardedSource,
     "tokens": TokenShardedSource,
+    "arrayrecord": ArrayRecordShardedSource,
 }
 
 
@@ -59,10 +61,11 @@ def open_files(
                 fix="Give one format by type= or by a glob, and the others as datasets of their own.",
             )
         type = str(next(iter(by_format)))
-    if token_files is not None and type != "tokens":
+    layouts: dict[str, Any] = {"tokens": TokenShardedSource, "arrayrecord": ArrayRecordShardedSource}
+    if token_files is not None and type not in layouts:
         raise ConfigError(at="token_files", problem=f"has no effect on {type} files", fix="Leave it out.")
-    if type == "tokens":
-        return TokenShardedSource(
+    if type in layouts:
+        return layouts[type](
             data_files, layout=token_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir
         )
     source: Any = FORMATS[type]

@@ -24,7 +24,7 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     "txt": (".txt", ".text"),
 }
 # Read where they are named, or by type=: a folder of text may hold a .bin of anything.
-TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {"tokens": (".npy", ".bin")}
+TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {"tokens": (".npy", ".bin"), "arrayrecord": (".array_record", ".arrayrecord")}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
 COMPRESSIBLE = ("json", "csv", "txt")
 
@@ -71,6 +71,8 @@ def format_of(path: str) -> str | None:
     """The format that a path's extension names, None where it names none."""
     name = plain_name(path).rstrip("/").rpartition("/")[2].lower()
     stem, dot, last = name.rpartition(".")
+    if ".array" in name:
+        name = re.sub(r"-\d+-of-\d+$", "", name)  # name.array_record-00000-of-00004, as TFDS has it
     compressed = f"{dot}{last}" in COMPRESSIONS
     if compressed:
         name = stem

@@ -12,7 +12,7 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.objects import is_dataset_object, open_object
 from easypipe.sources.open import open_files
-from easypipe.sources.refs import format_of
+from easypipe.sources.refs import TOKEN_EXTENSIONS, format_of
 from easypipe.sources.saved_datasets import is_saved_dataset, saved_dataset_files
 
 WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
@@ -28,10 +28,11 @@ def is_hub(dataset: Any) -> bool:
 
 
 def is_tokens(dataset: Any) -> bool:
+    """Files that token_files may describe."""
     if dataset.type is not None:
-        return dataset.type == "tokens"
+        return dataset.type in TOKEN_EXTENSIONS
     files = dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
-    return bool(files) and all(isinstance(file, str | Path) and format_of(str(file)) == "tokens" for file in files)
+    return bool(files) and all(isinstance(file, str | Path) and format_of(str(file)) in TOKEN_EXTENSIONS for file in files)
 
 
 def check_input(dataset: Any) -> None:
@@ -85,7 +86,7 @@ def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
     if is_tokens(dataset):
         return open_files(
             files,
-            type="tokens",
+            type=dataset.type,
             on_error=dataset.on_error,
             storage_options=dataset.storage_options,
             index_dir=index_dir,

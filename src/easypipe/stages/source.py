@@ -40,7 +40,7 @@ class DatasetConfig:
     split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a folder. Plain files are all `train`.
     subset: the configuration of a dataset of the Hub; None takes its default.
     revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a commit when the source is opened.
-    token_files: how documents lie in `.npy` and raw `.bin` files of tokens.
+    token_files: how documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord files, that records are tokens, of its dtype.
     num_rows: only the first so many rows, counted over the files in order.
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
     tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it takes; and `use_fast`: False encodes with
@@ -71,7 +71,7 @@ class DatasetConfig:
 
     data_files: Any
     name: str | None = None
-    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt", "tokens", "huggingface"] | None = None
+    type: Literal["json", "jsonl", "parquet", "csv", "arrow", "txt", "tokens", "arrayrecord", "huggingface"] | None = None
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
