@@ -248,7 +248,7 @@ class Pipeline:
                         progress=self._context.progress,
                     )
                 )
-        books = self.ledger()
+        books = Ledger() if self._context.config.streaming else self.ledger()  # streaming has the loader's, while it reads
         for folder in folders:
             folder.enter(books)
         books.check()

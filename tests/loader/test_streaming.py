@@ -7,6 +7,11 @@ import gzip
 import itertools
 import json
 import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -198,6 +203,39 @@ def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) 
             assert all((expected[column][rows] == made[column]).all() for column in expected)
 
 
+@pytest.mark.slow
+def test_processes_read_their_own_streams_and_resume_from_each_other(tmp_path: Path) -> None:
+    """1 and 2 real processes: the same rows, each process its own streams, states that another number of them goes on from."""
+    shutil.copytree(pipelines.tokenizer(), tmp_path / "tokenizer")
+    pipelines.two_datasets(tmp_path / "data")
+    script = Path(__file__).with_name("stream_process.py")
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    reports = {}
+    for count, before in ((1, 0), (2, 1)):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}", "PYTHONPATH": path}
+        command = [sys.executable, str(script), str(port), str(count)]
+        running = [
+            subprocess.Popen(
+                [*command, str(i), str(tmp_path), str(before)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for i in range(count)
+        ]
+        outputs = [process.communicate(timeout=240)[0] for process in running]
+        assert not any(process.returncode for process in running), "\n".join(output[-3000:] for output in outputs)
+        reports[count] = [json.loads((tmp_path / f"streams-{count}-{i}.json").read_text()) for i in range(count)]
+    whole = reports[1][0]
+    for kind in ("endless", "finite"):
+        parts = [report["batches"][kind] for report in reports[2]]
+        together = [{key: value for part in batch for key, value in part.items()} for batch in zip(*parts, strict=True)]
+        assert together == whole["batches"][kind], kind
+        assert all(report["states"][kind] == whole["states"][kind] for report in reports[2])
+    assert [report["streams"]["endless"] for report in reports[2]] == [[0, 1], [2, 3]]
+    assert all(report["streams"]["finite"] == [0, 1, 2, 3] for report in reports[2])
+
+
 def test_epochs_come_in_another_order(tmp_path: Path) -> None:
     once, twice = list(build(tmp_path)), list(build(tmp_path, load={"num_epochs": 2}))
     assert segments(twice) == Counter({piece: 2 * count for piece, count in segments(once).items()})
@@ -253,6 +291,8 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StateError, match=f"{changed} changed since this state was saved") as raised:
             build(tmp_path, **options).restore(LoaderState.from_json(state))
         assert "allow_changed" not in str(raised.value)
+        with pytest.raises(ConfigError, match="allow_changed: a stream cannot be entered at another place"):
+            build(tmp_path, **options).restore(state, allow_changed=["plan"])
     build(tmp_path).restore(state)
 
 
@@ -396,6 +436,7 @@ def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
             ask()
     with pytest.raises(ConfigError, match="there is no plan"):
         _ = pipeline.get_data()["mixed"].shards
+    assert not pipeline.write().ledger.entries  # as `train` calls it: there is nothing to prepare
     with pytest.raises(ConfigError, match="num_rows: lines are not counted"):
         build(tmp_path, datasets=one(tmp_path / "n", ["a"], num_rows=1), mix=None)
     assert [default_streams(n) for n in (1, 6, 7, 12, 13, 64)] == [1, 6, 7, 6, 1, 8]

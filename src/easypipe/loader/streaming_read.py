@@ -26,6 +26,7 @@ from easypipe.plan.order import permute
 CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them
 CHUNKS_A_STREAM = 16  # at least, of a dataset, where its rows allow it: streams then end at about the same time
 MAX_ENTRIES = 1 << 20
+LEAST_PIECE_BYTES = 256  # of a compressed file
 UNPACKED = 4  # plain bytes that a compressed byte is taken for
 ROWS_OF_UNKNOWN_SIZE = 1 << 10
 FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
@@ -86,7 +87,7 @@ class Deal:
         shards = source.shards
         total = sum(shard.num_bytes for shard in shards)
         self.step = max(1, min(CHUNK_BYTES, total // (CHUNKS_A_STREAM * num_streams)), total // MAX_ENTRIES)
-        self.piece = min(CHUNK_BYTES, UNPACKED * self.step)
+        self.piece = min(CHUNK_BYTES, max(LEAST_PIECE_BYTES, UNPACKED * self.step))
         entries = list(self._entries(shards))
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self.files_forward = bool((self._entries_at[:, 2] < 0).any())
