@@ -222,8 +222,8 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"datasets": [{"data_files": "x", "content_filed": "t"}]}, "datasets[0].content_filed: unknown key (have: data_files"),
-        ({"datasets": [{"data_files": "x"}], "streaming": True}, "streaming: unknown key"),
-        ({"datasets": [{"data_files": "x", "type": "huggingface"}]}, "datasets[0].type: 'huggingface' is not an option"),
+        ({"datasets": [{"data_files": "x"}], "streeming": True}, "streeming: unknown key"),
+        ({"datasets": [{"data_files": "x", "type": "hugginface"}]}, "datasets[0].type: 'hugginface' is not an option"),
         ({"datasets": [{"data_files": []}]}, "datasets[0].data_files: an empty list. Give at least one path or row."),
         ({"datasets": [{"data_files": 5}]}, "datasets[0].data_files: 5 is neither a path nor rows"),
         ({"datasets": [{"data_files": "x", "num_rows": 0}]}, "datasets[0].num_rows: 0 rows are none"),
