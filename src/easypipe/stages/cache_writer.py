@@ -302,11 +302,10 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         path = job.cache_dir / "tokens" / file
         stats, documents = _stats_of(path), None
         if stats is None:
-            if not job.form.masked:  # masks need characters, which only the reference knows
-                _prove(job, texts.texts)
+            _prove(job, texts.texts)
             documents = job.form.encode(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
             job.count(documents_encoded=len(texts.texts), ranges_written=1)
-            stats = _stats(documents, "tokenizers" if job.form.masked else str(job.tokenizer.backend.name))
+            stats = _stats(documents, str(job.tokenizer.backend.name))
         del texts  # they are larger than their tokens
     if documents is None:
         job.count(ranges_found_by_content=1)

@@ -64,7 +64,7 @@ class ChatForm:
                 raise SourceError(at=at, problem=f"holds {kind}, not lists of objects", fix="Give messages as [{role, content}, ...].")
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        return digest("chat", tokenizer.fingerprint, _length(tokenizer), self.template.fingerprint, list(self.columns))
+        return digest("chat", refuted, tokenizer.fingerprint, _length(tokenizer), self.template.fingerprint, list(self.columns))
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Raises TokenizerError naming the row on which the template went beyond its limits."""
@@ -89,7 +89,7 @@ class ChatForm:
         return _texts(rendered, kept, [*rejects, *bad])
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=False)
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=False, audit_key=audit_key)
 
 
 class PairForm:
@@ -107,7 +107,7 @@ class PairForm:
             require_text(source, column, dataset)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        return digest("pairs", tokenizer.fingerprint, _length(tokenizer), list(self.columns), self.train_on)
+        return digest("pairs", refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), self.train_on)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         batch, rejects = scan(source, shard, start, stop)
@@ -132,7 +132,7 @@ class PairForm:
         return _texts(rendered, kept, [*rejects, *bad])
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=True)
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=True, audit_key=audit_key)
 
 
 def _numbers(batch: pa.RecordBatch, start: int) -> list[int]:

@@ -90,7 +90,9 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     )
 
 
-def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, surround: bool) -> Documents:
+def encode_spans(
+    texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, surround: bool, audit_key: str | None = None
+) -> Documents:
     """Documents with a loss_mask, from texts with spans. surround: put the tokenizer's own special tokens around each.
 
     Rows of which nothing that is trained remains within max_length are rejects. Raises as encode_texts does.
@@ -100,7 +102,7 @@ def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     dtype = token_dtype(tokenizer.vocab_size)
     found: list[Masked] = []
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
-        some = texts.texts.slice(first, last - first).to_pylist()
+        some = texts.texts.slice(first, last - first)
         found.append(encode_masked(tokenizer, some, texts.spans[first:last], texts.ends[first:last].tolist(), surround=surround))
     lengths = _joined([np.diff(part.offsets) for part in found], np.int64)
     ids, mask = _joined([part.ids for part in found], dtype), _joined([part.mask for part in found], np.uint8)
@@ -109,6 +111,8 @@ def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     if lengths.size and lengths.max() > LONGEST:
         row = int(texts.rows[int(lengths.argmax())])
         raise SourceError(at=place(at, row=row), problem=f"{lengths.max()} tokens in one text", fix="Set max_length, or split it.")
+    if audit_key is not None:
+        _audit_spans(texts, ids, mask, offsets, tokenizer, audit_key, at, surround=surround)
     before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
     # The first token of a document is nobody's next token: it alone is nothing to train on.
     kept = before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])] > 0
@@ -181,13 +185,54 @@ def ends_with(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], toke
 
 
 def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], tokenizer: Tokenizer, key: str, at: str) -> None:
-    """Encodes one text in a thousand again with the reference. Which ones follows from their content alone.
+    """Encodes one text in a thousand again with the reference."""
+    if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
+        return
+    for i in _picked(texts, key):  # the reference takes one text at a time
+        expected = tokenizer.reference_encode(texts.texts[i].as_py())
+        if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):
+            raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
+
+
+def _audit_spans(
+    texts: Texts,
+    ids: NDArray[np.unsignedinteger],
+    mask: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    tokenizer: Tokenizer,
+    key: str,
+    at: str,
+    *,
+    surround: bool,
+) -> None:
+    """`_audit` for texts with spans: tokens and loss masks."""
+    if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
+        return
+    assert texts.spans is not None
+    assert texts.ends is not None
+    for i in _picked(texts, key):
+        one = texts.texts.slice(i, 1)
+        expected = encode_masked(tokenizer, one, texts.spans[i : i + 1], [int(texts.ends[i])], surround=surround, reference=True)
+        here = slice(offsets[i], offsets[i + 1])
+        if not (np.array_equal(ids[here], expected.ids) and np.array_equal(mask[here], expected.mask)):
+            raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
+
+
+def _refuted(tokenizer: Tokenizer, at: str) -> TokenizerError:
+    tokenizer.refute(f"{tokenizer.backend.name} {tokenizer.backend.version} differs from `tokenizers` on {at}")
+    return TokenizerError(
+        at=at,
+        problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not give the tokens of `tokenizers`",
+        fix="Run again: from now on `tokenizers` encodes, and ranges that were written are tokenized anew.",
+    )
+
+
+def _picked(texts: Texts, key: str) -> list[int]:
+    """Numbers of the texts that are looked at again. Which ones follows from their content alone.
 
     A text longer than what is left of the budget has its turn with probability left / length, so long ones are looked at too.
     """
     count = len(texts.texts)
-    if not count or tokenizer.backend.name == "tokenizers":
-        return
     picks = permute(np.arange(min(AUDITED_ROWS, math.ceil(count / AUDITED_SHARE))), count, fold(0, "audit", key))
     sizes = np.diff(np.frombuffer(texts.texts.buffers()[1], np.int64, count + 1, texts.texts.offset * 8))
     budget = max(AUDITED_BYTES, int(sizes.sum()) // AUDITED_SHARE)
@@ -197,13 +242,4 @@ def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.i
         if size <= budget or fold(0, "audit a long text", key, i) % size < budget:
             chosen.append(i)
         budget = max(0, budget - size)
-    for i in chosen or [int(sizes.argmin())]:  # the reference takes one text at a time
-        expected = tokenizer.reference_encode(texts.texts[i].as_py())
-        if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):
-            why = f"{tokenizer.backend.name} {tokenizer.backend.version} differs from `tokenizers` on {place(at, row=int(texts.rows[i]))}"
-            tokenizer.refute(why)
-            raise TokenizerError(
-                at=place(at, row=int(texts.rows[i])),
-                problem=f"tokenizer {tokenizer.name}: {tokenizer.backend.name} does not give the tokens of `tokenizers`",
-                fix="Run again: from now on `tokenizers` encodes, and ranges that were written are tokenized anew.",
-            )
+    return chosen or [int(sizes.argmin())]

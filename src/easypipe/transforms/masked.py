@@ -1,15 +1,17 @@
 """Texts of which only some characters are trained, to tokens with a loss mask.
 
 A token is a target where one of the characters it stands for is trained; between the first and the last token of a trained range every
-token is. Characters come from `tokenizers`, whose encodings carry them.
+token is. Which characters those are, `tokenizers` says, or the bytes of gigatoken's tokens (token_bytes.py) where these are the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from easypipe.core.errors import TokenizerError
@@ -34,31 +36,31 @@ class Masked(NamedTuple):
 
 def encode_masked(
     tokenizer: Tokenizer,
-    texts: Sequence[str],
+    texts: pa.LargeStringArray,
     spans: Sequence[Sequence[Sequence[int]]],
     ends: Sequence[int],
     *,
     surround: bool,
+    reference: bool = False,
 ) -> Masked:
-    """spans: of each text, ascending character ranges that are trained. ends: NO_END, MASKED_END or TRAINED_END for each.
+    """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of each, NO_END, MASKED_END or TRAINED_END.
 
     surround: put the tokenizer's own special tokens around each text, where they do not stand there already. Masks are made of the whole
-    text and cut with it; a text that was cut gets no EOS.
+    text and cut with it; a text that was cut gets no EOS. reference: ask `tokenizers`, whatever backend runs.
     """
     before, after = tokenizer.surrounding if surround else ((), ())
     limit = tokenizer.config.max_length if tokenizer.config.truncation else None
     eos = tokenizer.eos_token_id
     ids, masks = [], []
     added, truncated = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
-    for i, (found, starts, stops) in enumerate(tokenizer.encode_with_characters(texts)):
-        tokens = np.asarray(found, np.uint32)
-        mask = token_mask(starts, stops, spans[i])
-        prefix = () if tuple(found[: len(before)]) == before else before
+    for i, (tokens, mask) in enumerate(_encoded(tokenizer, texts, spans, reference=reference)):
+        prefix = () if tuple(tokens[: len(before)].tolist()) == before else before
         suffix, room = after, len(prefix) + len(after)
+        closed = len(tokens) > 0 and int(tokens[-1]) == eos
         cut = 0 if limit is None else max(0, len(tokens) + room - limit)
         if cut:
             tokens, mask = tokens[: len(tokens) - cut], mask[: len(tokens) - cut]
-        elif ends[i] != NO_END and not after and not (found and found[-1] == eos) and (limit is None or len(tokens) + len(prefix) < limit):
+        elif ends[i] != NO_END and not after and not closed and (limit is None or len(tokens) + len(prefix) < limit):
             if eos is None:
                 raise TokenizerError(
                     at=tokenizer.name,
@@ -78,6 +80,42 @@ def encode_masked(
         added=added,
         truncated=truncated,
     )
+
+
+def _encoded(
+    tokenizer: Tokenizer, texts: pa.LargeStringArray, spans: Sequence[Sequence[Sequence[int]]], *, reference: bool
+) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.uint8]]]:
+    """(ids, mask) of each text, without special tokens."""
+    fast = None if reference else tokenizer.encode_fast(texts)
+    if fast is None:
+        for one, (ids, starts, stops) in zip(spans, tokenizer.encode_with_characters(texts.to_pylist()), strict=True):
+            yield np.asarray(ids, np.uint32), token_mask(starts, stops, one)
+        return
+    offsets, ids, pieces = fast
+    ranges = pieces.ranges(texts, offsets, ids)
+    sizes, counts = (pc.call_function(name, [texts]).to_numpy() for name in ("binary_length", "utf8_length"))
+    plain = sizes == counts  # every character is a byte
+    for i, one in enumerate(spans):
+        a, b = offsets[i], offsets[i + 1]
+        if not ranges.known[i]:
+            ((found, starts, stops),) = tokenizer.encode_with_characters([texts[i].as_py()])
+            yield np.asarray(found, np.uint32), token_mask(starts, stops, one)
+        else:
+            yield ids[a:b], token_mask(ranges.starts[a:b], ranges.stops[a:b], one if plain[i] else _in_bytes(texts[i].as_py(), one))
+
+
+def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ascending ranges of characters as ranges of UTF-8 bytes."""
+    done = size = 0
+    found = []
+    for span in spans:
+        edges = []
+        for edge in span:
+            size += len(text[done:edge].encode())
+            done = edge
+            edges.append(size)
+        found.append(edges)
+    return found
 
 
 def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]) -> NDArray[np.uint8]:

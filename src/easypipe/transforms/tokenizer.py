@@ -25,6 +25,7 @@ from easypipe.transforms import proof
 from easypipe.transforms.fast import FastEngine, engine_of
 from easypipe.transforms.fast import version as fast_version
 from easypipe.transforms.proof import Verdict
+from easypipe.transforms.token_bytes import TokenBytes, token_bytes
 from easypipe.transforms.tokenizer_files import TokenizerFiles, find_tokenizer
 
 logger = logging.getLogger("easypipe")
@@ -196,6 +197,12 @@ class Tokenizer:
             edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
             yield encoding.ids, np.maximum.accumulate(edges[:, 0]), np.maximum.accumulate(edges[:, 1])
 
+    def encode_fast(self, column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32], TokenBytes] | None:
+        """(offsets, ids, the bytes of tokens) without special tokens; None where gigatoken, or the bytes, are not to be had."""
+        _, engine = self._decide()
+        pieces = None if engine is None else token_bytes(self._definition)
+        return None if engine is None or pieces is None else (*engine.encode(column), pieces)
+
     @property
     def surrounding(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(before, after): the special tokens around each text."""
@@ -204,13 +211,7 @@ class Tokenizer:
     @property
     def special_strings(self) -> dict[str, str]:
         """Named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
-        found = {}
-        for kind in _SPECIAL_NAMES:
-            token = self._options.get(kind)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and token:
-                found[kind] = token
-        return found
+        return {kind: token for kind in _SPECIAL_NAMES if (token := _content(self._options.get(kind)))}
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -294,8 +295,7 @@ class Tokenizer:
         return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
     def _named(self, kind: str, options: dict[str, Any]) -> int | None:
-        token = options.get(kind)
-        token = token.get("content") if isinstance(token, dict) else token
+        token = _content(options.get(kind))
         if not token:
             return None
         found = self._reference.token_to_id(token)
@@ -359,6 +359,10 @@ def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ..
             fix="Set add_special_tokens=False, and add what is needed to the text.",
         )
     return max(found, key=lambda around: len(around[0]))
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _column(texts: pa.Array) -> pa.LargeStringArray:

@@ -1,0 +1,94 @@
+"""Which bytes of a text each token stands for, without asking `tokenizers`: the tokens of a byte-level BPE say it themselves.
+
+gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text, their lengths tell where each stands.
+Spaces at the ends of a token are left out where `tokenizers` leaves them out (trim_offsets), so that masks are the same as its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+
+class Ranges(NamedTuple):
+    """Of all tokens of some texts, one after the other: Int64[total] first byte and end within its text; known: Bool[n] texts."""
+
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    known: NDArray[np.bool_]
+
+
+class TokenBytes:
+    """The bytes of every token of a byte-level BPE."""
+
+    def __init__(self, pieces: Sequence[bytes], trims: bool) -> None:
+        self._pieces = pa.array(pieces, pa.large_binary())
+        self._lengths = np.array([len(piece) for piece in pieces], np.int64)
+        self._lead = np.array([len(piece) - len(piece.lstrip(b" ")) if trims else 0 for piece in pieces], np.int64)
+        self._trail = np.array([len(piece) - len(piece.rstrip(b" ")) if trims else 0 for piece in pieces], np.int64)
+
+    def ranges(self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.uint32]) -> Ranges:
+        """texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text i."""
+        lengths = self._lengths[ids]
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        edges = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, texts.offset * 8) if len(texts) else np.zeros(1, np.int64)
+        text = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[edges[0] : edges[-1]]
+        joined: Any = self._pieces.take(pa.array(ids))
+        found = np.frombuffer(joined.buffers()[2] or b"", np.uint8)[: ends[-1]]
+        bases = ends[offsets]
+        if np.array_equal(bases, edges - edges[0]) and np.array_equal(found, text):
+            known = np.ones(len(texts), np.bool_)
+        else:
+            where = edges - edges[0]
+            known = np.array(
+                [np.array_equal(found[bases[i] : bases[i + 1]], text[where[i] : where[i + 1]]) for i in range(len(texts))], np.bool_
+            )
+        base = np.repeat(bases[:-1], np.diff(offsets))
+        first, last = ends[:-1] - base, ends[1:] - base
+        starts = np.minimum(first + self._lead[ids], last)
+        return Ranges(starts, np.maximum(last - self._trail[ids], starts), known)
+
+
+@functools.lru_cache(maxsize=2)
+def token_bytes(definition: str) -> TokenBytes | None:
+    """Of a tokenizer.json; None where its tokens are not bytes."""
+    parts = json.loads(definition)
+    if (parts.get("model") or {}).get("type", "BPE") != "BPE" or "ByteLevel" not in _kinds(parts.get("decoder")):
+        return None
+    vocab: dict[str, int] = dict(parts["model"]["vocab"])
+    back = {character: byte for byte, character in _alphabet().items()}
+    pieces = [b""] * (max([*vocab.values(), *(token["id"] for token in parts.get("added_tokens") or ())], default=-1) + 1)
+    for word, i in vocab.items():
+        if all(character in back for character in word):
+            pieces[i] = bytes(back[character] for character in word)
+    for token in parts.get("added_tokens") or ():
+        pieces[token["id"]] = token["content"].encode()
+    return TokenBytes(pieces, _trims(parts.get("post_processor")))
+
+
+def _kinds(part: Any) -> set[str]:
+    if not isinstance(part, dict):
+        return set()
+    inner = part.get("decoders") or part.get("processors") or part.get("pretokenizers") or []
+    return {part.get("type", "")}.union(*(_kinds(one) for one in inner))
+
+
+def _trims(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    if part.get("type") == "ByteLevel":
+        return bool(part.get("trim_offsets", True))
+    return any(_trims(one) for one in part.get("processors") or [])
+
+
+def _alphabet() -> dict[int, str]:
+    """The character by which byte-level tokenizers write each byte (GPT-2's): itself where it can be printed, else one from 256 up."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
