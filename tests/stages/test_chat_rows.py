@@ -174,7 +174,7 @@ def test_keys_that_arrow_filled_up_with_null_are_not_there(tmp_path: Path) -> No
 @pytest.mark.shared
 def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
     """`apply_chat_template(tokenize=True, return_assistant_tokens_mask=True)` of a template with markers, row by row."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install easypipe[compare]")
     lines = (SHARED / "chat" / "openai_messages_tools_150.jsonl").read_text(encoding="utf-8").splitlines()[:30]
     rows = [json.loads(line) for line in lines]
     rows += [{"messages": talk("naïve 日本 😀", "  ﬁrst 😀 \n", "a\u0301", "x")}, {"messages": talk("1", " ")}]

@@ -55,7 +55,7 @@ def conversations() -> list[tuple[list[dict[str, Any]], Any]]:
 @pytest.mark.shared
 def test_renders_and_marks_what_transformers_does() -> None:
     reference = pytest.importorskip(
-        "transformers.utils.chat_template_utils", reason="transformers is not installed: pip install transformers"
+        "transformers.utils.chat_template_utils", reason="transformers is not installed: pip install easypipe[compare]"
     )
     cases = 0
     for path in sorted((SHARED / "templates").glob("*.jinja")):
