@@ -11,6 +11,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -223,6 +224,15 @@ def test_a_new_signature_is_the_same_file(web: WebServer) -> None:
 )
 def test_public_urls(url: str, public: str) -> None:
     assert remote.public_url(url) == public
+
+
+def test_a_signed_file_is_asked_for_once(web: WebServer, tmp_path: Path) -> None:
+    """No request is made for names that are no files (a folder's manifest behind a signed URL would be refused)."""
+    from easypipe import DatasetConfig, Pipeline, PipelineConfig
+
+    dataset = DatasetConfig(name="d", data_files=f"{web.url}/data/c.jsonl?sig=abcdef")
+    Pipeline.from_config(PipelineConfig(datasets=[dataset], seed=1, cache_dir=str(tmp_path))).source()
+    assert {path for _, path, _ in web.seen} == {"/data/c.jsonl?sig=abcdef"}
 
 
 def test_configs_keep_no_storage_options() -> None:

@@ -189,11 +189,13 @@ def open_forward(
 ) -> ForwardSource | None:
     """The files of `data_files` where they can be read forward without being counted; None for formats that need their index.
 
-    Those are JSON that is one array, CSV, and whatever knows its rows anyway (parquet, arrow).
+    Those are JSON that is one array, CSV, files in folders that name values, and whatever knows its rows anyway (parquet, arrow).
     """
     files = resolve(data_files, storage_options, extensions=None if type is None else [type])
     kinds = {type or format_of(file.path) for file in files}
-    if len(kinds) != 1 or not kinds <= {"json", "txt"}:
+    if (
+        len(kinds) != 1 or not kinds <= {"json", "txt"} or any(file.partitions for file in files)
+    ):  # folders that name values are columns too
         return None
     kind = str(kinds.pop())
     empty = next((file for file in files if file.num_bytes == 0), None)

@@ -21,6 +21,7 @@ from easypipe.core.errors import CacheError, MissingFileError
 from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.open import open_files
+from easypipe.sources.refs import format_of
 
 MANIFEST = "_easypipe.json"
 FORMAT_VERSION = 1
@@ -93,7 +94,9 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def is_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
-    return not any(c in str(path) for c in "*?[") and storage.exists(join(path, MANIFEST), storage_options)
+    if any(c in str(path) for c in "*?[") or (storage.is_remote(path) and format_of(str(path)) is not None):
+        return False  # a pattern, or a URL that names a file, is no folder: nobody need ask the server
+    return storage.exists(join(path, MANIFEST), storage_options)
 
 
 def read_manifest(folder: str | Path, storage_options: dict[str, Any] | None = None) -> SavedManifest:
