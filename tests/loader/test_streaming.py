@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import pipelines
 from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig
 from easypipe.core.config import from_dict
-from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
+from easypipe.core.errors import BudgetError, ConfigError, SourceError, StallError, StateError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streaming import StreamLoader, default_streams
@@ -36,6 +36,7 @@ from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
 from easypipe.sources.forward import ForwardSource, open_forward
 from easypipe.sources.open import open_files
+from easypipe.stages.stream import ForwardDocuments
 from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
 from laws import (
     assert_conserved,
@@ -384,6 +385,25 @@ def test_breaking_off_leaves_no_thread(tmp_path: Path) -> None:
     next(iterator)
     iterator.close()
     list(build(tmp_path))
+    assert_no_new_threads(before)
+
+
+def test_a_read_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    release = threading.Event()
+
+    def hang(self: ForwardDocuments, shard: int, start: int, stop: int) -> Any:
+        release.wait(30)
+        raise SourceError(at="x", problem="too late")
+
+    monkeypatch.setattr(ForwardDocuments, "load", hang)
+    with pytest.raises(StallError, match=r"batch 0 was not ready after 0\.2 s; it is in stage 'read'"):
+        next(iter(build(tmp_path, load={"stall_timeout_s": 0.2})))
+    hanging = [thread for thread in threading.enumerate() if thread not in before]
+    assert all(thread.daemon for thread in hanging)  # they keep no process from ending
+    release.set()
+    for thread in hanging:
+        thread.join(10)
     assert_no_new_threads(before)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_attention_mask
 from easypipe.loader.gather import Tables, write_rows
 from easypipe.loader.placement import Placement
+from easypipe.loader.streaming_pool import ReadPool
 from easypipe.loader.streaming_read import Deal, Forward
 from easypipe.loader.streaming_state import StreamState
 from easypipe.loader.streaming_window import Books, Stream, StreamSpec, Window
@@ -74,16 +73,14 @@ class Maker:
         self._books = Books()
         self.last: Books | None = None  # at the end of the data
         self.abandoned = False  # somebody hangs: close() does not wait
-        self._prefix = f"easypipe-{job.name}-read"
-        self._pool = ThreadPoolExecutor(job.workers, thread_name_prefix=self._prefix)
+        self._pool = ReadPool(job.workers, f"easypipe-{job.name}-read")
         self._streams: dict[int, Stream] = {}
         numbers = job.local // job.rows_each
         self._rows_of = {n: np.flatnonzero(numbers == n) for n in job.own if (numbers == n).any()}  # of the local rows, neighbours
         self._block: _Block | None = None
 
     def close(self) -> None:
-        own = threading.current_thread().name.startswith(self._prefix)  # garbage is collected on any thread
-        self._pool.shutdown(wait=not (own or self.abandoned), cancel_futures=True)
+        self._pool.close(wait=not self.abandoned)
 
     def make(self, batch: int, enter: Callable[[str], None]) -> tuple[dict[str, Any], After] | None:
         """Batch number `batch` and what stands behind it, or None past the last. Batches are asked for in order."""

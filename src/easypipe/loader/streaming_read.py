@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Shard
 from easypipe.core.random import child, fold
+from easypipe.loader.streaming_pool import ReadPool
 from easypipe.plan.order import permute
 
 CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them
@@ -149,7 +150,7 @@ class Cursor:
     """
 
     def __init__(
-        self, deal: Deal, stream: int, place: Place, pool: ThreadPoolExecutor, count: Callable[[Loaded, int], None], *, endless: bool
+        self, deal: Deal, stream: int, place: Place, pool: ReadPool, count: Callable[[Loaded, int], None], *, endless: bool
     ) -> None:
         """endless: a new pass begins behind the last document.
 

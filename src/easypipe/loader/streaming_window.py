@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from easypipe.core.config import digest, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.random import child, fold
 from easypipe.loader.gather import Tables
+from easypipe.loader.streaming_pool import ReadPool
 from easypipe.loader.streaming_read import Cursor, Deal, Loaded, Place
 from easypipe.loader.streaming_state import StreamState
 from easypipe.plan import mix, tally
@@ -128,7 +128,7 @@ class Stream:
     """
 
     def __init__(
-        self, number: int, spec: StreamSpec, deals: Sequence[Deal], pool: ThreadPoolExecutor, books: Books, state: StreamState | None = None
+        self, number: int, spec: StreamSpec, deals: Sequence[Deal], pool: ReadPool, books: Books, state: StreamState | None = None
     ) -> None:
         self.number, self.spec, self.books = number, spec, books
         self._stop: mix.Stop = "all_exhausted" if len(deals) == 1 else spec.stop
