@@ -78,9 +78,9 @@ def options_page() -> str:
     spec.loader.exec_module(table)
     parts = [
         "# What every option does\n",
-        "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with `streaming=True`.\n"
-        "Each line names a test of that effect, and an option without one fails the tests. [Configuration](config.md) has types, defaults\n"
-        "and the rules in full.\n",
+        "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with\n"
+        "`streaming=True`. Each line names a test of that effect, and an option without one fails the tests.\n"
+        "[Configuration](config.md) has types, defaults and the rules in full.\n",
     ]
     for cls, options in table.OPTIONS.items():
         rows = ["| option | effect | cached | streaming |", "| --- | --- | --- | --- |"]

@@ -300,6 +300,15 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "oversize": Effect("output+error", "stages/test_mix_pack.py::test_long_documents", "what becomes of a document longer than a row"),
         "eos_token_id": Effect("output", "stages/test_mix_pack.py::test_eos_is_added_once", "ends documents that do not end with it"),
         "pad_token_id": Effect("output", "stages/test_mix_pack.py::test_pad_outside_the_vocabulary", "fills the rest of a row"),
+        "include_segment_ids": Effect(
+            "output", "test_options.py::test_include_segment_ids_false_leaves_the_column_out", "False leaves the column out of batches"
+        ),
+        "shuffle_buffer_factor": Effect(
+            "output+error",
+            "test_options.py::test_shuffle_buffer_factor_permutes_within_blocks_of_batches",
+            "rows are permuted within blocks of so many batches, over the borders of windows",
+            "refused: load.shuffle_buffer_size is the window in which documents are shuffled",
+        ),
         "shuffle_packed": Effect(
             "output",
             "test_options.py::test_shuffle_packed_moves_rows_and_changes_none",

@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, SaveStageConfig, TokenizeStageConfig
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    LoadStageConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    SaveStageConfig,
+    TokenizeStageConfig,
+)
 from easypipe.core.config import is_config
 from easypipe.core.schema import INPUT_IDS
 from easypipe.pipeline import PipelineConfig
@@ -177,6 +186,37 @@ def test_stop_strategy_decides_when_a_mixture_ends(tmp_path: Path) -> None:
     assert mixed("all_exhausted").shards[0].num_rows == 60 + 90
     assert mixed("first_exhausted").shards[0].num_rows in (120, 121)
     assert mixed("restart").mixture.endless
+
+
+def test_include_segment_ids_false_leaves_the_column_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def batches(**options: Any) -> list[dict[str, Any]]:
+        pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(60)])]))
+        pipeline.source().tokenize().pack(PackStageConfig(seq_length=64, **options))
+        return list(pipeline.load(LoadStageConfig(batch_size=2, mesh={"data": -1}, prefetch_enabled=False)).build())
+
+    whole, without = batches(), batches(include_segment_ids=False)
+    assert "documents that stand in one row see each other" in caplog.text
+    for one, other in zip(whole, without, strict=True):
+        assert set(one) - set(other) == {"segment_ids"}
+        assert all((one[name] == other[name]).all() for name in other)
+
+
+def test_shuffle_buffer_factor_permutes_within_blocks_of_batches(tmp_path: Path) -> None:
+    def rows(load: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
+        pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(200)])]))
+        pipeline.source().tokenize().pack(PackStageConfig(seq_length=64, **options))
+        loader = pipeline.load(LoadStageConfig(batch_size=2, **(load or {}))).build()
+        return [row for batch in loader for row in batch[INPUT_IDS].tolist()]
+
+    plain, shuffled = rows(), rows(shuffle_buffer_factor=3)
+    assert plain != shuffled
+    for first in range(0, len(plain) - 6, 6):
+        assert sorted(plain[first : first + 6]) == sorted(shuffled[first : first + 6])
+    assert rows({"shuffle_buffer_size": 6}) == shuffled
+    assert rows({"shuffle_buffer_size": 8}, shuffle_buffer_factor=3) == rows({"shuffle_buffer_size": 8})
+    for wrong, message in (({"shuffle_packed": False}, "has no effect without shuffle_packed"), ({}, "0 batches hold nothing")):
+        with pytest.raises(ConfigError, match=message):
+            PackStageConfig(shuffle_buffer_factor=3 if wrong else 0, **wrong)
 
 
 def test_shuffle_packed_moves_rows_and_changes_none(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, Transform, silent
 from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.streaming import StreamLoader
 from easypipe.stages.books import ledger_of
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load import LoadStage
@@ -202,7 +203,7 @@ class Pipeline:
         remade = _Remade.of(self._context, [step.stage for step in self._plan])
         prepare_on_ray(sources, remade, cpus_per_task=remade.workers, progress=self._context.progress)
 
-    def loader(self) -> Loader:
+    def loader(self) -> Loader | StreamLoader:
         """What `build()` returns after `load()`, with nothing saved."""
         self._require_source()
         self._spread()

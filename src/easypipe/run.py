@@ -15,6 +15,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.jobs import Prepared, prepare_data
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, token_info
 from easypipe.train.config import TrainConfig
@@ -86,7 +87,7 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
     raise ConfigError(at="data", problem="nobody knows whose tokens these are", fix="Name a tokenizer, or call tokenize().")
 
 
-def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader:
+def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader | StreamLoader:
     return pipeline.copy().load(dataclasses.replace(options, mesh=mesh)).loader()
 
 

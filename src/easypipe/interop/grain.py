@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
-from easypipe.loader.collate import with_attention_mask
+from easypipe.loader.collate import with_asked
 from easypipe.loader.loader import Loader
 from easypipe.loader.streaming import StreamLoader
 
@@ -107,7 +107,7 @@ class RowsByNumber:
 
     def __init__(self, loader: Loader | StreamLoader) -> None:
         loader = by_number(loader)
-        self._rows, self._attention_mask, self._name = loader.rows, loader.collate.attention_mask, loader.name
+        self._rows, self._collate, self._name = loader.rows, loader.collate, loader.name
         self._length = counted(loader, lambda: loader.rows.num_rows)
 
     def __len__(self) -> int:
@@ -125,8 +125,7 @@ class RowsByNumber:
 
     def _read(self, numbers: np.ndarray, width: int) -> list[dict[str, np.ndarray]]:
         batch = self._rows.batch(numbers, width)
-        if self._attention_mask:
-            batch = with_attention_mask(batch)
+        batch = with_asked(batch, self._collate)
         return [{name: column[i] for name, column in batch.items()} for i in range(len(numbers))]
 
     def __repr__(self) -> str:

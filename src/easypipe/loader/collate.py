@@ -34,6 +34,7 @@ class CollateConfig:
     padding: Literal["longest", "max_length"] | bool = "longest"
     max_length: int | None = None
     attention_mask: bool = False  # adds the column attention_mask: 1 where a token stands, 0 where padding does
+    segment_ids: bool = True  # False leaves that column out of batches
 
     def check(self) -> None:
         if self.max_length is not None and self.max_length < 1:
@@ -63,6 +64,13 @@ def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = F
     mask = np.ascontiguousarray(rows[LOSS_MASK], dtype=np.uint8) if LOSS_MASK in rows else _NO_MASK
     shift_labels(batch[INPUT_IDS], batch[SEGMENT_IDS], mask, batch[LABELS])
     return with_attention_mask(batch) if attention_mask else batch
+
+
+def with_asked(batch: dict[str, NDArray[np.int32]], rule: CollateConfig) -> dict[str, NDArray[np.int32]]:
+    """The columns that `rule` asks for."""
+    if rule.attention_mask:
+        batch = with_attention_mask(batch)
+    return batch if rule.segment_ids else {name: column for name, column in batch.items() if name != SEGMENT_IDS}
 
 
 def with_attention_mask(batch: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:

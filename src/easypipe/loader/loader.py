@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StateError
 from easypipe.core.random import fold
-from easypipe.loader.collate import CollateConfig, row_width, with_attention_mask
+from easypipe.loader.collate import CollateConfig, row_width, with_asked
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
 from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
@@ -234,6 +234,7 @@ class Loader:
             "padding": self.collate.padding,
             "max_length": self.collate.max_length,
             "attention_mask": self.collate.attention_mask,
+            **({} if self.collate.segment_ids else {"segment_ids": False}),
             **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
             **({"row_transforms": [list(transform) for transform in transforms]} if transforms else {}),
         }
@@ -320,8 +321,7 @@ class Loader:
             stage = "gather"
             enter(stage)
             made = self.rows.batch(rows, width)
-            if self.collate.attention_mask:
-                made = with_attention_mask(made)
+            made = with_asked(made, self.collate)
             if pieces > 1:
                 made = {name: column.reshape(pieces, -1, width) for name, column in made.items()}
             if placement is None:

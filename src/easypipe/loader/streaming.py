@@ -159,6 +159,14 @@ class StreamLoader:
         self._restored = self._latest = After(state.batch, tuple(streams))
         self._newest += 1
 
+    def explain(self, step: int, row: int | None = None) -> Any:
+        """Raises ConfigError: only a plan knows what stands at a step that was not read."""
+        raise ConfigError(
+            at="streaming",
+            problem=f"a stream cannot tell what stands in {'step' if row is None else f'row {row} of step'} {step} without reading up to it",
+            fix="Leave streaming out: the same data from the token cache can be explained.",
+        )
+
     def ledger(self) -> Ledger:
         """Where everything went that the newest iteration has read in this process up to its last batch, from counters."""
         return ledger_of(self._latest.books or Books(), [source.name for source in self.job.sources], self.spec)
@@ -188,6 +196,7 @@ class StreamLoader:
             "padding": self.collate.padding,
             "max_length": self.collate.max_length,
             "attention_mask": self.collate.attention_mask,
+            **({} if self.collate.segment_ids else {"segment_ids": False}),
         }
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_attention_mask
+from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_asked
 from easypipe.loader.gather import Tables, write_rows
 from easypipe.loader.placement import Placement
 from easypipe.loader.streaming_pool import ReadPool
@@ -101,8 +101,7 @@ class Maker:
                 stream.forget(stop)
             states = tuple(Numbered(number, stream.state_at(stop)) for number, stream in self._streams.items())
             after = After(batch + 1, states, self._snapshot())
-            if job.collate.attention_mask:
-                columns = with_attention_mask(columns)
+            columns = with_asked(columns, job.collate)
             if job.placement is None:
                 return columns, after
             stage = "place"

@@ -90,8 +90,12 @@ class ForwardSource(ShardedDataSource):
     def schema(self) -> pa.Schema:
         return self._data.append(pa.field(ROW_NUMBER, pa.int64()))
 
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return self._shards
+
     @cached_property
-    def shards(self) -> tuple[Shard, ...]:
+    def _shards(self) -> tuple[Shard, ...]:
         return tuple(
             Shard(name=f.path, num_rows=None if compression_of(f.path) else f.num_bytes, num_bytes=f.num_bytes) for f in self.files
         )

@@ -61,17 +61,21 @@ class LoadStage(BaseStage):
         )
 
     def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
-        """The config, with no number of epochs where the mixture has none."""
+        """The config, with no number of epochs where the mixture has none, and with what packing says of the order of rows."""
+        options = self.config
+        factor = source.config.shuffle_buffer_factor if isinstance(source, PackedShardedSource) else None
+        if factor is not None and options.shuffle_buffer_size is None:
+            options = dataclasses.replace(options, shuffle_buffer_size=factor * options.batch_size)
         if not isinstance(source, MixedShardedSource | PackedShardedSource) or not source.mixture.restarts:
-            return self.config
-        if self.config.num_epochs not in (1, None):
+            return options
+        if options.num_epochs not in (1, None):
             why = "never ends" if source.mixture.endless else "is drawn once, until mix.max_epochs ends it"
             raise ConfigError(
                 at="load.num_epochs",
-                problem=f"{self.config.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
+                problem=f"{options.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
                 fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
             )
-        return dataclasses.replace(self.config, num_epochs=None)
+        return dataclasses.replace(options, num_epochs=None)
 
     def _rows(self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None) -> Rows:
         if isinstance(source, PackedShardedSource):
@@ -96,7 +100,7 @@ class LoadStage(BaseStage):
             return CollateConfig()
         options = tokenizer.config
         if isinstance(source, PackedShardedSource):  # rows are full already
-            return CollateConfig(attention_mask=options.return_attention_mask)
+            return CollateConfig(attention_mask=options.return_attention_mask, segment_ids=source.config.include_segment_ids)
         return CollateConfig(
             padding=options.padding,
             max_length=options.max_length if options.padding == "max_length" else None,

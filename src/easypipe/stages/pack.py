@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,8 @@ from easypipe.stages.mixture import Mixture
 from easypipe.stages.saved import TokenInfo
 from easypipe.stages.tokens import require_documents, token_info
 
+logger = logging.getLogger("easypipe")
+
 DEFAULT_PACKERS = 16
 
 PROVENANCE = pa.field(SOURCE, pa.large_list(pa.string()), nullable=False)
@@ -34,7 +37,11 @@ class PackStageConfig:
     oversize: what becomes of a document longer than a row.
     eos_token_id: ends every document that does not end with it already. None: the tokenizer's own; a different one is an error.
     pad_token_id: fills the rest of a row; such slots have segment 0. None: the tokenizer's own, or its EOS where it has no padding.
+    include_segment_ids: False leaves `segment_ids` out of batches, for models that do not look at them: documents of a row then see each
+        other, which is warned of. Labels never cross documents, and saved rows keep the column.
     shuffle_packed: permute the rows within a window of documents; without it, `first_fit` gives rows of long documents first.
+    shuffle_buffer_factor: permute rows over the borders of windows as well, when they are loaded: within blocks of so many batches, as
+        load.shuffle_buffer_size does in rows, which goes before it. Needs shuffle_packed.
     """
 
     enabled: bool = True
@@ -44,9 +51,18 @@ class PackStageConfig:
     oversize: Literal["split", "truncate", "drop", "error"] = "split"
     eos_token_id: int | None = None
     pad_token_id: int | None = None
+    include_segment_ids: bool = True
     shuffle_packed: bool = True
+    shuffle_buffer_factor: int | None = None
 
     def check(self) -> None:
+        factor = self.shuffle_buffer_factor
+        if factor is not None and factor < 1:
+            raise ConfigError(
+                at="shuffle_buffer_factor", problem=f"{self.shuffle_buffer_factor} batches hold nothing", fix="Give at least 1."
+            )
+        if factor is not None and not self.shuffle_packed:
+            raise ConfigError(at="shuffle_buffer_factor", problem="has no effect without shuffle_packed", fix="Leave it out.")
         if not 1 <= self.seq_length <= 1 << 24:
             raise ConfigError(at="seq_length", problem=f"{self.seq_length} is no row length", fix=f"Give 1 to {1 << 24} tokens.")
         if self.num_packers is not None and self.strategy != "pool":
@@ -76,6 +92,8 @@ class PackStage(BaseStage):
     def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
         if not self.config.enabled:
             return data
+        if not self.config.include_segment_ids:
+            logger.warning("pack.include_segment_ids is False: documents that stand in one row see each other")
         return {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
 
 

@@ -35,7 +35,17 @@ PROVED_ROWS, PROVED_BYTES = 256, 128 << 10  # of the first chunk, compared with 
 KNOWN = {
     "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
     "mix": {"weights", "block_size", "stop_strategy", "seed", "allow_mixed_tokenizers"},
-    "pack": {"enabled", "seq_length", "strategy", "num_packers", "oversize", "eos_token_id", "pad_token_id", "shuffle_packed"},
+    "pack": {
+        "enabled",
+        "seq_length",
+        "strategy",
+        "num_packers",
+        "oversize",
+        "eos_token_id",
+        "pad_token_id",
+        "shuffle_packed",
+        "include_segment_ids",
+    },
     "load": {
         "batch_size",
         "prefetch_enabled",
@@ -50,6 +60,7 @@ KNOWN = {
     },
 }
 WHY = {
+    "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
     "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
     "load.prefetch_workers": "batches of a stream follow one from the other; threads that read are tokenize.num_workers",
     "load.batch_size_schedule": "every stream gives the same number of rows of every batch",
