@@ -161,9 +161,10 @@ class StreamLoader:
 
     def explain(self, step: int, row: int | None = None) -> Any:
         """Raises ConfigError: only a plan knows what stands at a step that was not read."""
+        place = f"step {step}" if row is None else f"row {row} of step {step}"
         raise ConfigError(
             at="streaming",
-            problem=f"a stream cannot tell what stands in {'step' if row is None else f'row {row} of step'} {step} without reading up to it",
+            problem=f"a stream cannot tell what stands in {place} without reading up to it",
             fix="Leave streaming out: the same data from the token cache can be explained.",
         )
 
