@@ -24,6 +24,7 @@ REPO = "someone/tokens"
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # the server speaks the older protocol for large files
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the server is on this machine
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with Hub(tokens={TOKEN}, readers={"hf_reader"}) as server:

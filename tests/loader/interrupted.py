@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from loader_support import MemoryCache, plan_rows, some_docs
 
 where = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 CACHE = MemoryCache(some_docs([30] * 200))
 ROWS = plan_rows([CACHE], num_epochs=None)
 

@@ -362,7 +362,10 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"a\.dat: its extension names no format \(have: \.parquet, .*Give the format by type="):
         open_files(path)
     assert len(read_all(open_files(path, type="txt"))) == 1
-    with pytest.raises(ConfigError, match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt\)\. Did you mean 'json'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt, tokens, arrayrecord\)\. Did you mean 'json'",
+    ):
         open_files(path, type="jsno")
     with pytest.raises(ConfigError, match=r"on_error: 'skp' is not an option \(have: error, skip, quarantine\)\. Did you mean 'skip'"):
         TextShardedSource(path, on_error="skp")  # type: ignore[arg-type]

@@ -68,6 +68,7 @@ def publish(
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WebServer]:
     with web_server() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the server is on this machine
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
