@@ -193,7 +193,7 @@ def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
         ({"num_packers": 4}, "num_packers: has no effect on strategy 'greedy'. Leave it out, or set strategy to 'pool'."),
         ({"strategy": "pool", "num_packers": 0}, "num_packers: 0 open rows hold nothing"),
         ({"strategy": "best"}, "strategy: 'best' is not an option"),
-        ({"shuffle_buffer_factor": 10}, "shuffle_buffer_factor: unknown key"),
+        ({"shuffle_buffer_factor": 10, "shuffle_packed": False}, "shuffle_buffer_factor: has no effect without shuffle_packed"),
     ],
 )
 def test_pack_options(values: dict, message: str) -> None:
