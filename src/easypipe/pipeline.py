@@ -272,6 +272,7 @@ class Pipeline:
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
         """Makes again what is broken of a token cache or saved folder that this chain makes; returns what verifying it says afterwards."""
+        self._build_is_under_way()
         return repair(path, [(step.stage, step.data) for step in self._plan], self._context)
 
     def ledger(self) -> Ledger:
