@@ -44,6 +44,8 @@ def config_classes() -> list[type]:
     """Every `@config` class of the package, in the order of the rooms."""
     found: dict[str, type] = {}
     for module in pkgutil.walk_packages(easypipe.__path__, "easypipe."):
+        if module.name.startswith("easypipe.interop."):  # needs what may not be installed, and configures nothing
+            continue
         for value in vars(importlib.import_module(module.name)).values():
             if is_config(value) and value.__module__ == module.name and not value.__name__.startswith("_"):
                 found[f"{module.name}.{value.__name__}"] = value
