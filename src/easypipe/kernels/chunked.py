@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
-from easypipe.kernels.reference import accumulator_dtype
+from easypipe.kernels.stats import accumulator_dtype
 
 VOCAB_BLOCK = 8192  # columns of the head's gradient that are updated at once
 

@@ -6,17 +6,74 @@ T tokens · D width · V vocabulary.  logits_TV never exists outside this file.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from easypipe.core.schema import IGNORE
+from easypipe.kernels.stats import Gradients, Layout, LogitStats, accumulator_dtype, soft_cap_slope, soft_capped
 
 
-def accumulator_dtype(hidden: Array, lm_head: Array) -> jnp.dtype:
-    """float32, or float64 where an input is: sums over tokens and vocabulary are never taken in half precision."""
-    return jnp.promote_types(jnp.promote_types(hidden.dtype, lm_head.dtype), jnp.float32)
+def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None) -> list[str]:
+    """None: whatever the others run is checked against this."""
+    return []
+
+
+def stats(
+    hidden: Float[Array, "T D"],
+    lm_head: Array,
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    block: None = None,
+) -> LogitStats:
+    """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`."""
+    z_TV = soft_capped(_logits(hidden, lm_head, bias, layout), soft_cap)
+    hit_TV = _hits(labels, z_TV)
+    best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))
+    return LogitStats(jax.nn.logsumexp(z_TV, axis=-1), jnp.where(hit_TV, z_TV, 0.0).sum(axis=-1), z_TV.sum(axis=-1), best_T)
+
+
+def gradients(
+    hidden: Float[Array, "T D"],
+    lm_head: Array,
+    bias: Float[Array, " V"] | None,
+    labels: Int[Array, " T"],
+    lse: Float[Array, " T"],
+    g_lse: Float[Array, " T"],
+    g_target: Float[Array, " T"],
+    g_sum: Float[Array, " T"],
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    block: None = None,
+    grad_dtype: DTypeLike | None = None,
+) -> Gradients:
+    """Kernel.gradients, the formula as it stands there."""
+    z_TV = soft_capped(_logits(hidden, lm_head, bias, layout), soft_cap)
+    dz_TV = jnp.exp(z_TV - lse[:, None]) * g_lse[:, None] + jnp.where(_hits(labels, z_TV), g_target[:, None], 0.0) + g_sum[:, None]
+    exact_TV = dz_TV * soft_cap_slope(z_TV, soft_cap)
+    dx_TV = exact_TV.astype(jnp.result_type(hidden, lm_head))
+    dtype = accumulator_dtype(hidden, lm_head)
+    d_hidden = jnp.einsum(f"tv,{layout}->td", dx_TV, lm_head, preferred_element_type=dtype)
+    d_lm_head = jnp.einsum(f"td,tv->{layout}", hidden, dx_TV, preferred_element_type=dtype)
+    d_bias = None if bias is None else exact_TV.sum(axis=0).astype(grad_dtype or bias.dtype)
+    return Gradients(d_hidden.astype(grad_dtype or hidden.dtype), d_lm_head.astype(grad_dtype or lm_head.dtype), d_bias)
+
+
+def _logits(hidden: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
+    x_TV = jnp.einsum(f"td,{layout}->tv", hidden, lm_head, preferred_element_type=accumulator_dtype(hidden, lm_head))
+    return x_TV if bias is None else x_TV + bias
+
+
+def _hits(labels: Array, logits: Array) -> Array:
+    return jnp.arange(logits.shape[1], dtype=labels.dtype) == labels[:, None]
 
 
 def cross_entropy(

@@ -1,0 +1,180 @@
+"""What the loss kernels agree on: four numbers per token, their gradient, and the law that every implementation obeys.
+
+T tokens · D width · V vocabulary, the columns that this device holds · C tokens of one chunk
+
+    x[t, v] = hidden[t] @ head[:, v] + bias[v]          z = cap(x),  cap(x) = soft_cap * tanh(x / soft_cap), or x
+
+Everything that a loss wants of the logits is a function of four sums over z. So a kernel computes these and their gradient, without
+knowing of losses, weights or meshes; loss.py writes the losses on top and sharded.py puts the shards together.
+
+Law (one meaning). For every implementation module, `stats` and `gradients` equal those of reference.py, up to rounding:
+1. ragged T, V and D are masked inside; any T, V, D >= 1 is right.
+2. labels are local column ids; one outside [0, V) hits no column: its `target` is 0, and it adds nothing to a gradient.
+3. a row whose three cotangents are 0 contributes exactly 0, for finite inputs.
+4. products in the dtype of the inputs, accumulated in float32 (float64 for float64 inputs); dz is rounded to the dtype of the inputs before its
+   two products; gradients are rounded once, at the end.
+"""
+# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+Layout = Literal["dv", "vd"]  # of lm_head: [D, V], or [V, D] as an embedding table lies
+
+
+class LogitStats(NamedTuple):
+    """Sums over the local columns; float32, float64 for float64 inputs. A leading shape other than [T] is that of the labels."""
+
+    lse: Float[Array, " T"]  # log sum_v exp z
+    target: Float[Array, " T"]  # z[t, labels[t]]; 0 where labels[t] is no local column
+    sum: Float[Array, " T"]  # sum_v z, for label smoothing
+    best: Float[Array, " T"]  # max_v z; carries no gradient
+
+
+class Gradients(NamedTuple):
+    hidden: Float[Array, "T D"]
+    lm_head: Array  # in the layout of lm_head
+    bias: Float[Array, " V"] | None  # None where there is no bias
+
+
+class Objective(NamedTuple):
+    """The loss of one token: `(1 - eps) * (lse - target) + eps * (lse - sum / vocab) + z_loss * lse**2`."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0  # eps: what the target shares evenly with the whole vocabulary (Szegedy et al., 2016, section 7)
+    vocab: int = 0  # columns over all shards
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """An implementation module. It may take further keyword arguments with defaults (such as `interpret`)."""
+
+    def refusals(self, hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None) -> list[str]:
+        """Every reason why these arguments (arrays, or jax.ShapeDtypeStructs) cannot run here; empty where they can. No device is asked."""
+        ...
+
+    def stats(
+        self,
+        hidden: Float[Array, "T D"],
+        lm_head: Array,
+        bias: Float[Array, " V"] | None,
+        labels: Int[Array, " T"],
+        *,
+        layout: Layout,
+        soft_cap: float | None,
+        block: Any = None,
+    ) -> LogitStats:
+        """The four sums. `block`: sizes of the implementation's own tiles; None: from its table."""
+        ...
+
+    def gradients(
+        self,
+        hidden: Float[Array, "T D"],
+        lm_head: Array,
+        bias: Float[Array, " V"] | None,
+        labels: Int[Array, " T"],
+        lse: Float[Array, " T"],
+        g_lse: Float[Array, " T"],
+        g_target: Float[Array, " T"],
+        g_sum: Float[Array, " T"],
+        *,
+        layout: Layout,
+        soft_cap: float | None,
+        block: Any = None,
+        grad_dtype: DTypeLike | None = None,
+    ) -> Gradients:
+        """`lse` is over all shards; g_* are the cotangents of `lse`, `target` and `sum` (float32).
+
+            dz[t, v] = exp(z[t, v] - lse[t]) * g_lse[t] + [v == labels[t]] * g_target[t] + g_sum[t]
+            dx       = dz * (1 - (z / soft_cap)**2), or dz
+            d_hidden = dx @ head.T        d_head = hidden.T @ dx        d_bias = sum_t dx
+
+        Results have the dtype of their input; `grad_dtype` sets that of all three.
+        """
+        ...
+
+
+class RowKernel(Protocol):
+    """What an implementation offers besides, where a chunk's logits are at hand: used by the rule *fast* and by fused_cross_entropy.
+
+    `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is needed for *fast* on one vocabulary shard; with
+    `row_stats` and `row_gradients` also where the vocabulary is sharded (the shards' sums are merged in between). An implementation that
+    has them not runs *fast* with the rows of XLA (rows.py).
+    """
+
+    def row_stats(self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None) -> LogitStats: ...
+
+    def row_gradients(
+        self,
+        logits: Float[Array, "C V"],
+        labels: Int[Array, " C"],
+        lse: Float[Array, " C"],
+        g_lse: Float[Array, " C"],
+        g_target: Float[Array, " C"],
+        g_sum: Float[Array, " C"],
+        *,
+        soft_cap: float | None,
+    ) -> Float[Array, "C V"]:
+        """dx, in the dtype of the logits and, where the compiler allows it, in their buffer."""
+        ...
+
+    def row_step(
+        self,
+        logits: Float[Array, "C V"],
+        labels: Int[Array, " C"],
+        weights: Float[Array, " C"],
+        *,
+        objective: Objective,
+        soft_cap: float | None,
+    ) -> tuple[Float[Array, "C V"], LogitStats]:
+        """Both at once: `row_stats`, then dx of `sum_t weights[t] * loss[t]`, the loss of `objective` (cotangents: `loss_cotangents`)."""
+        ...
+
+
+def accumulator_dtype(*arrays: Array) -> jnp.dtype:
+    """float32, or float64 where an input is: sums over tokens and vocabulary are never taken in half precision."""
+    return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
+
+
+def vocab_size(lm_head: Any, layout: Layout) -> int:
+    return lm_head.shape[1 if layout == "dv" else 0]
+
+
+def soft_capped(x: Array, soft_cap: float | None) -> Array:
+    """z of x: smooth, and within ±soft_cap (Gemma Team, Gemma 2, 2024, section 2)."""
+    return x if soft_cap is None else soft_cap * jnp.tanh(x / soft_cap)
+
+
+def soft_cap_slope(z: Array, soft_cap: float | None) -> Array | float:
+    """dz / dx, from z."""
+    return 1.0 if soft_cap is None else 1.0 - (z / soft_cap) ** 2
+
+
+def token_losses(stats: LogitStats, objective: Objective) -> Array:
+    """The loss of every token, unweighted, in nats; the z-loss keeps lse near 0 (Chowdhery et al., PaLM, 2022, section 5)."""
+    eps = objective.label_smoothing
+    loss = stats.lse - (1.0 - eps) * stats.target
+    if eps:
+        loss = loss - eps / objective.vocab * stats.sum
+    return loss + objective.z_loss * stats.lse**2 if objective.z_loss else loss
+
+
+def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> tuple[Array, Array, Array]:
+    """`(g_lse, g_target, g_sum)` of `sum_t weights[t] * token_losses[t]`; exactly 0 where the weight is."""
+    eps = objective.label_smoothing
+    return weights * (1.0 + 2.0 * objective.z_loss * lse), -(1.0 - eps) * weights, -eps / objective.vocab * weights
+
+
+def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
+    """The stats over all shards of the vocabulary, from each shard's own: one all-gather of 16 bytes per token and shard."""
+    if not axes:
+        return stats
+    lse, target, total, best = jax.lax.all_gather(jnp.stack(stats), axes, axis=1)
+    return LogitStats(jax.nn.logsumexp(lse, axis=0), target.sum(axis=0), total.sum(axis=0), best.max(axis=0))
