@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -52,15 +53,30 @@ def columns(draw: st.DrawFn) -> tuple[pa.Schema, list[pa.RecordBatch]]:
     return schema, [whole.slice(0, cut), whole.slice(cut)]
 
 
-@given(case=columns(), page=st.sampled_from([1, 7, 1 << 18]))
-def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int) -> None:
+@given(case=columns(), page=st.sampled_from([1, 7, 1 << 18]), share=st.sampled_from([0, parquet_lists.DICTIONARY_SHARE]))
+def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int, share: int) -> None:
     schema, batches = case
-    with mock.patch.object(parquet_lists, "PAGE_VALUES", page):
+    with mock.patch.multiple(parquet_lists, PAGE_VALUES=page, DICTIONARY_SHARE=share):
         made = pq.read_table(pa.BufferReader(ours(schema, batches)))
     expected = pq.read_table(pa.BufferReader(theirs(schema, batches)))
     assert made.equals(expected)
     assert made.schema.equals(expected.schema, check_metadata=True)
     assert made.equals(pa.Table.from_batches(batches, schema=schema))
+
+
+@pytest.mark.parametrize(("kind", "top"), [(pa.uint8(), 1), (pa.uint8(), 255), (pa.uint16(), 1000), (pa.uint16(), 65535), (pa.uint32(), 9)])
+def test_small_integers_are_indices_of_a_dictionary(kind: pa.DataType, top: int) -> None:
+    count = 40 * (top + 1) + 5
+    values = np.resize(np.arange(top, -1, -1), count).astype(kind.to_pandas_dtype())
+    schema = pa.schema([pa.field("input_ids", pa.large_list(kind), nullable=False)])
+    lists = pa.LargeListArray.from_arrays(pa.array([0, 3, count - 9, count], pa.int64()), pa.array(values))
+    batch = pa.record_batch([lists], schema=schema)
+    file = ours(schema, [batch, batch.slice(1), batch.slice(0, 1)])
+    assert pq.read_table(pa.BufferReader(file)).equals(pa.Table.from_batches([batch, batch.slice(1), batch.slice(0, 1)]))
+    metadata = pq.ParquetFile(pa.BufferReader(file)).metadata
+    found = [metadata.row_group(i).column(0) for i in range(3)]
+    used = kind != pa.uint32()
+    assert [column.has_dictionary_page for column in found] == [used, used, False]  # the last group is too small for one
 
 
 def test_footer_counts_what_is_there() -> None:
