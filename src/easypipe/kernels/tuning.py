@@ -1,0 +1,148 @@
+"""Block sizes by device kind, implementation and shape: a small table, extended by `easypipe kernels tune`.
+
+The table that comes with the package (tuning_table.json) and the user's own (`user_table`) are lists of entries
+
+    {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048, "vocab": 32768, "dtype": "bfloat16",
+     "blocks": {"name": size, ...}, "source": "measured", "ms": 12.3}
+
+An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of two. `source` says how the sizes
+were found: "measured" on such a device, or "model", chosen by the accounting of the implementation, untimed. The user's entries come
+before the package's. Where no entry fits, the caller's default is used: sizes that are safe for any shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+import platformdirs
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.storage import commit_bytes
+
+__all__ = ["Entry", "blocks_for", "bucket", "device_kind", "extend_table", "package_table", "read_table", "user_table"]
+
+TABLE = "tuning_table.json"
+Source = Literal["measured", "model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Block sizes for one bucket of shapes on one kind of device."""
+
+    device: str  # jax's `device_kind`
+    implementation: str
+    tokens: int  # these three: powers of two, the upper ends of the bucket
+    width: int
+    vocab: int
+    dtype: str  # of hidden states and head
+    blocks: Mapping[str, int]
+    source: Source
+    ms: float | None = None  # forward and backward, where measured
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int, str]:
+        return self.device, self.implementation, self.tokens, self.width, self.vocab, self.dtype
+
+
+def bucket(size: int) -> int:
+    """The power of two at or above `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def device_kind() -> str:
+    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh` (also one without hardware), else of the default device."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.device_kind
+    return (jax.config.jax_default_device or jax.local_devices()[0]).device_kind
+
+
+def blocks_for(
+    device: str, implementation: str, tokens: int, width: int, vocab: int, dtype: Any, *, default: Callable[[], Mapping[str, int]]
+) -> dict[str, int]:
+    """The block sizes of the first entry whose bucket holds the shape, the user's entries first; else those of `default()`."""
+    key = device, implementation, bucket(tokens), bucket(width), bucket(vocab), np.dtype(dtype).name
+    for table in (_user_entries(), _package_entries()):
+        if key in table:
+            return dict(table[key].blocks)
+    return dict(default())
+
+
+def package_table() -> list[Entry]:
+    """The entries that come with easypipe."""
+    return list(_package_entries().values())
+
+
+def user_table() -> Path:
+    """Where `easypipe kernels tune` writes unless told otherwise, and where block sizes are looked up first. It need not exist."""
+    return Path(platformdirs.user_config_dir("easypipe")) / "kernels.json"
+
+
+def read_table(path: Path) -> list[Entry]:
+    """Raises ConfigError naming the file and the entry for what is no table."""
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
+    """Writes `entries` into the table at `path`, over what stood there for the same device, implementation, bucket and dtype. Returns all of it."""
+    known = {entry.key: entry for entry in (read_table(path) if path.exists() else ())}
+    known |= {entry.key: entry for entry in entries}
+    merged = [known[key] for key in sorted(known)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = ",\n".join("  " + json.dumps({name: value for name, value in asdict(entry).items() if value is not None}) for entry in merged)
+    commit_bytes(path, f"[\n{rows}\n]\n".encode())
+    return merged
+
+
+def _parse(text: str, name: str) -> list[Entry]:
+    fix = "Run `easypipe kernels tune` to write a new one, or remove the file."
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(at=name, problem=f"is no JSON: {error}", fix=fix) from error
+    if not isinstance(rows, list):
+        raise ConfigError(at=name, problem="is no list of entries", fix=fix)
+    entries = []
+    for number, row in enumerate(rows):
+        try:
+            entry = Entry(**row)
+            sizes = [entry.tokens, entry.width, entry.vocab]
+            if any(size != bucket(size) for size in sizes):
+                raise ValueError(f"tokens, width and vocab must be powers of two, not {sizes}")
+            if entry.source not in get_args(Source):
+                raise ValueError(f"source is {entry.source!r}, not one of {get_args(Source)}")
+            if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
+                raise ValueError(f"blocks are no sizes: {entry.blocks}")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(at=f"{name}: entry {number}", problem=str(error), fix=fix) from error
+        entries.append(entry)
+    return entries
+
+
+@functools.cache
+def _package_entries() -> dict[tuple, Entry]:
+    text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
+    return {entry.key: entry for entry in _parse(text, TABLE)}
+
+
+def _user_entries() -> dict[tuple, Entry]:
+    path = user_table()
+    try:
+        changed = path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return {}
+    return _read_user(path, changed)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_user(path: Path, changed: int) -> dict[tuple, Entry]:
+    """`changed` is the file's time: a table that was written meanwhile is read anew."""
+    return {entry.key: entry for entry in read_table(path)}
