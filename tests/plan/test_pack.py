@@ -12,13 +12,17 @@ from easypipe.plan.pack import MAX_SEQ_LENGTH, OVERSIZE, STRATEGIES, Layout, Pac
 from strategies import examples
 from strategies import lengths as random_lengths
 
-specs = st.builds(
-    PackSpec,
-    seq_length=st.one_of(st.integers(1, 300), st.sampled_from([1, 2, 63, 64, 65, 128, 4096])),
-    strategy=st.sampled_from(STRATEGIES),
-    num_packers=st.integers(1, 20),
-    oversize=st.sampled_from(OVERSIZE[:3]),
-    shuffle_rows=st.booleans(),
+sizes = st.one_of(st.integers(1, 300), st.sampled_from([1, 2, 63, 64, 65, 128, 4096]))
+specs = st.one_of(
+    st.builds(
+        PackSpec,
+        seq_length=sizes,
+        strategy=st.sampled_from(STRATEGIES[:3]),
+        num_packers=st.integers(1, 20),
+        oversize=st.sampled_from(OVERSIZE[:3]),
+        shuffle_rows=st.booleans(),
+    ),
+    st.builds(PackSpec, seq_length=sizes, strategy=st.just("stream"), shuffle_rows=st.booleans()),
 )
 any_lengths = st.one_of(random_lengths(), st.lists(st.integers(0, 40), max_size=80).map(lambda values: np.array(values, dtype=np.int32)))
 
@@ -64,6 +68,9 @@ def test_every_token_stands_once_and_no_row_is_too_long(lengths: np.ndarray, spe
     for counts, keep in zip(seen, kept, strict=True):
         assert (counts[:keep] == 1).all()
         assert not counts[keep:].any()
+    if spec.strategy == "stream":
+        assert layout.num_rows == -(-int(lengths.sum()) // spec.seq_length), "a row but the last is not full"
+        return
     fits = lengths <= spec.seq_length
     assert (np.bincount(layout.draw, minlength=lengths.size)[fits] <= 1).all(), "a document that fits a row was cut"
 
@@ -84,7 +91,7 @@ def test_rows_are_shuffled() -> None:
     assert plain.length[plain.first_piece[0]] == 100
 
 
-@pytest.mark.parametrize(("strategy", "least"), [("greedy", 0.80), ("pool", 0.99), ("first_fit", 0.999)])
+@pytest.mark.parametrize(("strategy", "least"), [("greedy", 0.80), ("pool", 0.99), ("first_fit", 0.999), ("stream", 0.9999)])
 def test_fill(strategy: str, least: float) -> None:
     """Lognormal lengths of median 400 in rows of 2,048; windows as `window_docs` makes them."""
     lengths = np.maximum(1, np.random.default_rng(0).lognormal(np.log(400), 1.0, 41_943)).astype(np.int32)
@@ -135,7 +142,8 @@ def test_oversize_error_names_the_document_and_its_advice_works() -> None:
         ({"seq_length": 0}, r"pack\.seq_length: 0 is no row length\. Give 1 to"),
         ({"seq_length": MAX_SEQ_LENGTH + 1}, r"pack\.seq_length"),
         ({"seq_length": 8, "num_packers": 0}, r"pack\.num_packers: 0 open rows hold nothing\. Give at least 1"),
-        ({"seq_length": 8, "strategy": "best"}, r"pack\.strategy: no strategy 'best' \(have: greedy, pool, first_fit\)"),
+        ({"seq_length": 8, "strategy": "best"}, r"pack\.strategy: no strategy 'best' \(have: greedy, pool, first_fit, stream\)"),
+        ({"seq_length": 8, "strategy": "stream", "oversize": "drop"}, r"pack\.oversize: 'drop' has no meaning for strategy 'stream'"),
         ({"seq_length": 8, "oversize": "cut"}, r"pack\.oversize: no rule 'cut' \(have: split, truncate, drop, error\)"),
     ],
 )

@@ -20,10 +20,10 @@ from easypipe.core.errors import PlanError
 from easypipe.plan.jit import jit
 from easypipe.plan.order import permute
 
-Strategy = Literal["greedy", "pool", "first_fit"]
+Strategy = Literal["greedy", "pool", "first_fit", "stream"]
 Oversize = Literal["split", "truncate", "drop", "error"]
 
-STRATEGIES: tuple[Strategy, ...] = ("greedy", "pool", "first_fit")
+STRATEGIES: tuple[Strategy, ...] = ("greedy", "pool", "first_fit", "stream")
 OVERSIZE: tuple[Oversize, ...] = ("split", "truncate", "drop", "error")
 MAX_SEQ_LENGTH = 1 << 24
 
@@ -34,8 +34,9 @@ class PackSpec:
 
     strategy: "greedy" puts a document into the one open row and opens the next where it does not fit; "pool" keeps `num_packers` rows open
         and takes the fullest that fits; "first_fit" sees the whole window and takes the fullest row that fits, longest document first.
+        "stream" lays documents one behind the other and begins a row wherever the one before is full.
     oversize: a document longer than a row is cut into full rows and a remainder ("split"), cut off ("truncate"), left out ("drop"), or
-        refused ("error"). Documents that fit a row are never cut.
+        refused ("error"). Documents that fit a row are never cut. "stream" cuts where rows end, and knows only "split".
     shuffle_rows: permute the rows of a window; without it first_fit gives rows of long documents first.
     """
 
@@ -53,6 +54,9 @@ class PackSpec:
             raise PlanError(at="pack.strategy", problem=f"no strategy {self.strategy!r}", have=STRATEGIES)
         if self.oversize not in OVERSIZE:
             raise PlanError(at="pack.oversize", problem=f"no rule {self.oversize!r}", have=OVERSIZE)
+        if self.strategy == "stream" and self.oversize != "split":
+            problem = f"{self.oversize!r} has no meaning for strategy 'stream', which cuts documents where rows end"
+            raise PlanError(at="pack.oversize", problem=problem, fix="Leave it at 'split', or truncate when tokenizing.")
         if self.num_packers < 1:
             problem = f"{self.num_packers} open rows hold nothing"
             raise PlanError(at="pack.num_packers", problem=problem, fix="Give at least 1; 16 fill well.")
@@ -100,12 +104,32 @@ def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
     Documents without tokens get no piece. Raises PlanError for a document over `seq_length` under oversize "error".
     """
     lengths = np.require(lengths, dtype=np.int32, requirements=["C", "W"])
+    if spec.strategy == "stream":
+        return cut_stream(lengths, spec, key)
     if spec.oversize == "error" and lengths.size and lengths.max() > spec.seq_length:
         draw = int(np.argmax(lengths > spec.seq_length))
         raise oversize_error(f"draw {draw}", int(lengths[draw]), spec)
     rule = OVERSIZE.index(spec.oversize)
     loose = np.empty((5, _count_pieces(lengths, spec.seq_length, rule)), dtype=np.int32)
     num_rows = int(_assign(lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose))
+    return _arrange(loose, num_rows, spec, key)
+
+
+def cut_stream(lengths: NDArray[np.int32], spec: PackSpec, key: int, *, start: int = 0, num_rows: int | None = None) -> Layout:
+    """Documents of `lengths` (Int32[n]) one behind the other, cut into rows: the first `num_rows`, or all; the last of all may not be full.
+
+    start: tokens of the first document that stand in rows before these.
+    """
+    if num_rows is None:
+        num_rows = -(-(int(lengths.sum(dtype=np.int64)) - start) // spec.seq_length)
+    count = int(_cut(lengths, start, spec.seq_length, num_rows, np.empty((5, 0), dtype=np.int32)))
+    loose = np.empty((5, count), dtype=np.int32)
+    _cut(lengths, start, spec.seq_length, num_rows, loose)
+    return _arrange(loose, num_rows, spec, key)
+
+
+def _arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
+    """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says so."""
     order = np.arange(num_rows, dtype=np.int64)
     if spec.shuffle_rows and num_rows > 1:
         order = permute(order, num_rows, key)
@@ -200,6 +224,27 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
     if rests:
         rows = _best_fit_decreasing(lengths, seq_length, rest_draw[:rests], by_length, pieces, rows, table)
     return rows
+
+
+@jit
+def _cut(lengths, start, seq_length, num_rows, table):
+    """Writes the pieces of the first `num_rows` rows to `table`, unless it is Int32[5, 0]. Returns how many there are."""
+    pieces, row, filled = 0, 0, np.int64(0)
+    for draw in range(lengths.shape[0]):
+        at, length = np.int64(start if draw == 0 else 0), np.int64(lengths[draw])
+        while at < length and row < num_rows:
+            run = min(length - at, seq_length - filled)
+            if table.shape[1] > 0:
+                _put(table, pieces, row, filled, draw, at, run)
+            pieces += 1
+            at += run
+            filled += run
+            if filled == seq_length:
+                row += 1
+                filled = np.int64(0)
+        if row == num_rows:
+            break
+    return pieces
 
 
 @jit

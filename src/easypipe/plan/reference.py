@@ -113,6 +113,8 @@ def one_pass(spec: OrderSpec, num_docs: int, key: int) -> list[int]:
 
 def pack(lengths: Sequence[int], spec: PackSpec) -> list[list[Item]]:
     """The rows of a window before they are shuffled, in the order they were opened; what stands in each, from slot 0 on."""
+    if spec.strategy == "stream":
+        return stream(lengths, spec.seq_length)
     rows: list[list[Item]] = []
     rests: list[Item] = []
     open_rows: list[list[Item] | None] = [None] * (spec.num_packers if spec.strategy == "pool" else 1)
@@ -154,6 +156,19 @@ def pack(lengths: Sequence[int], spec: PackSpec) -> list[list[Item]]:
     return rows
 
 
+def stream(lengths: Sequence[int], seq_length: int, start: int = 0) -> list[list[Item]]:
+    """All tokens from the first document's number `start` on, cut into rows."""
+    tokens = [(draw, at) for draw, length in enumerate(lengths) for at in range(start if draw == 0 else 0, length)]
+    rows = []
+    for first in range(0, len(tokens), seq_length):
+        pieces: list[Item] = []
+        for draw, mine in itertools.groupby(tokens[first : first + seq_length], key=lambda token: token[0]):
+            places = [at for _, at in mine]
+            pieces.append((draw, places[0], len(places)))
+        rows.append(pieces)
+    return rows
+
+
 def room(row: list[Item], spec: PackSpec) -> int:
     return spec.seq_length - sum(length for _, _, length in row)
 
@@ -173,17 +188,8 @@ def plan_rows(datasets: Sequence[PlanDataset], spec: PlanSpec) -> Iterator[list[
         chosen = draws(spec.weights, left, stop, out)
         active = [i not in out and (left[i] > 0 or stop != "all_exhausted") for i in range(len(left))]
         mixing = Mixing([0] * len(left), left, active)
-        while True:
-            if spec.schedule is None and spec.unit == "rows":
-                documents = take(datasets, spec, epoch, itertools.islice(chosen, spec.window_docs), drawn)
-                if not documents:
-                    break
-            elif mixing.ended:
-                break
-            else:
-                size = num_draws(datasets, spec, epoch, stop, first_row, mixing, drawn)
-                documents = take_owed_most(datasets, spec, epoch, stop, first_row, size, mixing, drawn)
-            rows = lay(documents, spec)
+        windows = stream_windows if spec.pack is not None and spec.pack.strategy == "stream" else closed_windows
+        for documents, rows in windows(datasets, spec, epoch, stop, first_row, chosen, mixing, drawn):
             places = np.arange(len(rows))
             if spec.pack is not None and spec.pack.shuffle_rows and rows:
                 places = permute(places, len(rows), child(fold(spec.seed, "rows"), window_index))
@@ -195,6 +201,87 @@ def plan_rows(datasets: Sequence[PlanDataset], spec: PlanSpec) -> Iterator[list[
                 yield row
             window_index += 1
             first_row += len(rows)
+
+
+Windows = Iterator[tuple[list[Document], list[list[Item]]]]  # of an epoch: their documents, and their rows
+
+
+def closed_windows(
+    datasets: Sequence[PlanDataset],
+    spec: PlanSpec,
+    epoch: int,
+    stop: Stop,
+    row: int,
+    chosen: Iterator[int],
+    mixing: Mixing,
+    drawn: list[int],
+) -> Windows:
+    """Every document stands in the window that drew it."""
+    while True:
+        if spec.schedule is None and spec.unit == "rows":
+            documents = take(datasets, spec, epoch, itertools.islice(chosen, spec.window_docs), drawn)
+            if not documents:
+                return
+        elif mixing.ended:
+            return
+        else:
+            size = num_draws(datasets, spec, epoch, stop, row, mixing, drawn)
+            documents = take_owed_most(datasets, spec, epoch, stop, row, size, mixing, drawn)
+        rows = lay(documents, spec)
+        yield documents, rows
+        row += len(rows)
+
+
+def stream_windows(
+    datasets: Sequence[PlanDataset],
+    spec: PlanSpec,
+    epoch: int,
+    stop: Stop,
+    row: int,
+    chosen: Iterator[int],
+    mixing: Mixing,
+    drawn: list[int],
+) -> Windows:
+    """The full rows that the documents of a window give, if a token stands behind them; what is left belongs to the next window."""
+    assert spec.pack is not None
+    size, kept, start = spec.pack.seq_length, list[Document](), 0
+    while True:
+        asked = window_draws(
+            datasets,
+            spec,
+            WindowState(index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)),
+            shares_at(spec, row),
+        )
+        while True:
+            chosen, ahead = itertools.tee(chosen)
+            twin = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
+            if spec.schedule is None and spec.unit == "rows":
+                new = take(datasets, spec, epoch, itertools.islice(ahead, asked), [*drawn])
+                over = len(new) < asked or (stop != "first_exhausted" and next(ahead, None) is None)
+            else:
+                new = take_owed_most(datasets, spec, epoch, stop, row, asked, twin, [*drawn])
+                over = twin.ended
+            documents = kept + new
+            rows = stream([length for _, _, length in documents], size, start)
+            tokens = [(draw, first + i) for pieces in rows for draw, first, length in pieces for i in range(length)]
+            full = len(rows) if over else max(0, len(tokens) - 1) // size
+            if over or full:
+                break
+            asked *= 2
+        left = rows_left(spec, row)
+        if left is not None and left < full:
+            over, full = False, left
+        yield documents, rows[:full]
+        if over:
+            return
+        row += full
+        draw, start = tokens[full * size]
+        count = draw + (start > 0) - len(kept)
+        kept = documents[draw : draw + 1] if start else []
+        if spec.schedule is None and spec.unit == "rows":
+            take(datasets, spec, epoch, itertools.islice(chosen, count), drawn)
+        else:
+            take_owed_most(datasets, spec, epoch, stop, row - full, count, mixing, drawn)
 
 
 def look(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, i: int, drawn: list[int]) -> Document:

@@ -14,6 +14,8 @@ class WindowState:
 
     index: of the window. epoch: 0 first. first_row: rows before the window. drawn: documents per dataset in this epoch. deficits and
     active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch == num_epochs.
+    cut: under strategy "stream", (dataset, tokens) of the document that the last row before ended in: the last one drawn from that dataset,
+    whose first `tokens` stand in rows before. None where a row ended with its document.
     """
 
     index: int
@@ -22,6 +24,7 @@ class WindowState:
     drawn: tuple[int, ...]
     deficits: tuple[int, ...]
     active: tuple[bool, ...]
+    cut: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -31,6 +34,7 @@ class WindowState:
             "drawn": list(self.drawn),
             "deficits": list(self.deficits),
             "active": "".join("01"[alive] for alive in self.active),
+            **({} if self.cut is None else {"cut": list(self.cut)}),
         }
 
     @classmethod
@@ -40,6 +44,8 @@ class WindowState:
             index, epoch, first_row = (int(values[key]) for key in ("index", "epoch", "first_row"))
             drawn, deficits = (tuple(int(n) for n in values[key]) for key in ("drawn", "deficits"))
             active = tuple({"0": False, "1": True}[alive] for alive in values["active"])
-        except (KeyError, TypeError, ValueError) as error:
+            cut = values.get("cut")
+            cut = None if cut is None else (int(cut[0]), int(cut[1]))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise StateError(at="window", problem=f"{values!r} is no state of a plan: {error!r}") from None
-        return cls(index=index, epoch=epoch, first_row=first_row, drawn=drawn, deficits=deficits, active=active)
+        return cls(index=index, epoch=epoch, first_row=first_row, drawn=drawn, deficits=deficits, active=active, cut=cut)

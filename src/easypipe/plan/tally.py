@@ -21,7 +21,8 @@ class DatasetTally:
 
     passes: over the dataset, begun. pending: drawn in the window of the last row, but standing (partly) in a row behind it.
     dropped: longer than a row. empty: without tokens, so without a place in a packed row. docs_truncated: those of docs_placed that lost
-    tokens_truncated. segments: pieces with tokens; each starts with a token that is no target.
+    tokens_truncated. segments: pieces with tokens; each starts with a token that is no target. Under strategy "stream" a piece that goes on
+    with a document of the row before does not count: its first token is a target there.
     """
 
     num_docs: int
@@ -90,22 +91,31 @@ def count(
     seq_length: int,
     rule: int,
     into: NDArray[np.int64],
+    cut: int | None = None,
 ) -> None:
     """Add a window's draws to `into` (Int64[k, COUNTERS]), of whose pieces the first `num_pieces`, in `num_rows` rows, are reached.
 
-    dataset, lengths: Int32[draws]. table: `Layout.table`.
+    dataset, lengths: Int32[draws]. table: `Layout.table`. cut: under strategy "stream", tokens of the first document that stand in rows of
+    windows that were counted before, with the document itself (0: none do). None: of every other strategy.
     """
-    _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, into)
+    _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, cut or 0, cut is not None, into)
 
 
 @jit
-def _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, into):
+def _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, cut, goes_on, into):
     placed = np.zeros(lengths.shape[0], np.int64)
+    if cut > 0:  # it was counted as drawn and as pending, and is counted again below
+        of, length = dataset[0], np.int64(lengths[0])
+        placed[0] = cut
+        into[of, 0] -= 1
+        into[of, 2] -= 1
+        into[of, 6] -= length
+        into[of, 8] -= length - cut
     for piece in range(num_pieces):
         draw, length = table[2, piece], np.int64(table[4, piece])
         placed[draw] += length
         into[dataset[draw], 7] += length
-        into[dataset[draw], 11] += length > 0
+        into[dataset[draw], 11] += length > 0 and not (goes_on and table[3, piece] > 0)
     for draw in range(lengths.shape[0]):
         of, length = dataset[draw], np.int64(lengths[draw])
         keep = min(length, seq_length) if rule == TRUNCATE else length

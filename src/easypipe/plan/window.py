@@ -16,7 +16,7 @@ from easypipe.plan import mix
 from easypipe.plan.deficit import MAX_SIZE, draw_owed_most
 from easypipe.plan.jit import jit
 from easypipe.plan.order import documents
-from easypipe.plan.pack import Layout, PackSpec, one_row_each, oversize_error, pack_window
+from easypipe.plan.pack import Layout, PackSpec, cut_stream, one_row_each, oversize_error, pack_window
 from easypipe.plan.spec import PlanDataset, PlanSpec
 from easypipe.plan.stairs import draw_shares, fit, rows_left, shares_at, window_draws
 from easypipe.plan.state import WindowState
@@ -45,7 +45,11 @@ NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _
 
 @dataclass(frozen=True)
 class Window:
-    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the dataset. after: the state behind it."""
+    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the dataset. after: the state behind it.
+
+    Under strategy "stream" the first of them may be the document that `state.cut` names, and the last may be `ahead`: the one that the next
+    window begins with, of which no token stands in a row of this one.
+    """
 
     state: WindowState
     after: WindowState
@@ -53,6 +57,7 @@ class Window:
     doc: NDArray[np.int64]
     length: NDArray[np.int32]
     layout: Layout
+    ahead: bool = False
 
     @property
     def first_row(self) -> int:
@@ -82,6 +87,8 @@ class Planner:
         self._owed_most = spec.schedule is not None or spec.unit == "tokens"
 
     def window(self, state: WindowState) -> Window:
+        if self.spec.pack is not None and self.spec.pack.strategy == "stream":
+            return self._stream(state, self.spec.pack)
         rows = rows_left(self.spec, state.first_row)
         if rows is None or self.spec.pack is None:
             draws, looked = self._draw(state)
@@ -111,6 +118,53 @@ class Planner:
             draws = self._draw(state, chosen, shares)[0]
         return self._window(state, draws, doc[:chosen], length[:chosen], layouts[chosen])
 
+    def _stream(self, state: WindowState, pack: PackSpec) -> Window:
+        """As many full rows as the documents of a window give, more of them where they give none; at the end of an epoch all there is.
+
+        A token behind the last row has to be known, as the last label of that row, unless the epoch ends: with it the next window begins.
+        """
+        shares = shares_at(self.spec, state.first_row)
+        asked = window_draws(self.datasets, self.spec, state, shares)
+        start = 0 if state.cut is None else state.cut[1]
+        while True:
+            draws, looked = self._draw(state, asked, shares)
+            doc, length = self._look_up(state, draws, looked)
+            dataset = draws.dataset
+            if state.cut is not None:
+                dataset, doc, length = self._with_cut(state, dataset, doc, length)
+            ends = np.cumsum(length, dtype=np.int64) - start  # tokens behind the start of the window, up to the end of each document
+            tokens = int(ends[-1]) if ends.size else 0
+            ended, rows = draws.ended, -(-tokens // pack.seq_length) if draws.ended else max(0, tokens - 1) // pack.seq_length
+            if ended or rows:
+                break
+            if asked == mix.MAX_DRAWS:
+                problem = f"{asked} documents do not fill a row of {pack.seq_length} tokens"
+                raise PlanError(at="pack.seq_length", problem=problem, fix="Lower it, or leave datasets without tokens out.")
+            asked = min(2 * asked, mix.MAX_DRAWS)
+        left = rows_left(self.spec, state.first_row)
+        if left is not None and left < rows:
+            ended, rows = False, left
+        if ended:
+            after = self.after(state, draws, rows)
+            layout = cut_stream(length, pack, self._key_of_rows(state), start=start)
+            return Window(state=state, after=after, dataset=dataset, doc=doc, length=length, layout=layout)
+        last = int(np.searchsorted(ends, rows * pack.seq_length, side="right"))  # the document that the next row begins in, and where
+        at = rows * pack.seq_length - int(ends[last] - length[last])
+        count = last + (at > 0) - (state.cut is not None)
+        draws = self._draw(state, count, shares)[0] if count else _no_draws(state)
+        after = self.after(state, draws, rows, cut=(int(dataset[last]), at) if at else None)
+        dataset, doc, length = dataset[: last + 1], doc[: last + 1], length[: last + 1]
+        layout = cut_stream(length, pack, self._key_of_rows(state), start=start, num_rows=rows)
+        return Window(state=state, after=after, dataset=dataset, doc=doc, length=length, layout=layout, ahead=at == 0)
+
+    def _with_cut(
+        self, state: WindowState, dataset: NDArray[np.int32], doc: NDArray[np.int64], length: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+        """The draws of a window behind the document that the state is in the middle of."""
+        assert state.cut is not None
+        first, lengths = self.next_documents(state, state.cut[0], -1, 0)
+        return np.concatenate([np.array(state.cut[:1], np.int32), dataset]), np.concatenate([first, doc]), np.concatenate([lengths, length])
+
     def _look_up(self, state: WindowState, draws: mix.Draws, looked: _Looked | None) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The document of every draw, and its length."""
         counts = draws.counts
@@ -133,7 +187,10 @@ class Planner:
         return doc, length
 
     def _lay(self, state: WindowState, length: NDArray[np.int32]) -> Layout:
-        return one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, child(self._row_key, state.index))
+        return one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, self._key_of_rows(state))
+
+    def _key_of_rows(self, state: WindowState) -> int:
+        return child(self._row_key, state.index)
 
     def _window(self, state: WindowState, draws: mix.Draws, doc: NDArray[np.int64], length: NDArray[np.int32], layout: Layout) -> Window:
         after = self.after(state, draws, layout.num_rows)
@@ -169,12 +226,13 @@ class Planner:
     ) -> tuple[mix.Draws, _Looked | None]:
         """The draws behind `state`, and what had to be looked up for them.
 
-        num_draws: under a schedule; None those of `window_draws`. shares: of the window, where they are known already.
+        num_draws: None those of `window_draws`. shares: of the window, where they are known already.
         """
         left = mix.remaining(self.num_docs, np.array(state.drawn, dtype=np.int64), self.stop, self.spec.max_epochs)
         deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
         if not self._owed_most:
-            return mix.draw(self.spec.window_docs, self._weights, left, deficits, active, self.stop, capped=True), None
+            num_draws = self.spec.window_docs if num_draws is None else num_draws
+            return mix.draw(num_draws, self._weights, left, deficits, active, self.stop, capped=True), None
         spec, leave = self.spec, self.stop != "first_exhausted"
         shares = shares_at(spec, state.first_row) if shares is None else shares
         num_draws = window_draws(self.datasets, spec, state, shares) if num_draws is None else num_draws
@@ -184,6 +242,13 @@ class Planner:
         expected = [int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)]
         return draw_owed_most(num_draws, shares, None, left, deficits, active, leave, looked.sizes, expected), looked
 
+    def can_be_cut(self, cut: tuple[int, int] | None, drawn: Sequence[int]) -> bool:
+        """Whether a state that has `drawn` documents may stand in the middle of one."""
+        if cut is None:
+            return True
+        streams = self.spec.pack is not None and self.spec.pack.strategy == "stream"
+        return streams and 0 <= cut[0] < len(drawn) and drawn[cut[0]] > 0 and cut[1] > 0
+
     def next_documents(self, state: WindowState, i: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """(numbers, lengths) of documents `start` to `stop` of those that dataset i gives behind `state`."""
         drawn, counts = np.array(state.drawn, dtype=np.int64), np.zeros_like(self.num_docs)
@@ -191,9 +256,9 @@ class Planner:
         docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
         return docs, self._lengths(self.datasets[i], docs)
 
-    def after(self, state: WindowState, draws: mix.Draws, num_rows: int) -> WindowState:
+    def after(self, state: WindowState, draws: mix.Draws, num_rows: int, cut: tuple[int, int] | None = None) -> WindowState:
         index, first_row = state.index + 1, state.first_row + num_rows
-        if draws.ended:
+        if draws.ended and cut is None:
             return self.epoch_start(index, state.epoch + 1, first_row)
         return WindowState(
             index=index,
@@ -202,6 +267,7 @@ class Planner:
             drawn=tuple(a + b for a, b in zip(state.drawn, draws.counts.tolist(), strict=True)),
             deficits=tuple(draws.deficits.tolist()),
             active=tuple(draws.active.tolist()),
+            cut=cut,
         )
 
     def epoch_start(self, index: int, epoch: int, first_row: int) -> WindowState:
@@ -256,6 +322,11 @@ class _Looked:
                 lengths.append(some_lengths[:count])
                 count -= docs[-1].size
         return np.concatenate(docs), np.concatenate(lengths)
+
+
+def _no_draws(state: WindowState) -> mix.Draws:
+    deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
+    return mix.Draws(dataset=_NONE_32, counts=np.zeros_like(deficits), deficits=deficits, active=active, ended=False)
 
 
 def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:

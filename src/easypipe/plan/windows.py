@@ -1,7 +1,7 @@
 """The plan: windows one after another, found again from any row.
 
 row     a row of the whole run, counted over all epochs
-window  `spec.window_docs` draws (fewer where an epoch ends); packing never crosses its border
+window  `spec.window_docs` draws (fewer where an epoch ends; under "stream", those that fill whole rows); no row holds two windows
 draw    the n-th document of the mixture
 mark    a state that the scan passed and keeps, one every MARK_EVERY windows
 
@@ -148,7 +148,7 @@ class Plan:
         cannot be told from one of this: compare fingerprints.
         """
         size, epochs = len(self.datasets), self._planner.last_epoch
-        fits = len(state.drawn) == len(state.deficits) == len(state.active) == size
+        fits = len(state.drawn) == len(state.deficits) == len(state.active) == size and self._planner.can_be_cut(state.cut, state.drawn)
         if not fits or min(state.index, state.epoch, state.first_row, *state.drawn) < 0 or sum(state.deficits):
             raise StateError(at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets")
         if (mix.remaining(self._planner.num_docs, np.array(state.drawn, np.int64), self._planner.stop, self.spec.max_epochs) < 0).any():
@@ -299,7 +299,9 @@ class Plan:
         rule = tally.WHOLE if pack is None else {"split": tally.SPLIT, "truncate": tally.TRUNCATE}.get(pack.oversize, tally.DROP)
         seq_length = 0 if pack is None else pack.seq_length
         pieces = int(layout.first_piece[num_rows])
-        tally.count(window.dataset, window.length, layout.table, pieces, num_rows, seq_length, rule, counters)
+        cut = None if pack is None or pack.strategy != "stream" else 0 if window.state.cut is None else window.state.cut[1]
+        drawn = slice(window.dataset.size - window.ahead)
+        tally.count(window.dataset[drawn], window.length[drawn], layout.table, pieces, num_rows, seq_length, rule, counters, cut)
 
     def _books(self, rows: int, epochs_begun: int, counters: NDArray[np.int64]) -> Tally:
         datasets: dict[str, DatasetTally] = {}
