@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 
 from strategies import examples
 
+pytest_plugins = ["stores"]
+
 settings.register_profile(
     "easypipe", examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )

@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,6 +23,7 @@ from easypipe.core.errors import ConfigError, MissingFileError, SourceError, Sto
 from easypipe.sources import files as sources_files
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
+from stores import Store
 from web import WebServer, web_server
 
 TABLE = pa.table({"text": [f"row {i}" for i in range(3000)], "n": range(3000)})
@@ -249,47 +250,28 @@ def test_configs_keep_no_storage_options() -> None:
 # Buckets
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict]:
-    pytest.importorskip("s3fs")
-    server_module = pytest.importorskip("moto.server", reason="moto[server] serves S3 on loopback")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {"key": "AKIAEXAMPLE1", "secret": SECRET, "client_kwargs": {"endpoint_url": f"http://{host}:{port}"}}
-    server.stop()
+def test_a_bucket(store: Store) -> None:
+    folder = store.new()
 
+    def put(name: str, data: bytes) -> None:
+        store.filesystem.pipe_file(f"{folder}/{name}", data)
 
-def fill(options: dict, protocol: str) -> Callable[[str, bytes], None]:
-    import fsspec
-
-    fs = fsspec.filesystem(protocol, **options)
-    if not fs.exists("bucket"):
-        fs.mkdir("bucket")
-    return lambda name, data: fs.pipe_file(f"bucket/{name}", data)
-
-
-def check_bucket(protocol: str, options: dict) -> None:
-    put = fill(options, protocol)
+    options = store.options
     for name, data in FILES.items():
-        put(f"data/{name}", data)
-    put("data/z/g.parquet", FILES["a.parquet"])
+        put(name, data)
+    put("z/g.parquet", FILES["a.parquet"])
     for name in ("a.parquet", "d.jsonl.gz"):
-        source = open_files(f"{protocol}://bucket/data/{name}", storage_options=options)
+        source = open_files(f"{folder}/{name}", storage_options=options)
         assert_stateless_reads(source, [1, 1024, 2999])
-    listed = sources_files.resolve(f"{protocol}://bucket/data", options, extensions=["parquet"])
-    assert [file.path for file in listed] == [f"{protocol}://bucket/data/a.parquet", f"{protocol}://bucket/data/z/g.parquet"]
-    listed = sources_files.resolve(f"{protocol}://bucket/data/*.jsonl*", options)
+    listed = sources_files.resolve(folder, options, extensions=["parquet"])
+    assert [file.path for file in listed] == [f"{folder}/a.parquet", f"{folder}/z/g.parquet"]
+    listed = sources_files.resolve(f"{folder}/*.jsonl*", options)
     assert [file.path.rpartition("/")[2] for file in listed] == ["c.jsonl", "d.jsonl.gz", "e.jsonl.bz2"]
-    before = open_files(f"{protocol}://bucket/data/c.jsonl", storage_options=options).fingerprint
-    put("data/c.jsonl", LINES + LINES)
-    assert open_files(f"{protocol}://bucket/data/c.jsonl", storage_options=options).fingerprint != before
+    before = open_files(f"{folder}/c.jsonl", storage_options=options).fingerprint
+    put("c.jsonl", LINES + LINES)
+    assert open_files(f"{folder}/c.jsonl", storage_options=options).fingerprint != before
     with pytest.raises(MissingFileError, match="no such file or folder"):
-        open_files(f"{protocol}://bucket/missing.jsonl", storage_options=options)
-
-
-def test_s3(s3: dict) -> None:
-    check_bucket("s3", s3)
+        open_files(f"{folder}/missing.jsonl", storage_options=options)
 
 
 def test_s3_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,10 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 from unittest import mock
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,6 +52,7 @@ from easypipe.stages.saved import MANIFEST, SavedSource, schema_to_text
 from easypipe.stages.shard_writer import CODECS, Compression
 from easypipe.stages.write_folder import SavedFolder
 from pipelines import config, jsonl, texts, tokenizer
+from stores import SECRET, Store
 
 MIX = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted")
 EVERY = [(kind, codec) for kind, codecs in CODECS.items() for codec in codecs]
@@ -556,43 +555,28 @@ def test_file_urls(tmp_path: Path) -> None:
     assert (tmp_path / "out" / MANIFEST).exists()
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[dict]:
-    """storage_options of a bucket `saved` on loopback."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {
-        "key": "someone",
-        "secret": "hidden-secret",
-        "endpoint_url": f"http://{host}:{port}",
-    }
-    fsspec.filesystem("s3", **options).mkdir("saved")
-    yield options
-    server.stop()
+def test_a_bucket(tmp_path: Path, store: Store) -> None:
+    killed_then_finished(tmp_path, f"{store.new()}/out", store.options)
 
 
-def test_s3(tmp_path: Path, s3: dict) -> None:
-    killed_then_finished(tmp_path, f"s3://saved/{tmp_path.name}/out", s3)
+def test_a_bucket_that_is_not_there(tmp_path: Path, store: Store) -> None:
+    url = f"{store.protocol}://nowhere/out"
+    with pytest.raises(StorageError, match=rf"{url}/.*: cannot be written: ") as caught:
+        packed(tmp_path).save(SaveStageConfig(output_dir=url, storage_options=store.options)).build()
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_bucket_that_is_not_there(tmp_path: Path, s3: dict) -> None:
-    with pytest.raises(StorageError, match=r"s3://nowhere/out/.*: cannot be written: ") as caught:
-        packed(tmp_path).save(SaveStageConfig(output_dir="s3://nowhere/out", storage_options=s3)).build()
-    assert "hidden-secret" not in "".join(traceback.format_exception(caught.value))
-
-
-def test_credentials_stay_out_of_what_is_written(tmp_path: Path, s3: dict) -> None:
-    url = f"s3://saved/{tmp_path.name}/out"
-    packed(tmp_path).save(SaveStageConfig(output_dir=url, storage_options=s3)).build()
-    fs, root = storage.filesystem(url, s3)
-    written = {str(name): fs.cat_file(name) for name in fs.find(root)}
+def test_where_it_lies_changes_nothing(tmp_path: Path, store: Store) -> None:
+    url = f"{store.new()}/out"
+    packed(tmp_path).save(SaveStageConfig(output_dir=url, storage_options=store.options)).build()
+    written = store.files(url)
     assert len(written) == 3
     for data in written.values():
-        assert b"hidden-secret" not in data
+        assert SECRET.encode() not in data, "credentials stay out of what is written"
     here = tmp_path / "out"
     packed(tmp_path).save(SaveStageConfig(output_dir=here)).build()
-    assert {name.rpartition("/")[2]: data for name, data in written.items()} == contents(here), "where it lies changes nothing"
+    assert written == contents(here)
+    assert table(load_saved(url, store.options)).equals(table(load_saved(here)))
 
 
 # the card

@@ -4,7 +4,9 @@
 """The one door to bytes at rest: where files are read from, and how they are committed.
 
 Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this process is killed. Locally: a temporary
-name, fsync, rename, fsync of the folder. On object stores: one PUT of the finished file.
+name, fsync, rename, fsync of the folder. On object stores: one PUT of the finished file, checked by the store's own checksum of what came
+(S3, GCS) or its size; `create_bytes` makes it conditional on there being none. Every call to a store is tried again where it fails for
+a passing reason (core/remote.py).
 
 `set_fault_hook` lets tests stop the process at every step.
 """
@@ -19,7 +21,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +31,7 @@ import xxhash
 from fsspec.core import url_to_fs
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
-from easypipe.core.remote import http_facts, is_http, public_url, remote_call, retrying, tell
+from easypipe.core.remote import ShortReadError, http_facts, is_http, public_url, remote_call, retrying, tell
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
@@ -99,14 +101,93 @@ def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) 
         raise StorageError(at=str(path), problem=f"cannot be read: {error}") from error
 
 
-def _remote(path: str | Path, storage_options: dict[str, Any] | None, call: Callable[[Any, str, float], T]) -> T:
-    """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason."""
+def read_range(path: str | Path, start: int, stop: int, storage_options: dict[str, Any] | None = None) -> bytes:
+    """Bytes `start` to `stop` of a remote file, all of them. Raises StorageError where it is shorter."""
+
+    def call(fs: Any, name: str, timeout_s: float) -> bytes:
+        data = bytes(remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
+        if len(data) != stop - start:
+            raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
+        return data
+
+    return _remote(path, storage_options, call, stop - start)
+
+
+def chunks(path: str | Path, storage_options: dict[str, Any] | None = None) -> Iterator[bytes]:
+    """A file's bytes in order, CHUNK_BYTES at a time. Raises FileNotFoundError where it is not there, OSError where it cannot be read."""
+    if not is_remote(path):
+        with open(_local(path), "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+        return
+    size = size_of(path, storage_options)
+    if size is None:
+        raise MissingFileError(at=public_url(str(path)), problem="no such file")
+    for start in range(0, size, CHUNK_BYTES):
+        yield read_range(path, start, min(start + CHUNK_BYTES, size), storage_options)
+
+
+def size_of(path: str | Path, storage_options: dict[str, Any] | None = None) -> int | None:
+    """Bytes of a file; None where there is none."""
+    if not is_remote(path):
+        local = _local(path)
+        return local.stat().st_size if local.is_file() else None
+    try:
+        if is_http(str(path)):
+            return _remote(path, storage_options, http_facts).num_bytes
+        found = _remote(path, storage_options, _fresh_info)
+    except MissingFileError:
+        return None
+    return None if found.get("type") == "directory" else int(found.get("size") or 0)
+
+
+def names_in(folder: str | Path, storage_options: dict[str, Any] | None = None) -> list[str]:
+    """Names of what lies directly in a folder, sorted, temporaries left out; [] where there is no folder."""
+
+    def call(fs: Any, name: str, timeout_s: float) -> list[str]:
+        fs.invalidate_cache()  # stores remember listings; another process may have written since
+        return [str(path) for path in remote_call(fs, "ls", timeout_s, name, detail=False)]
+
+    if is_remote(folder):
+        try:
+            found = _remote(folder, storage_options, call)
+        except MissingFileError:
+            return []
+    else:
+        local = _local(folder)
+        found = [path.name for path in local.iterdir()] if local.is_dir() else []
+    names = {name.rstrip("/").rpartition("/")[2] for name in found}
+    return sorted(name for name in names if name and not name.startswith(TEMPORARY))
+
+
+def remove(path: str | Path, storage_options: dict[str, Any] | None = None) -> None:
+    """Removes a file, or a folder with all that is in it, where it is there."""
+
+    def call(fs: Any, name: str, timeout_s: float) -> None:
+        fs.invalidate_cache()
+        remote_call(fs, "rm", timeout_s, name, recursive=True)
+
+    if not is_remote(path):
+        local = _local(path)
+        shutil.rmtree(local) if local.is_dir() else local.unlink(missing_ok=True)
+        return
+    with contextlib.suppress(MissingFileError):
+        _remote(path, storage_options, call)
+
+
+def _fresh_info(fs: Any, name: str, timeout_s: float) -> Any:
+    fs.invalidate_cache()
+    return remote_call(fs, "info", timeout_s, name)
+
+
+def _remote(path: str | Path, storage_options: dict[str, Any] | None, call: Callable[[Any, str, float], T], num_bytes: int = 0) -> T:
+    """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason. num_bytes: that go to and fro."""
 
     def attempt(timeout_s: float) -> T:
         fs, name = filesystem(path, storage_options)
         return call(fs, name, timeout_s)
 
-    return retrying(str(path), attempt, options=storage_options)
+    return retrying(str(path), attempt, options=storage_options, num_bytes=num_bytes)
 
 
 def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -> Any:
@@ -122,6 +203,42 @@ def commit_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] 
     with commit_file(path, storage_options) as (temporary, stamp):
         temporary.write_bytes(data)
     return stamp()
+
+
+def create_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None) -> bool:
+    """Commits `data` only where there is no file yet; False where there is one that holds other bytes.
+
+    Locally and on S3, GCS and whatever of fsspec knows `mode="create"` this is one step (a link; If-None-Match; ifGenerationMatch=0), so of
+    several writers one wins. Other stores are asked first and then written.
+    """
+    if not is_remote(path):
+        return _link(_local(path), data)
+    _step("rename", str(path))
+    try:
+        _upload(path, storage_options, len(data), lambda fs, name, timeout_s: _create(fs, name, data, timeout_s))
+    except FileExistsError:
+        return read_bytes(path, storage_options) == data  # an attempt whose answer was lost has made it
+    _step("committed", str(path))
+    return True
+
+
+def _link(path: Path, data: bytes) -> bool:
+    temporary = path.with_name(f"{TEMPORARY}{_owner()}-{secrets.token_hex(4)}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        _sync(temporary)
+        _step("rename", str(path))
+        os.link(temporary, path)
+        _sync(path.parent)
+    except FileExistsError:
+        return path.read_bytes() == data
+    except OSError as error:
+        raise StorageError(at=str(path), problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    _step("committed", str(path))
+    return True
 
 
 def commit_json(path: str | Path, value: Any, storage_options: dict[str, Any] | None = None) -> Stamp:
@@ -174,27 +291,56 @@ def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None)
 
 
 def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> None:
-    fs, name = filesystem(target, storage_options)
+    size = file.stat().st_size
+
+    def call(fs: Any, name: str, timeout_s: float) -> None:
+        remote_call(fs, "put_file", timeout_s, str(file), name, **_checked(fs))
+        if not _checks(fs) and int(remote_call(fs, "info", timeout_s, name).get("size") or 0) != size:
+            raise ShortReadError(f"not all of {size} bytes arrived")
+
+    _upload(target, storage_options, size, call)
+
+
+def _create(fs: Any, name: str, data: bytes, timeout_s: float) -> None:
+    fs.invalidate_cache()
+    remote_call(fs, "pipe_file", timeout_s, name, data, mode="create", **_checked(fs))
+
+
+def _checks(fs: Any) -> bool:
+    """Whether its client compares checksums with the store: botocore sends one, gcsfs is asked to."""
+    return bool({"gs", "s3"} & set([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol))
+
+
+def _checked(fs: Any) -> dict[str, Any]:
+    return {"consistency": "md5"} if "gs" in fs.protocol else {}
+
+
+def _upload(path: str | Path, storage_options: dict[str, Any] | None, num_bytes: int, call: Callable[[Any, str, float], None]) -> None:
+    """Raises FileExistsError as `call` does, StorageError for all else that does not pass."""
+
+    def attempt(fs: Any, name: str, timeout_s: float) -> bool:
+        try:
+            call(fs, name, timeout_s)
+        except FileExistsError:
+            return False
+        return True
+
     try:
-        fs.put_file(str(file), name)
-    except OSError:
-        raise
-    except Exception as error:  # each store's client has errors of its own: missing credentials, a bucket that is not there
-        raise StorageError(
-            at=target,
-            problem=f"cannot be written: {type(error).__name__}: {error}",
-            fix="Check the address, storage_options and permissions.",
-        ) from error
+        done = _remote(path, storage_options, attempt, num_bytes)
+    except (StorageError, MissingFileError) as error:  # a bucket may be missing
+        fix = error.fix or "Check the address, storage_options and permissions."
+        raise StorageError(at=error.at, problem=f"cannot be written: {error.problem}", fix=fix) from None
+    if not done:
+        raise FileExistsError(public_url(str(path)))
 
 
 def checksum(path: str | Path) -> Stamp:
     """Size and XXH3-128 of a local file."""
     hasher = xxhash.xxh3_128()
     total = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            hasher.update(chunk)
-            total += len(chunk)
+    for chunk in chunks(path):
+        hasher.update(chunk)
+        total += len(chunk)
     return Stamp(num_bytes=total, checksum=hasher.hexdigest())
 
 

@@ -52,12 +52,10 @@ class Run:
 
     def tidy(self) -> None:
         """Removes what a complete run does not need: what it replaced, its claim and its records. A killed process may have left them."""
-        fs, root = storage.filesystem(self.folder, self.storage_options)
-        for name in [*self.replaces, RUN]:
-            if fs.exists(join(root, name)):
-                fs.rm_file(join(root, name))
-        if fs.exists(join(root, RECORDS)):
-            fs.rm(join(root, RECORDS), recursive=True)
+        there = storage.names_in(self.folder, self.storage_options)
+        for name in [*self.replaces, RUN, RECORDS]:
+            if name in there:
+                storage.remove(join(self.folder, name), self.storage_options)
 
     def claim(self, edges: Sequence[int]) -> None:
         """Says whose the folder is and which rows its shards hold, before the first one is written.
@@ -81,11 +79,7 @@ class Run:
         return storage.checksum(path.removeprefix("file://")).checksum == shard.checksum
 
     def _has_size(self, shard: SavedShard) -> bool:
-        path = join(self.folder, shard.name)
-        if not storage.exists(path, self.storage_options):
-            return False
-        fs, name = storage.filesystem(path, self.storage_options)
-        return int(fs.size(name) or 0) == shard.num_bytes
+        return storage.size_of(join(self.folder, shard.name), self.storage_options) == shard.num_bytes
 
     def _record_path(self, name: str) -> str:
         return join(join(self.folder, RECORDS), f"{name}.json")
@@ -103,7 +97,7 @@ def open_run(
     before: what easypipe 0.1 called the same config, so that a refusal can say why its folder is not taken for this run.
     Raises ConfigError where something else is there and `overwrite` is False. Files that no run wrote are never removed.
     """
-    names = _names(folder, storage_options)
+    names = storage.names_in(folder, storage_options)
     manifest, claim = _manifest(folder, names, overwrite, storage_options), _claim(folder, names, storage_options)
     if claim is not None and claim["fingerprint"] == fingerprint:
         own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
@@ -134,15 +128,6 @@ def open_run(
         replaces |= {name for name in names if name.startswith(prefix_of(claim["fingerprint"]))}
     replaces = sorted(name for name in replaces if not name.startswith(prefix_of(fingerprint)))
     return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=replaces, claimed=False, storage_options=storage_options)
-
-
-def _names(folder: str, storage_options: dict[str, Any] | None) -> list[str]:
-    fs, root = storage.filesystem(folder, storage_options)
-    fs.invalidate_cache()  # stores remember listings; another process may have written since
-    if not fs.exists(root):
-        return []
-    found = [str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False)]
-    return sorted(name for name in found if name and not name.startswith(storage.TEMPORARY))
 
 
 def _manifest(folder: str, names: Sequence[str], overwrite: bool, storage_options: dict[str, Any] | None) -> SavedManifest | None:

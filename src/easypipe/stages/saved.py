@@ -176,21 +176,18 @@ def load_saved(path: str | Path, storage_options: dict[str, Any] | None = None) 
     """
     if is_saved(path, storage_options):
         return SavedSource(path, storage_options)
-    fs, root = storage.filesystem(path, storage_options)
-    names = [str(name).rstrip("/") for name in fs.ls(root, detail=False)] if fs.exists(root) and fs.isdir(root) else []
-    below = sorted(name.rpartition("/")[2] for name in names if fs.exists(f"{name}/{MANIFEST}"))
+    names = storage.names_in(path, storage_options)
+    below = [name for name in names if storage.exists(join(join(path, name), MANIFEST), storage_options)]
     if below:
         raise MissingFileError(at=str(path), problem="holds several saved folders, not one", have=below, fix="Load one of these.")
-    unfinished = any(name.endswith("/_easypipe-run.json") for name in names)
+    unfinished = "_easypipe-run.json" in names
     fix = "Run the job that writes it again: it goes on." if unfinished else "Give the folder that save() wrote."
     raise MissingFileError(at=str(path), problem=f"is no complete saved folder: it has no {MANIFEST}", fix=fix)
 
 
 def _check_size(path: str, num_bytes: int, storage_options: dict[str, Any] | None) -> None:
-    fs, name = storage.filesystem(path, storage_options)
-    try:
-        size = fs.size(name)
-    except FileNotFoundError:
-        raise MissingFileError(at=path, problem="named by the manifest, but not there", fix="Save the data again.") from None
+    size = storage.size_of(path, storage_options)
+    if size is None:
+        raise MissingFileError(at=path, problem="named by the manifest, but not there", fix="Save the data again.")
     if size != num_bytes:
         raise CacheError(at=path, problem=f"{size} bytes, the manifest says {num_bytes}", fix="Save the data again, with overwrite=True.")

@@ -242,13 +242,11 @@ def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]
 
 
 def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[str]:
-    fs, root = storage.filesystem(path, storage_options)
-    if not fs.isdir(root):
-        return []
-    below = [str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(root, detail=False)]
+    below = storage.names_in(path, storage_options)
     if saved.MANIFEST in below or RUN in below:
         return [path]
-    return sorted(saved.join(path, name) for name in below if fs.exists(f"{root.rstrip('/')}/{name}/{saved.MANIFEST}"))
+    folders = [saved.join(path, name) for name in below]
+    return [folder for folder in folders if storage.exists(saved.join(folder, saved.MANIFEST), storage_options)]
 
 
 def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
@@ -321,14 +319,11 @@ def _count_tokens(batch: pa.RecordBatch) -> int:
 
 def _bytes(path: str, num_bytes: int, checksum: str, storage_options: dict[str, Any] | None) -> str | None:
     """What is wrong with the bytes of a file, if anything."""
-    fs, name = storage.filesystem(path, storage_options)
     hasher, size = xxhash.xxh3_128(), 0
     try:
-        with fs.open(name, "rb") as file:
-            read: Any = file.read  # fsspec's stubs say that binary files may give text
-            while chunk := read(storage.CHUNK_BYTES):
-                hasher.update(chunk)
-                size += len(chunk)
+        for chunk in storage.chunks(path, storage_options):
+            hasher.update(chunk)
+            size += len(chunk)
     except FileNotFoundError:
         return "missing"
     except OSError as error:
