@@ -72,6 +72,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
+_CHUNK = 1024  # words of a permutation that are on their way together
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
@@ -102,21 +103,6 @@ def _set_round_keys(key, rounds):
 
 
 @jit
-def _forward(index, size, bits, rounds):
-    shift = np.uint64(bits // 2)
-    left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
-    word = np.uint64(index)
-    while True:
-        left, right = word >> shift, word & right_mask
-        for i in range(0, ROUNDS, 2):
-            left ^= _mix64(right + rounds[i]) & left_mask
-            right ^= _mix64(left + rounds[i + 1]) & right_mask
-        word = (left << shift) | right
-        if word < np.uint64(size):
-            return np.int64(word)
-
-
-@jit
 def _backward(index, size, bits, rounds):
     shift = np.uint64(bits // 2)
     left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
@@ -135,12 +121,50 @@ def _backward(index, size, bits, rounds):
 def _permute_into(indices, size, key, out):
     rounds = np.empty(ROUNDS, np.uint64)
     _set_round_keys(key, rounds)
-    bits = _word_bits(size)
     for n in range(indices.shape[0]):
         if indices[n] < 0 or indices[n] >= size:
             return False
-        out[n] = _forward(indices[n], size, bits, rounds)
+    _forward_all(indices, size, _word_bits(size), rounds, out)
     return True
+
+
+@jit
+def _forward_all(indices, size, bits, rounds, out):
+    """Where indices go. A step of the walk for a whole chunk (in vector instructions), then for those that have not landed, and so on."""
+    words, places = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.int64)
+    top = np.uint64(size)
+    for first in range(0, indices.shape[0], _CHUNK):
+        count = min(_CHUNK, indices.shape[0] - first)
+        for n in range(count):
+            words[n], places[n] = np.uint64(indices[first + n]), first + n
+        while count:
+            _step_all(words, count, bits, rounds)
+            walking = 0
+            for n in range(count):
+                word, place = words[n], places[n]
+                out[place] = np.int64(word)  # of one that has not landed, until it has
+                words[walking], places[walking] = word, place
+                walking += word >= top
+            count = walking
+
+
+@jit
+def _step_all(words, count, bits, rounds):
+    shift = np.uint64(bits // 2)
+    left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
+    a, b, c, d = rounds[0], rounds[1], rounds[2], rounds[3]  # ROUNDS is 8; as an array they would be read again for every word
+    e, f, g, h = rounds[4], rounds[5], rounds[6], rounds[7]
+    for n in range(count):
+        left, right = words[n] >> shift, words[n] & right_mask
+        left ^= _mix64(right + a) & left_mask
+        right ^= _mix64(left + b) & right_mask
+        left ^= _mix64(right + c) & left_mask
+        right ^= _mix64(left + d) & right_mask
+        left ^= _mix64(right + e) & left_mask
+        right ^= _mix64(left + f) & right_mask
+        left ^= _mix64(right + g) & left_mask
+        right ^= _mix64(left + h) & right_mask
+        words[n] = (left << shift) | right
 
 
 @jit
@@ -163,10 +187,13 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, shuffle, block, out):
                 bits = _word_bits(blocks)
                 # The last block may be short: every position behind the place where it lands moves up by what it lacks.
                 short_at = _backward(blocks - 1, blocks, bits, rounds) * block if tail else size
-                for position in range(start, stop):
-                    place = position
-                    if position >= short_at + tail:
-                        place += block - tail if tail else 0
-                    out[n] = _forward(place // block, blocks, bits, rounds) * block + place % block
-                    n += 1
+                places = np.arange(start, stop)
+                if tail:
+                    places[max(0, short_at + tail - start) :] += block - tail
+                landed = out[n : n + places.shape[0]]
+                _forward_all(places // block, blocks, bits, rounds, landed)
+                if block > 1:
+                    landed *= block
+                    landed += places % block
+                n += places.shape[0]
             done += stop - start
