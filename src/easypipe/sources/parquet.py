@@ -6,6 +6,7 @@ covers a part of a large group streams through it, so that memory is bounded how
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -76,15 +77,20 @@ class ParquetFormat:
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         groups: _Groups = survey.detail
         columns = tuple(fields.names)
-        parts = []
+        parts: list[pa.Table] = []
+        whole: list[int] = []  # groups side by side that are read from end to end
         group = int(np.searchsorted(groups.first_row, start, side="right")) - 1
         while group < groups.metadata.num_row_groups and groups.first_row[group] < stop:
             first, count = int(groups.first_row[group]), int(groups.first_row[group + 1] - groups.first_row[group])
             a, b = max(start - first, 0), min(stop - first, count)
-            if a < b:
-                with _arrow_errors(file, group):
-                    parts.append(self._part(file, groups, columns, group, a, b, whole=(a, b) == (0, count)))
+            if a < b and (a, b) == (0, count):
+                whole.append(group)
+            elif a < b:
+                parts += self._whole(file, groups, columns, whole)
+                parts.append(self._part(file, groups, columns, group, a, b, whole=False))
+                whole = []
             group += 1
+        parts += self._whole(file, groups, columns, whole)
         return Rows(pa.concat_tables(parts), None, [])
 
     def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
@@ -92,6 +98,15 @@ class ParquetFormat:
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         return None
+
+    def _whole(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]) -> list[pa.Table]:
+        """Groups side by side from end to end; decoded into one array where they can be, so that nothing is copied together afterwards."""
+        with self._lock:
+            known = any((file.path, group, columns) in self._decoded for group in run)
+        if len(run) > 1 and not known and not file.remote:
+            with contextlib.suppress(pa.ArrowException, OSError):  # read one by one, the damaged one is named
+                return [_decode(file, groups, columns, run)]
+        return [self._part(file, groups, columns, g, 0, int(groups.first_row[g + 1] - groups.first_row[g]), whole=True) for g in run]
 
     def _part(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int, *, whole: bool) -> pa.Table:
         key = (file.path, group, columns)
@@ -102,12 +117,10 @@ class ParquetFormat:
                 if decoded is not None:
                     self._decoded.move_to_end(key)
                     return decoded.slice(a, b - a)
-        if not small and not whole:
-            return self._streamed(file, groups, columns, group, a, b)
-        with open_binary(file, JUMP_BYTES) as opened:
-            decoded = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True).read_row_group(
-                group, columns=list(columns), use_threads=len(columns) > 1
-            )
+        with _arrow_errors(file, group):
+            if not small and not whole:
+                return self._streamed(file, groups, columns, group, a, b)
+            decoded = _decode(file, groups, columns, [group])
         if small and not whole:  # a group that is read whole is not asked for again soon
             with self._lock:
                 self._decoded[key] = decoded
@@ -145,6 +158,12 @@ class ParquetShardedSource(FileSource):
     """Rows of parquet files. Options are those of FileSource."""
 
     reader = ParquetFormat
+
+
+def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]) -> pa.Table:
+    with open_binary(file, JUMP_BYTES) as opened:
+        parquet = pq.ParquetFile(opened, metadata=groups.metadata, pre_buffer=True)
+        return parquet.read_row_groups(run, columns=list(columns), use_threads=len(columns) > 1)
 
 
 def _open_stream(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Stream:

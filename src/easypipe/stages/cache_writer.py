@@ -39,7 +39,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 logger = logging.getLogger("easypipe")
 
 SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
-SAMPLE_BYTES = 128 << 10
+SAMPLE_BYTES = 64 << 10
 _STATS = b"easypipe"  # key of a token file's metadata: what the record needs to know of it
 
 

@@ -23,7 +23,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # at most, of one range
-AUDITED_BYTES = 1 << 14  # expected for a range, or a thousandth of its bytes where that is more
+AUDITED_BYTES = 1 << 13  # expected for a range, or a thousandth of its bytes where that is more
 CALL_BYTES = 4 << 20  # of text encoded at a time, so that the encoder's memory is looked at often
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
@@ -49,14 +49,17 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     Raises TokenizerError where the fast backend differs from the reference, SourceError for a text of more than 2^31 tokens.
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    ids, lengths, truncated, added = [], [], [], 0
+    ids, lengths, truncated, added, total = [], [], [], 0, 0
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         encoded = tokenizer.encode_column(texts.texts.slice(first, last - first))
-        ids.append(encoded.ids.astype(dtype))
+        ids.append(encoded.ids)
+        total += len(encoded.ids)
         lengths.append(np.diff(encoded.offsets))
         truncated.append(encoded.truncated)
         added += encoded.added
-    all_ids = np.concatenate(ids) if ids else np.zeros(0, dtype)
+    all_ids = np.empty(total, dtype)
+    if ids:
+        np.concatenate(ids, out=all_ids, casting="unsafe")  # ids are below vocab_size
     ids.clear()  # a range may be tens of megabytes of tokens
     all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
     cut = np.concatenate(truncated) if truncated else np.zeros(0, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import mmap
 import sys
@@ -22,6 +23,7 @@ KNOWN_S_PER_BYTE = 10e-9  # text of known words takes 3 to 10 ns a byte, random 
 BLIND_BYTES = 128 << 20  # of text, where the system does not tell how much memory a process has
 
 
+@functools.cache  # reading a package's metadata takes milliseconds
 def version() -> str:
     return importlib.metadata.version("gigatoken")
 

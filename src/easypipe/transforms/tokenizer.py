@@ -185,7 +185,7 @@ class Tokenizer:
 
     def reference_encode(self, text: str) -> list[int]:
         """One text by `tokenizers` and its own post-processor, whatever backend runs."""
-        ids = self._reference.encode(text, add_special_tokens=self.config.add_special_tokens).ids
+        ids = self._reference.encode_batch_fast([text], add_special_tokens=self.config.add_special_tokens)[0].ids  # asks for no offsets
         if self._limit is not None and len(ids) > self._limit + len(self._prefix) + len(self._suffix):
             content = self._reference.encode(text, add_special_tokens=False).ids[: self._limit]
             return [*self._prefix, *content, *self._suffix]

@@ -104,7 +104,7 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
 def _read(path: Path, folder: Path) -> TokenizerFiles:
     try:
-        definition = path.read_text(encoding="utf-8")
+        definition = path.read_bytes().decode()  # megabytes; reading as text would look for line ends
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(at=str(path), problem=f"cannot be read: {error}", fix="Give a tokenizer.json in UTF-8.") from error
     return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
