@@ -206,6 +206,33 @@ def assert_labels(batch: Mapping[str, np.ndarray], loss_mask: np.ndarray | None 
     assert (labels == expected).all(), f"labels differ first at {np.argwhere(labels != expected)[:1].tolist()}"
 
 
+def assert_contiguous(
+    batch: Mapping[str, np.ndarray], documents: Sequence[tuple[Sequence[int], Sequence[int]]], *, joined: bool = False
+) -> None:
+    """The rows of `batch`, in their order, are `documents` (ids and loss mask of each) one behind the other, each token once; and each but a
+    document's first is a label once, if it is a target, also where a row ends within the document. joined: each but the first of all.
+    """
+    ids, segments, positions, labels = (np.asarray(batch[c]) for c in (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, LABELS))
+    slots = ids.shape[1]
+    tokens = [
+        (token, bool(flag), n, at)
+        for n, (doc, mask) in enumerate(documents)
+        for at, (token, flag) in enumerate(zip(doc, mask, strict=True))
+    ]
+    assert ids.shape[0] == -(-len(tokens) // slots), f"{len(tokens)} tokens in {ids.shape[0]} rows of {slots}"
+    for i in range(ids.size):
+        r, t = divmod(i, slots)
+        if i >= len(tokens):
+            assert (segments[r, t], labels[r, t]) == (0, IGNORE), f"row {r}, slot {t}: not padding"
+            continue
+        token, _, doc, _ = tokens[i]
+        first = t == 0 or (tokens[i - 1][2] != doc and not joined)
+        segment, position = (1, 0) if t == 0 else (segments[r, t - 1] + first, 0 if first else positions[r, t - 1] + 1)
+        assert (ids[r, t], segments[r, t], positions[r, t]) == (token, segment, position), f"row {r}, slot {t}"
+        follows = i + 1 < len(tokens) and tokens[i + 1][1] and (joined or tokens[i + 1][2] == doc)
+        assert labels[r, t] == (tokens[i + 1][0] if follows else IGNORE), f"row {r}, slot {t}: label {labels[r, t]}"
+
+
 # Law 7 and good manners
 
 

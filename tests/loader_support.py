@@ -94,6 +94,8 @@ def plan_rows(
     window: int = 16,
     shuffle: bool = True,
     eos: int | None = EOS,
+    shuffle_packed: bool = True,
+    joined: bool = False,
 ) -> PlannedRows:
     def lengths(cache: Any):
         return lambda docs: cache.lengths(docs) + (0 if eos is None else (~cache.has_eos(docs)).astype(np.int32))
@@ -111,10 +113,10 @@ def plan_rows(
         stop=stop,
         num_epochs=num_epochs,
         order=OrderSpec(shuffle=shuffle),
-        pack=None if seq_length is None else PackSpec(seq_length=seq_length, strategy=strategy),
+        pack=None if seq_length is None else PackSpec(seq_length=seq_length, strategy=strategy, shuffle_rows=shuffle_packed),
         window_docs=window,
     )
-    return PlannedRows(Plan(datasets, spec), caches, eos_token_id=eos, pad_token_id=PAD, seq_length=seq_length)
+    return PlannedRows(Plan(datasets, spec), caches, eos_token_id=eos, pad_token_id=PAD, seq_length=seq_length, joined=joined)
 
 
 def slow_rows(rows: PlannedRows, numbers: Sequence[int], width: int) -> dict[str, np.ndarray]:

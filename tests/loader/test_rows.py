@@ -9,7 +9,8 @@ from easypipe.core.errors import CacheError, PlanError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, collate
 from easypipe.loader.rows import PlannedRows
-from laws import assert_labels, assert_rows_well_formed
+from easypipe.loader.targets import count_targets
+from laws import assert_contiguous, assert_labels, assert_rows_by_number, assert_rows_well_formed
 from loader_support import EOS, PAD, MemoryCache, plan_rows, slow_labels, slow_rows, some_docs
 from strategies import examples
 
@@ -52,6 +53,35 @@ def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data):
     real = {name: values[numbers >= 0] for name, values in at_rest.items()}
     assert_rows_well_formed(real, pad_token_id=PAD)
     assert_labels(batch, expected[LOSS_MASK])
+
+
+@examples(60)
+@given(caches=datasets(), seq_length=st.sampled_from([1, 7, 32, 64]), window=st.sampled_from([1, 3, 16, 200]), joined=st.booleans())
+def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(caches, seq_length, window, joined):
+    options = {"seq_length": seq_length, "strategy": "stream", "window": window, "joined": joined}
+    rows = plan_rows(caches, shuffle_packed=False, **options)
+    order = plan_rows(caches, seq_length=None, window=window)  # the documents one by one, in the order in which they are drawn
+    drawn = order.plan.pieces(np.arange(order.num_rows))
+    documents = []
+    for dataset, doc in zip(drawn.dataset.tolist(), drawn.doc.tolist(), strict=True):
+        ids = caches[dataset].docs[doc].tolist()
+        mask = [1] * len(ids) if caches[dataset].masks is None else caches[dataset].masks[doc].tolist()
+        documents.append((ids, mask) if ids[-1] == EOS else ([*ids, EOS], [*mask, mask[-1]]))
+    numbers = np.arange(rows.num_rows)
+    batch = rows.batch(numbers, seq_length)
+    assert_contiguous(batch, documents, joined=joined)
+    at_rest = rows.gather(numbers)
+    for name, values in collate(at_rest).items():
+        np.testing.assert_array_equal(batch[name], values, err_msg=f"{name}: the fused pass is not collate(gather)")
+    if not joined:
+        assert_rows_well_formed(at_rest, pad_token_id=PAD)
+    assert_rows_by_number(rows, np.array([rows.num_rows - 1, -1, 0, rows.num_rows // 2]), seq_length)
+    shuffled = plan_rows(caches, **options).batch(numbers, seq_length)
+    for name in batch:  # permuted within windows, the label of the last slot with its row
+        assert sorted(map(tuple, batch[name])) == sorted(map(tuple, shuffled[name]))
+    starts = sum(mask[0] for _, mask in documents[:1]) if joined else sum(mask[0] for _, mask in documents)
+    targets = count_targets(rows.plan, caches, rows.num_rows, joined=joined)
+    assert targets.sum() == np.count_nonzero(batch[LABELS] != IGNORE) == sum(sum(mask) for _, mask in documents) - starts
 
 
 @examples(30)

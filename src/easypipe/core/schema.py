@@ -15,6 +15,7 @@ INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
 SEGMENT_IDS = "segment_ids"  # 0 is padding, segments of a row count from 1
 POSITION_IDS = "position_ids"  # restart at 0 with each segment
+LOOK_AHEAD = "look_ahead"  # rows of strategy "stream" only, one number a row: the label of the last slot, which lies in another row
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
 HAS_EOS = "has_eos"  # token cache only: the document already ends with the tokenizer's EOS

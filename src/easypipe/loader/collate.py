@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.plan.jit import jit
 
 ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
@@ -47,12 +47,13 @@ def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = F
     """A batch from rows at rest: Int32[rows, slots] `input_ids`, `labels`, `segment_ids`, `position_ids` (and `attention_mask` on request).
 
     rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every token is a target; `position_ids`, or they are
-    counted from each segment's start. All columns of the result are freshly allocated, C-contiguous and 64-byte aligned.
+    counted from each segment's start; `look_ahead`, integers [rows], the label of each row's last slot, or -100.
+    All columns of the result are freshly allocated, C-contiguous and 64-byte aligned.
     Raises ValueError where the columns differ in shape.
     """
     shape = rows[INPUT_IDS].shape
     for name, values in rows.items():
-        if values.shape != shape:
+        if values.shape != (shape[:1] if name == LOOK_AHEAD else shape):
             raise ValueError(f"column {name!r} has shape {values.shape}, input_ids {shape}")
     batch = fresh_columns(BATCH_COLUMNS, *shape)
     batch[INPUT_IDS][:] = rows[INPUT_IDS]
@@ -63,7 +64,16 @@ def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = F
         count_positions(batch[SEGMENT_IDS], batch[POSITION_IDS])
     mask = np.ascontiguousarray(rows[LOSS_MASK], dtype=np.uint8) if LOSS_MASK in rows else _NO_MASK
     shift_labels(batch[INPUT_IDS], batch[SEGMENT_IDS], mask, batch[LABELS])
+    if LOOK_AHEAD in rows:
+        set_last_labels(batch, rows[LOOK_AHEAD])
     return with_attention_mask(batch) if attention_mask else batch
+
+
+def set_last_labels(batch: Mapping[str, NDArray[np.int32]], look_ahead: NDArray[np.integer]) -> None:
+    """Writes `look_ahead` (integers [rows]) into the labels where it is not -100: such rows are full, it belongs to their last token."""
+    known = np.flatnonzero(look_ahead != IGNORE)
+    last = np.count_nonzero(batch[SEGMENT_IDS][known], axis=1) - 1
+    batch[LABELS][known, last] = look_ahead[known]
 
 
 def with_asked(batch: dict[str, NDArray[np.int32]], rule: CollateConfig) -> dict[str, NDArray[np.int32]]:

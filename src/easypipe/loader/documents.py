@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.loader.gather import tables
+from easypipe.loader.gather import part_of, tables
 from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.sources.cache import TokenCache
@@ -45,15 +45,8 @@ def gather_documents(caches: Sequence[TokenCache], dataset: NDArray[np.int32], d
 def _copy(dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, offsets, ids, mask):
     for n in range(docs.shape[0]):
         d, doc = dataset[n], docs[n]
-        low, high = first_part[d] + d, first_part[d + 1] + d  # of first_doc: see gather.Tables
-        while high - low > 1:  # the last part that starts at or before doc
-            middle = (low + high) // 2
-            if first_doc[middle] <= doc:
-                low = middle
-            else:
-                high = middle
-        part = low - d
-        begin = int64_at(offsets_at[part])[doc - first_doc[low]]
+        part, before = part_of(first_part, first_doc, d, doc)
+        begin = int64_at(offsets_at[part])[doc - before]
         start, length = offsets[n], offsets[n + 1] - offsets[n]
         if id_bytes[d] == 2:
             source16 = uint16_at(ids_at[part])

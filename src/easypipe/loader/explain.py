@@ -116,15 +116,18 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     while isinstance(laid, MappedRows):  # they change tokens, never which document they are of
         laid = laid.below
     if isinstance(laid, PlannedRows):
-        epoch, window, place = _planned(laid, number)
+        epoch, window, starts, place = _planned(laid, number)
     elif isinstance(laid, StoredRows):
+        starts = []
         epoch, window, place = _stored(laid, number)
     else:
         raise ConfigError(at="explain", problem=f"rows of {type(rows).__name__} do not say where they come from")
     columns = {name: values[0] for name, values in rows.gather(np.array([number], dtype=np.int64)).items()}
     ids, segments = columns[INPUT_IDS], columns[SEGMENT_IDS]
     masked = (columns[LOSS_MASK] == 0) if LOSS_MASK in columns else np.zeros(len(ids), np.bool_)
-    edges = np.flatnonzero(np.diff(segments, prepend=-1, append=-1))
+    begins = np.diff(segments, prepend=-1, append=-1) != 0
+    begins[starts] = True  # in a stream whose rows are one segment, documents begin within it
+    edges = np.flatnonzero(begins)
     made = []
     for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         segment = int(segments[start])
@@ -146,12 +149,12 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     return ExplainedRow(row=row, number=number, epoch=epoch, window=window, slots=len(ids), padding=padding, segments=tuple(made))
 
 
-def _planned(rows: PlannedRows, number: int) -> tuple[int, int, _Place]:
+def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Place]:
     planned = explain_row(rows.plan, number)
-    pieces = {piece.segment: piece for piece in planned.pieces}
+    pieces = {piece.slot: piece for piece in planned.pieces}
 
     def place(segment: int, slots: slice) -> dict[str, Any]:
-        piece = pieces[segment]
+        piece = pieces[slots.start]
         assert (piece.slot, piece.stop - piece.start) == (slots.start, slots.stop - slots.start), "the plan says what is gathered"
         cache = rows.caches[piece.dataset]
         file, row = cache.where(piece.doc)
@@ -167,7 +170,7 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, _Place]:
             "ends_with_eos": piece.stop > stored,
         }
 
-    return planned.epoch, planned.window, place
+    return planned.epoch, planned.window, list(pieces), place
 
 
 def _stored(rows: StoredRows, number: int) -> tuple[int, None, _Place]:

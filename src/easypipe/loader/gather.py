@@ -63,6 +63,19 @@ def tables(buffers: Sequence[Mapped]) -> Tables:
 
 
 @jit
+def part_of(first_part, first_doc, dataset, doc):
+    """The part that document `doc` of `dataset` lies in, the last that starts at or before it; and the documents before that part."""
+    low, high = first_part[dataset] + dataset, first_part[dataset + 1] + dataset  # of first_doc: see Tables
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_doc[middle] <= doc:
+            low = middle
+        else:
+            high = middle
+    return low - dataset, first_doc[low]
+
+
+@jit
 def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, segments, positions, mask):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
@@ -92,18 +105,11 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
         for n in range(piece, last_piece):
             draw, slot, start, length = table[2, n], np.int64(table[1, n]), np.int64(table[3, n]), np.int64(table[4, n])
             d, doc = dataset_of[draw], doc_of[draw]
-            low, high = first_part[d] + d, first_part[d + 1] + d  # of first_doc
-            if doc < 0 or doc >= first_doc[high]:
+            if doc < 0 or doc >= first_doc[first_part[d + 1] + d]:
                 return left, n
-            while high - low > 1:  # the last part that starts at or before doc
-                middle = (low + high) // 2
-                if first_doc[middle] <= doc:
-                    low = middle
-                else:
-                    high = middle
-            part = low - d
+            part, before = part_of(first_part, first_doc, d, doc)
             offsets = int64_at(offsets_at[part])
-            local = doc - first_doc[low]
+            local = doc - before
             begin = offsets[local] + start
             copied = min(length, offsets[local + 1] - begin)
             missing = length - copied

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
-from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns
+from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, set_last_labels, shift_labels
 from easypipe.loader.gather import tables, write_rows
+from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.plan.windows import Plan, Window, WindowState
 from easypipe.sources.cache import TokenCache
 
@@ -66,6 +67,7 @@ class Rows(Protocol):
     def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
         """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids, and loss_mask where a dataset has one.
 
+        Rows of strategy "stream" have look_ahead too, Int32[n].
         width: None for `seq_length`, or the longest of these rows.
         """
         ...
@@ -91,7 +93,8 @@ class PlannedRows:
     """The rows of a plan, their tokens copied from memory-mapped caches.
 
     plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece in the plan is one longer than its
-    stored tokens; None where nothing is added. seq_length: the plan's, None where every document is a row of its own.
+    stored tokens; None where nothing is added. seq_length: the plan's, None where every document is a row of its own. joined: rows of a
+    stream are one segment each, over the ends of documents.
     Thread safe. Raises PlanError where plan and caches do not belong together; reading raises CacheError naming dataset and document
     where a cache does not hold what the plan asks for.
     """
@@ -99,7 +102,14 @@ class PlannedRows:
     lengths_are_free = True
 
     def __init__(
-        self, plan: Plan, caches: Sequence[TokenCache], eos_token_id: int | None, pad_token_id: int, seq_length: int | None
+        self,
+        plan: Plan,
+        caches: Sequence[TokenCache],
+        eos_token_id: int | None,
+        pad_token_id: int,
+        seq_length: int | None,
+        *,
+        joined: bool = False,
     ) -> None:
         if len(plan.datasets) != len(caches):
             raise PlanError(at="plan", problem=f"{len(plan.datasets)} datasets, but {len(caches)} token caches")
@@ -113,6 +123,10 @@ class PlannedRows:
         planned = None if plan.spec.pack is None else plan.spec.pack.seq_length
         if planned != seq_length:
             raise PlanError(at="seq_length", problem=f"{seq_length}, but the plan lays rows of {planned}", fix=f"Give {planned}.")
+        self._streams = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
+        if joined and not self._streams:
+            raise PlanError(at="joined", problem="only rows of strategy 'stream' go over the ends of documents", fix="Leave it out.")
+        self.joined = joined
         self.plan = plan
         self.seq_length = seq_length
         self.pad_token_id = pad_token_id
@@ -137,7 +151,7 @@ class PlannedRows:
         return {
             "sources": digest([[d.name, c.fingerprint] for d, c in zip(self.plan.datasets, self._caches, strict=True)]),
             "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], self._eos, self.pad_token_id),
-            "plan": self.plan.fingerprint,
+            "plan": digest(self.plan.fingerprint, "joined") if self.joined else self.plan.fingerprint,
         }
 
     @property
@@ -164,12 +178,16 @@ class PlannedRows:
     def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows) if width is None else width
         columns = fresh_columns(AT_REST, len(rows), width)
-        mask = self._write(rows, columns, _NO_LABELS)
-        return columns | {LOSS_MASK: mask.astype(np.int32)} if self._masked else columns
+        mask, ahead = self._write(rows, columns, _NO_LABELS)
+        if self._masked:
+            columns[LOSS_MASK] = mask.astype(np.int32)
+        return columns | {LOOK_AHEAD: ahead} if self._streams else columns
 
     def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
-        self._write(rows, columns, columns[LABELS])
+        _, ahead = self._write(rows, columns, columns[LABELS])
+        if self._streams:
+            set_last_labels(columns, ahead)
         return columns
 
     def hint(self, row: int) -> Any:
@@ -178,24 +196,34 @@ class PlannedRows:
     def seek(self, hint: Any) -> None:
         self.plan.resume(WindowState.from_json(hint))
 
-    def _write(self, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]], labels: NDArray[np.int32]) -> NDArray[np.uint8]:
-        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one."""
+    def _write(
+        self, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]], labels: NDArray[np.int32]
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the labels of last slots, of streams."""
         ids, segments, positions = columns[INPUT_IDS], columns[SEGMENT_IDS], columns[POSITION_IDS]
         mask = np.empty(ids.shape, dtype=np.uint8) if self._masked else _NO_MASK
+        ahead = np.full(len(rows) if self._streams else 0, IGNORE, dtype=np.int32)
         done = np.zeros(len(rows), dtype=np.bool_)
+        want_labels = labels.size > 0
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
             window = self.plan.window_at(row if row >= 0 else int(rows.max(initial=0)))
             layout = window.layout
             view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
-            want_labels = labels.size > 0
+            shift = want_labels and not self.joined
             left, bad = write_rows(
-                view, rows, done, self._tables, self._eos, self.pad_token_id, want_labels, ids, labels, segments, positions, mask
+                view, rows, done, self._tables, self._eos, self.pad_token_id, shift, ids, labels, segments, positions, mask
             )
             if bad >= 0:
                 raise self._not_there(window, int(bad), ids.shape[1])
-        return mask
+            if self._streams:
+                last_labels(view, window.length, rows, self._tables, self._eos, self.joined, self.seq_length, ahead)
+        if self.joined:
+            join_segments(segments, positions)
+            if want_labels:
+                shift_labels(ids, segments, mask, labels)
+        return mask, ahead
 
     def _not_there(self, window: Window, piece: int, width: int) -> CacheError:
         _, slot, draw, start, length = window.layout.table[:, piece].tolist()

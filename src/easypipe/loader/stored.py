@@ -16,29 +16,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, place
-from easypipe.core.protocols import Shard, ShardedSource
+from easypipe.core.errors import SourceError, place
+from easypipe.core.protocols import ShardedSource
 from easypipe.core.random import fold
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, ROW_NUMBER, SEGMENT_IDS, SOURCE
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+    SOURCE,
+)
+from easypipe.loader.arrays import READ_COLUMNS, Arrays
 from easypipe.loader.collate import collate, count_positions, fresh_columns
 from easypipe.loader.rows import default_width
 from easypipe.plan.order import permute
 
-READ_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, LABELS)
 BLOCK_ROWS = 16_384  # no block has more rows, however far the source's cuts lie apart
 
 log = logging.getLogger("easypipe")
 
 
 class Block(NamedTuple):
-    """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total]."""
+    """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total], look_ahead Int32[n] if there is one."""
 
     offsets: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.int32]]
+    look_ahead: NDArray[np.int32] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +82,7 @@ class StoredRows:
         tokenizer_fingerprint: str = "",
         cache_bytes: int = 256 << 20,
     ) -> None:
-        self._source: ShardedSource = _Arrays(rows) if isinstance(rows, Mapping) else rows
+        self._source: ShardedSource = Arrays(rows) if isinstance(rows, Mapping) else rows
         names = self._source.schema.names
         if INPUT_IDS not in names:
             raise SourceError(at="rows", problem=f"no column {INPUT_IDS!r}", have=names, fix="Tokenize the source first.")
@@ -138,6 +149,7 @@ class StoredRows:
         masked = LOSS_MASK in self._names or LABELS in self._names
         names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
         out = fresh_columns(names, len(rows), width)
+        ahead = np.full(len(rows), IGNORE, dtype=np.int32)
         # One turn for every row: a row is one copy of a few kilobytes a column, so the turns cost less than an index array of its slots.
         for i, found in enumerate(self._find(rows)):
             start, stop = (0, 0) if found is None else (found.start, found.stop)
@@ -158,9 +170,11 @@ class StoredRows:
                     column[i, :length] = values[start:stop]
                 elif name == SEGMENT_IDS:
                     column[i, :length] = 1
+            if found is not None and found.block.look_ahead is not None:
+                ahead[i] = found.block.look_ahead[found.local]
         if POSITION_IDS not in self._names:
             count_positions(out[SEGMENT_IDS], out[POSITION_IDS])
-        return out
+        return out | {LOOK_AHEAD: ahead} if LOOK_AHEAD in self._names else out
 
     def batch(self, rows: NDArray[np.int64], width: int) -> dict[str, NDArray[np.int32]]:
         return collate(self.gather(rows, width))
@@ -208,8 +222,8 @@ class StoredRows:
             if not is_real:
                 found.append(None)
                 continue
-            local, block = number - index.first_row[b], opened[int(b)]
-            found.append(_Found(block, int(block.offsets[local]), int(block.offsets[local + 1]), int(number)))
+            local, block = int(number - index.first_row[b]), opened[int(b)]
+            found.append(_Found(block, int(block.offsets[local]), int(block.offsets[local + 1]), int(number), local))
         return found
 
     def _block(self, number: int) -> Block:
@@ -269,6 +283,7 @@ class _Found(NamedTuple):
     start: int
     stop: int
     number: int  # the row within an epoch
+    local: int  # and within the block
 
 
 def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int) -> Block:
@@ -276,6 +291,8 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
     offsets: NDArray[np.int64] | None = None
     columns: dict[str, NDArray[np.int32]] = {}
     for name in names:
+        if name == LOOK_AHEAD:
+            continue
         ends, values = _flat(batch.column(batch.schema.get_field_index(name)), name, at, first_row)
         if offsets is None:
             offsets = ends
@@ -299,7 +316,14 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
             )
         mask = (labels != IGNORE).astype(np.int32)
         columns[LOSS_MASK] = columns[LOSS_MASK] * mask if LOSS_MASK in columns else mask
-    return Block(offsets, columns)
+    return Block(offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None)
+
+
+def _look_ahead(column: pa.Array, at: str) -> NDArray[np.int32]:
+    if not pa.types.is_integer(column.type) or column.null_count:
+        problem = f"expected an integer in every row, got {column.type} with {column.null_count} nulls"
+        raise SourceError(at=place(at, column=LOOK_AHEAD), problem=problem, fix="Save the rows again, or rename a column of that name.")
+    return column.to_numpy().astype(np.int32)
 
 
 def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -332,55 +356,3 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[NDArray
 def _fixed_length(schema: pa.Schema) -> int | None:
     kind = schema.field(INPUT_IDS).type
     return kind.list_size if pa.types.is_fixed_size_list(kind) else None
-
-
-class _Arrays:
-    """Arrays in memory as a source of one shard."""
-
-    def __init__(self, columns: Mapping[str, ArrayLike | Sequence[ArrayLike]]) -> None:
-        arrays: dict[str, pa.Array] = {}
-        for name, values in columns.items():
-            if name in READ_COLUMNS:
-                arrays[name] = _as_lists(name, values)
-        if not arrays:
-            raise ConfigError(at="rows", problem=f"no column {INPUT_IDS!r}", have=columns)
-        if len({len(array) for array in arrays.values()}) > 1:
-            counts = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
-            raise ConfigError(at="rows", problem=f"columns of different numbers of rows: {counts}")
-        self._batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._batch.schema
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return (Shard(name="memory", num_rows=self._batch.num_rows),)
-
-    @property
-    def fingerprint(self) -> str:
-        hasher = xxhash.xxh3_128()
-        for name, column in zip(self.schema.names, self._batch.columns, strict=True):
-            hasher.update(f"{name} {column.type} {len(column)}".encode())
-            for buffer in column.buffers():
-                if buffer is not None:
-                    hasher.update(memoryview(buffer))
-        return hasher.hexdigest()
-
-    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        return self._batch.slice(start, stop - start)
-
-
-def _as_lists(name: str, values: ArrayLike | Sequence[ArrayLike]) -> pa.Array:
-    if isinstance(values, np.ndarray) and values.ndim == 2:
-        if values.dtype.kind not in "iub":
-            raise ConfigError(at=f"rows.{name}", problem=f"expected integers, got {values.dtype}")
-        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-    rows = [np.asarray(row) for row in values]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
-    for i, row in enumerate(rows):
-        if row.ndim != 1 or (row.size and row.dtype.kind not in "iub"):
-            raise ConfigError(at=f"rows.{name}[{i}]", problem=f"expected a row of integers, got {row.dtype} of shape {row.shape}")
-    offsets = np.concatenate([[0], np.cumsum([row.size for row in rows])]).astype(np.int64)
-    flat = np.concatenate([row.astype(np.int64) for row in rows]) if rows else np.empty(0, np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))

@@ -7,48 +7,58 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.loader.gather import tables
+from easypipe.loader.gather import part_of, tables
 from easypipe.plan.jit import jit
-from easypipe.plan.windows import Plan
+from easypipe.plan.windows import Plan, Window
 from easypipe.sources.address import int64_at, uint8_at
 from easypipe.sources.cache import TokenCache
 
 
-def count_targets(plan: Plan, caches: Sequence[TokenCache], num_rows: int) -> NDArray[np.int64]:
-    """Int64[datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS tokens included."""
+def count_targets(plan: Plan, caches: Sequence[TokenCache], num_rows: int, *, joined: bool = False) -> NDArray[np.int64]:
+    """Int64[datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS tokens included.
+
+    joined: the rows are those of one epoch of a stream whose documents are one segment.
+    """
     found = np.zeros(len(caches), np.int64)
     where = tables([cache.buffers() for cache in caches])
+    goes_on = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
     row = 0
     while row < num_rows:
         window = plan.window_at(row)
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
-        _count(last, window.layout.table, window.dataset, window.doc, *where[:5], found)
+        begins = _first_draw(window) if joined and row == 0 else -1
+        _count(last, window.layout.table, window.dataset, window.doc, goes_on, joined, begins, *where[:5], found)
         row = window.after.first_row
     return found
 
 
+def stream_start(plan: Plan) -> int:
+    """The dataset whose token is the first of the first epoch; -1 where there is no token."""
+    window = plan.window_at(0) if plan.num_rows != 0 else None
+    return -1 if window is None else int(window.dataset[_first_draw(window)])
+
+
+def _first_draw(window: Window) -> int:
+    return int(np.argmax(window.length > 0))
+
+
 @jit
-def _count(pieces, table, dataset_of, doc_of, first_part, first_doc, ids_at, offsets_at, mask_at, found):
+def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, first_part, first_doc, ids_at, offsets_at, mask_at, found):
     for n in range(pieces):
         draw, start, length = table[2, n], np.int64(table[3, n]), np.int64(table[4, n])
         d, doc = dataset_of[draw], doc_of[draw]
-        low, high = first_part[d] + d, first_part[d + 1] + d  # of first_doc: see gather.Tables
-        while high - low > 1:  # the last part that starts at or before doc
-            middle = (low + high) // 2
-            if first_doc[middle] <= doc:
-                low = middle
-            else:
-                high = middle
-        part = low - d
-        if mask_at[part] == 0:  # every token is a target, but the first of a piece is nobody's next token
-            found[d] += length - 1
+        part, before = part_of(first_part, first_doc, d, doc)
+        # The first token of a piece is nobody's next, unless it is that of a row before.
+        skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
+        if mask_at[part] == 0:  # every token is a target
+            found[d] += length - skipped
             continue
-        offsets, local = int64_at(offsets_at[part]), doc - first_doc[low]
+        offsets, local = int64_at(offsets_at[part]), doc - before
         begin, end = offsets[local] + start, offsets[local + 1]
         flags = uint8_at(mask_at[part])
         count = np.int64(0)
-        for t in range(begin + 1, min(begin + length, end)):
+        for t in range(begin + skipped, min(begin + length, end)):
             count += flags[t]
-        if begin + length > end and length > 1:  # an added EOS is a target where the token before it is one
-            count += flags[end - 1]
+        if begin + length > end and length > skipped:  # an added EOS is a target where the token before it is one
+            count += flags[end - 1] if end > offsets[local] else 1
         found[d] += count

@@ -7,7 +7,7 @@ import pyarrow as pa
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.loader.targets import count_targets
+from easypipe.loader.targets import count_targets, stream_start
 from easypipe.plan.tally import DatasetTally
 from easypipe.sources.cache import TokenCache
 from easypipe.stages.kept import TokensAndColumns
@@ -51,7 +51,10 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
     plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
     tally = plan.tally()
     stage = "pack" if packed else "mix"
-    trained = count_targets(plan, mixture.caches, tally.rows) if mixture.has_loss_mask else None  # the one number that lengths do not tell
+    joined = isinstance(source, PackedShardedSource) and source.joined
+    first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
+    # the one number that lengths do not tell
+    trained = count_targets(plan, mixture.caches, tally.rows, joined=joined) if mixture.has_loss_mask else None
     for i, (name, part) in enumerate(tally.datasets.items()):
         drawn = {"drawn": part.draws, "unreached": part.unreached}
         ledger.add("mix", name, "documents", into={"passes x documents": part.passes * part.num_docs}, out=drawn)
@@ -77,9 +80,10 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
                 "dropped": part.tokens_dropped,
             },
         )
-        labels = part.tokens_placed - part.segments
+        starts = int(i == first) if joined else part.segments
+        labels = part.tokens_placed - starts
         out = {"targets": labels} if trained is None else {"targets": int(trained[i]), "masked": labels - int(trained[i])}
-        ledger.add("labels", name, "tokens", into={"placed": part.tokens_placed}, out={**out, "segment starts": part.segments})
+        ledger.add("labels", name, "tokens", into={"placed": part.tokens_placed}, out={**out, "segment starts": starts})
     if packed:
         slots = {"tokens": tally.slots - tally.padding, "padding": tally.padding}
         ledger.add("pack", whole, "slots", into={"slots": tally.slots}, out=slots)

@@ -14,6 +14,7 @@ from easypipe.core.schema import (
     HAS_EOS,
     INPUT_IDS,
     LABELS,
+    LOOK_AHEAD,
     LOSS_MASK,
     POSITION_IDS,
     ROW_NUMBER,
@@ -26,7 +27,7 @@ from easypipe.transforms.tokenizer_options import with_options
 from easypipe.transforms.transformed import TransformedSource
 from easypipe.transforms.types import column_types
 
-TOKEN_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, LABELS, ATTENTION_MASK, HAS_EOS, SOURCE, ROW_NUMBER)
+TOKEN_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, LABELS, LOOK_AHEAD, ATTENTION_MASK, HAS_EOS, SOURCE, ROW_NUMBER)
 
 
 def check_formats(dataset: Any) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedDataSource, ShardedSource
-from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE, token_dtype
+from easypipe.core.schema import INPUT_IDS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE, token_dtype
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan
@@ -33,8 +33,11 @@ class PackStageConfig:
     """How documents are laid into rows of `seq_length` tokens. docs/packing.md describes the strategies.
 
     enabled: False skips the stage.
+    strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the others cut only what is longer than a row.
     num_packers: open rows that `pool` keeps (16 where it is None); other strategies refuse it.
-    oversize: what becomes of a document longer than a row.
+    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`.
+    segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`: documents of a row then see each other,
+        positions count through, and every token but the first of all is a label.
     eos_token_id: ends every document that does not end with it already. None: the tokenizer's own; a different one is an error.
     pad_token_id: fills the rest of a row; such slots have segment 0. None: the tokenizer's own, or its EOS where it has no padding.
     include_segment_ids: False leaves `segment_ids` out of batches, for models that do not look at them: documents of a row then see each
@@ -46,9 +49,10 @@ class PackStageConfig:
 
     enabled: bool = True
     seq_length: int = 2048
-    strategy: Literal["greedy", "pool", "first_fit"] = "greedy"
+    strategy: Literal["greedy", "pool", "first_fit", "stream"] = "greedy"
     num_packers: int | None = None
     oversize: Literal["split", "truncate", "drop", "error"] = "split"
+    segments: Literal["document", "row"] = "document"
     eos_token_id: int | None = None
     pad_token_id: int | None = None
     include_segment_ids: bool = True
@@ -71,6 +75,12 @@ class PackStageConfig:
             )
         if self.num_packers is not None and self.num_packers < 1:
             raise ConfigError(at="num_packers", problem=f"{self.num_packers} open rows hold nothing", fix="Give at least 1.")
+        if self.strategy == "stream" and self.oversize != "split":
+            problem = f"{self.oversize!r} has no effect on strategy 'stream', which cuts documents where rows end"
+            raise ConfigError(at="oversize", problem=problem, fix="Leave it out, or set max_length to truncate when tokenizing.")
+        if self.segments == "row" and self.strategy != "stream":
+            problem = f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
+            raise ConfigError(at="segments", problem=problem, fix="Leave it out, or set strategy to 'stream'.")
 
     def spec(self) -> PackSpec:
         return PackSpec(
@@ -94,6 +104,8 @@ class PackStage(BaseStage):
             return data
         if not self.config.include_segment_ids:
             logger.warning("pack.include_segment_ids is False: documents that stand in one row see each other")
+        if self.config.segments == "row":
+            logger.warning("pack.segments is 'row': documents that stand in one row see each other")
         return {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
 
 
@@ -110,12 +122,20 @@ def _mixture(name: str, source: ShardedSource, context: PipelineContext) -> Mixt
 class PackedShardedSource(ShardedDataSource):
     """Rows of `seq_length` slots: `input_ids`, `segment_ids`, `position_ids` (and `loss_mask` where a dataset has one).
 
+    Those of strategy `stream` have a number each too, `look_ahead`: the label of the last slot, which is the first token of another row.
     Opening it reads nothing; its shards are known once the datasets are tokenized. Rows of an endless mixture have no count.
     """
 
     def __init__(self, mixture: Mixture, config: PackStageConfig) -> None:
         self.mixture = mixture
         self.config = config
+        self.joined = config.segments == "row"
+        if self.joined and mixture.provenance:
+            raise ConfigError(
+                at="mix.provenance",
+                problem="names the dataset of every segment, and under pack.segments 'row' documents have none of their own",
+                fix="Leave it out, or set pack.segments to 'document'.",
+            )
         self.eos_token_id = _eos(mixture, config)
         self.pad_token_id = _pad(mixture, config, self.eos_token_id)
         self._rows: dict[int | None, PlannedRows] = {}
@@ -144,13 +164,16 @@ class PackedShardedSource(ShardedDataSource):
         if self.mixture.has_loss_mask:
             fields.append(pa.field(LOSS_MASK, pa.large_list(pa.uint8()), nullable=False))
         fields += [pa.field(name, pa.large_list(places), nullable=False) for name in (SEGMENT_IDS, POSITION_IDS)]
+        if self.config.strategy == "stream":
+            fields.append(pa.field(LOOK_AHEAD, pa.int32(), nullable=False))
         return pa.schema(fields + ([PROVENANCE] if self.mixture.provenance else []))
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes of a row's values, the same for all; the names of `__source__` are few, and stored once each."""
         fields = [field for field in self.schema if field.name != SOURCE]
-        return sum(field.type.value_type.bit_width // 8 * self.config.seq_length + 8 for field in fields)
+        lists = [field.type.value_type for field in fields if field.name != LOOK_AHEAD]
+        return sum(kind.bit_width // 8 * self.config.seq_length + 8 for kind in lists) + 4 * (len(fields) - len(lists))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -161,7 +184,7 @@ class PackedShardedSource(ShardedDataSource):
 
     @property
     def fingerprint(self) -> str:
-        more = ["provenance"] if self.mixture.provenance else []
+        more = (["provenance"] if self.mixture.provenance else []) + (["joined"] if self.joined else [])
         return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more)
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
@@ -176,6 +199,7 @@ class PackedShardedSource(ShardedDataSource):
                 eos_token_id=self.eos_token_id,
                 pad_token_id=self.pad_token_id,
                 seq_length=self.config.seq_length,
+                joined=self.joined,
             )
         return self._rows[num_epochs]
 
@@ -189,6 +213,9 @@ class PackedShardedSource(ShardedDataSource):
         for field in self.schema:
             if field.name == SOURCE:
                 arrays.append(self._provenance(numbers))
+                continue
+            if field.name == LOOK_AHEAD:
+                arrays.append(pa.array(rows[LOOK_AHEAD]))
                 continue
             values = np.ascontiguousarray(rows[field.name].reshape(-1)).astype(field.type.value_type.to_pandas_dtype())
             arrays.append(pa.LargeListArray.from_arrays(offsets, pa.array(values)))

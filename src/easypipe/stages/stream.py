@@ -60,6 +60,7 @@ KNOWN = {
     },
 }
 WHY = {
+    "pack.segments": "documents of a row stay apart",
     "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
     "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
     "load.prefetch_workers": "batches of a stream follow one from the other; threads that read are tokenize.num_workers",
@@ -125,6 +126,9 @@ def require_streamable(at: str, config: Any) -> None:
         return
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if (at, field.name, value) == ("pack", "strategy", "stream"):
+            problem = "'stream' is not there in streaming: its rows go on from window to window, and windows of a stream are packed alone"
+            raise ConfigError(at="pack.strategy", problem=problem, fix="Take another strategy, or leave streaming out.")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name not in KNOWN[at] and value != default:
             why = WHY.get(f"{at}.{field.name}", "it needs rows that are counted first")
