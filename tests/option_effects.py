@@ -21,7 +21,6 @@ class Effect(NamedTuple):
     streaming: str = SAME
 
 
-COUNTED = "refused: it needs rows that are counted first"
 NO_SAVE = "refused: streaming writes nothing"
 ONCE = "streaming tokenizes each time it reads"
 
@@ -162,7 +161,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "error",
             "stages/test_cache_writer.py::test_the_budget_is_charged_in_shard_order",
             "stop at the first bad row after so many, over all shards in order",
-            "after so many that this process reads",
+            "the same, each counted once in the run; of several processes each counts its own streams, and what a restored state knows",
         ),
         "save_path": Effect(
             "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's folder", NO_SAVE
@@ -242,21 +241,28 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "the same, in each stream",
         ),
         "weight_schedule": Effect(
-            "output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "weights by training step", COUNTED
+            "output",
+            "loader/test_streaming_options.py::test_weights_change_at_the_batch_of_the_step",
+            "weights by training step",
+            "the same; the windows of each stream end where weights change",
         ),
-        "weight_schedule_type": Effect("output", "stages/test_mix_schedule.py::test_weights_go_over", "how they go over", COUNTED),
+        "weight_schedule_type": Effect("output", "loader/test_streaming_options.py::test_weights_go_over", "how they go over"),
         "batch_size": Effect(
             "output+error",
             "stages/test_mix_schedule.py::test_the_batch_size_comes_from_load_whoever_names_it",
             "rows of a training step, for the schedule",
-            COUNTED,
         ),
-        "unit": Effect("output", "stages/test_mix_schedule.py::test_shares_of_tokens", "shares of documents, or of tokens", COUNTED),
+        "unit": Effect(
+            "output",
+            "loader/test_streaming_options.py::test_shares_of_tokens_hold",
+            "shares of documents, or of tokens",
+            "the same, in each stream",
+        ),
         "max_epochs": Effect(
             "output",
-            "stages/test_mix_schedule.py::test_a_capped_dataset_leaves_and_the_others_go_on",
+            "loader/test_streaming_options.py::test_a_capped_dataset_leaves_and_the_others_go_on",
             "how often a document may come",
-            COUNTED,
+            "the same: passes of each stream over its share",
         ),
         "block_size": Effect(
             "output",
@@ -278,14 +284,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "stages/test_mix_schedule.py::test_provenance_survives_packing_and_saving",
             "packed rows say where segments came from",
-            COUNTED,
+            "refused: nothing is saved, and batches have no column of it",
         ),
     },
     "WeightSchedulePoint": {
-        "step": Effect("output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "the training step", COUNTED),
-        "weights": Effect(
-            "output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "weights from there on", COUNTED
-        ),
+        "step": Effect("output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "the training step"),
+        "weights": Effect("output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "weights from there on"),
     },
     "PackStageConfig": {
         "enabled": Effect("output", "stages/test_mix_pack.py::test_disabled_pack_changes_nothing", "False leaves documents as they are"),
@@ -345,13 +349,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "loader/test_steps.py::test_batches_have_the_size_of_their_step",
             "batch sizes by step",
-            "refused: every stream gives the same number of rows of every batch",
+            "the same; num_streams divides every size",
         ),
         "accumulation_steps": Effect(
             "output",
             "loader/test_steps.py::test_micro_batches_are_the_rows_of_the_plain_batch",
             "batches cut into micro-batches",
-            "refused: every stream gives neighbouring rows of a batch",
         ),
         "prefetch_enabled": Effect(
             "threads", "loader/test_loader.py::test_without_prefetch_there_are_no_threads", "batches are made ahead"
@@ -360,7 +363,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "threads",
             "test_options.py::test_prefetch_workers_are_threads",
             "threads that make batches",
-            "refused: batches follow one from the other; tokenize.num_workers are the threads that read",
+            "above 1: threads that make the next window of each stream ahead; tokenize.num_workers are those that read",
         ),
         "prefetch_buffer_size": Effect(
             "memory", "test_options.py::test_prefetch_buffer_size_bounds_what_is_made_ahead", "batches made ahead at most"

@@ -5,14 +5,16 @@ share    the ranges of every dataset that a stream reads (streaming_read.py); th
 window   documents of a stream that are drawn, shuffled and packed together (streaming_window.py); a row never holds two
 state    of a stream: what its next window depends on (streaming_state.py); of the loader: that of every stream, and the batch
 
-Row r of stream s stands in batch r // R. A stream that has ended gives rows of padding (segment 0, labels -100). A pass over finite data
-ends with the last batch that any stream has a row for; with drop_last, before the first that one has no row for.
+Row r of stream s stands in batch r // R; where batch_size_schedule changes the size, R is that of the step. A stream that has ended
+gives rows of padding (segment 0, labels -100). A pass over finite data ends with the last batch that any stream has a row for; with
+drop_last, before the first that one has no row for.
 A process reads the streams that its rows belong to. Where the data ends, it has to know when the others end, and reads all.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,24 +31,40 @@ from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, gather_bytes, local_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.state import LoaderState
-from easypipe.loader.streaming_books import ledger_of
-from easypipe.loader.streaming_make import After, Job, Maker, Numbered
+from easypipe.loader.steps import Steps
+from easypipe.loader.streaming_books import Books, ledger_of
+from easypipe.loader.streaming_make import After, Job, Maker, Numbered, Shape
 from easypipe.loader.streaming_read import Forward
+from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.loader.streaming_state import StreamState
-from easypipe.loader.streaming_window import Books, StreamSpec
 
 log = logging.getLogger("easypipe")
 
 MOST_STREAMS = 8  # that a batch has where nothing else is said
 
 
-def default_streams(batch_size: int) -> int:
-    """The largest divisor of the batch size up to MOST_STREAMS."""
-    return next(count for count in range(min(MOST_STREAMS, batch_size), 0, -1) if batch_size % count == 0)
+def default_streams(*batch_sizes: int) -> int:
+    """The largest divisor of all batch sizes up to MOST_STREAMS."""
+    whole = math.gcd(*batch_sizes)
+    return next(count for count in range(min(MOST_STREAMS, whole), 0, -1) if whole % count == 0)
+
+
+def check_streams(num_streams: int, config: LoadStageConfig) -> None:
+    """Raises ConfigError where a batch of some step does not divide into the streams."""
+    sizes = {config.batch_size, *(size for _, size in config.batch_size_schedule)}
+    for size in sorted(sizes):
+        if num_streams < 1 or size % num_streams:
+            raise ConfigError(
+                at="num_streams",
+                problem=f"{num_streams} streams do not divide a batch of {size} rows",
+                fix=f"Give a divisor of {' and '.join(map(str, sorted(sizes)))}, or leave it out for {default_streams(*sizes)}.",
+            )
 
 
 class StreamLoader:
     """Batches `{column: Int32[batch, slots]}` made forward: NumPy arrays, or jax.Arrays where there is a mesh.
+
+    With `accumulation_steps` A above 1 they are Int32[A, batch / A, slots].
 
     Laws: as of Loader. Batch `t` is byte-equal for any number of processes, threads and batches in flight; after `restore(state)` with the
     state after batch n, iteration yields batch n + 1 onward, at the cost of at most one window of each stream.
@@ -70,35 +88,32 @@ class StreamLoader:
         self.config = config or LoadStageConfig()
         self.collate = collate or CollateConfig()
         self.spec, self.name, self.batch_size = spec, name, self.config.batch_size
-        if not 1 <= spec.num_streams <= self.batch_size or self.batch_size % spec.num_streams:
-            raise ConfigError(
-                at="num_streams",
-                problem=f"{spec.num_streams} streams do not divide a batch of {self.batch_size} rows",
-                fix=f"Give a divisor of {self.batch_size}, or leave it out for {default_streams(self.batch_size)}.",
-            )
-        placement = self._place()
-        local = np.arange(self.batch_size, dtype=np.int64) if placement is None else placement.local_rows
-        each = self.batch_size // spec.num_streams
-        own = sorted({int(row) // each for row in local})
-        if spec.num_epochs is not None and len(own) < spec.num_streams:
+        check_streams(spec.num_streams, self.config)
+        schedule = self.config.batch_size_schedule
+        self._steps = Steps(self.batch_size, schedule)
+        steps = Steps(self.batch_size // spec.num_streams, [(step, size // spec.num_streams) for step, size in schedule])
+        shapes = {size // spec.num_streams: self._shape(size) for size in self._steps.sizes}
+        own = sorted({int(row) // each for each, shape in shapes.items() for row in shape.local})
+        if spec.last_epoch is not None and len(own) < spec.num_streams:
             log.warning(
-                "%s: num_epochs is %d, so every process reads all %d streams to know where they end, not only its own %d; "
+                "%s: the data ends after %d epochs, so every process reads all %d streams to know where they end, not only its own %d; "
                 "with num_epochs=None and a number of steps each reads its own alone",
-                name, spec.num_epochs, spec.num_streams, len(own),
+                name, spec.last_epoch, spec.num_streams, len(own),
             )  # fmt: skip
             own = list(range(spec.num_streams))
         self.job = Job(
             sources=tuple(sources),
             spec=spec,
             collate=self.collate,
-            placement=placement,
-            local=local,
+            steps=steps,
+            shapes=shapes,
             own=tuple(own),
-            rows_each=each,
-            width=self._fixed_width(placement),
+            accumulation_steps=self.config.accumulation_steps,
+            width=self._fixed_width(shapes),
             pad_token_id=pad_token_id,
             drop_last=self.config.drop_last,
             workers=workers or _cores(),
+            ahead=self.config.prefetch_workers if self.config.prefetch_enabled and self.config.prefetch_workers > 1 else 0,
             name=name,
         )
         self._identity = dict(identity)
@@ -173,8 +188,7 @@ class StreamLoader:
         return ledger_of(self._latest.books or Books(), [source.name for source in self.job.sources], self.spec)
 
     def _state(self, batch: int, hint: list[str] | None) -> LoaderState:
-        row = batch * self.batch_size
-        return LoaderState(batch=batch, row=row, components=self._components, config=self._settings, hint=hint)
+        return LoaderState(batch=batch, row=self._steps.start(batch), components=self._components, config=self._settings, hint=hint)
 
     def _of_all(self, known: dict[int, str]) -> dict[int, str]:
         """The states of all processes' streams."""
@@ -188,6 +202,7 @@ class StreamLoader:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
+        schedule = self.config.batch_size_schedule
         return {
             "streaming": True,
             "batch_size": self.batch_size,
@@ -198,27 +213,34 @@ class StreamLoader:
             "max_length": self.collate.max_length,
             "attention_mask": self.collate.attention_mask,
             **({} if self.collate.segment_ids else {"segment_ids": False}),
+            **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
         }
 
     @cached_property
     def _components(self) -> dict[str, str]:
         return {**self._identity, "plan": self.spec.fingerprint(), "config": digest(self._settings)}
 
-    def _place(self) -> Placement | None:
-        mesh = self.config.mesh
-        if mesh is None:
-            if not self.config.prefetch_to_device:
-                return None
+    def _shape(self, size: int) -> Shape:
+        """Where batches of `size` rows go, and which rows of them this process has."""
+        mesh, pieces = self.config.mesh, self.config.accumulation_steps
+        if mesh is None and self.config.prefetch_to_device:
             mesh = local_mesh()
-        fixed = self.spec.pack is not None or self.collate.padding == "max_length"
-        return Placement(mesh, self.config.partition_spec, self.batch_size, fixed_width=fixed)
+        rows = np.arange(size, dtype=np.int64).reshape(-1, pieces).T.reshape(-1)  # micro-batch after micro-batch
+        placement = None
+        if mesh is not None:
+            fixed = self.spec.pack is not None or self.collate.padding == "max_length"
+            placement = Placement(mesh, self.config.partition_spec, size, fixed_width=fixed, accumulation_steps=pieces)
+            rows = rows[placement.local_rows]
+        local = np.sort(rows)
+        order = None if pieces == 1 else np.searchsorted(local, rows)
+        return Shape(rows_each=size // self.spec.num_streams, placement=placement, local=local, order=order)
 
-    def _fixed_width(self, placement: Placement | None) -> int | None:
+    def _fixed_width(self, shapes: Mapping[int, Shape]) -> int | None:
         if self.spec.pack is not None:
             return self.spec.pack.seq_length
         if self.collate.padding == "max_length":
             return self.collate.max_length
-        if placement is not None and len(placement.local_rows) < self.batch_size:
+        if any(len(shape.local) < shape.rows_each * self.spec.num_streams for shape in shapes.values()):
             raise PlacementError(
                 at="padding",
                 problem="the longest row of a global batch is known only to the processes that read it",

@@ -3,11 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from easypipe.core.ledger import Ledger
-from easypipe.loader.streaming_window import Books, StreamSpec
-from easypipe.plan.tally import FIELDS
+from easypipe.loader.streaming_read import Loaded
+from easypipe.loader.streaming_spec import StreamSpec
+from easypipe.plan.tally import COUNTERS, FIELDS
+
+
+@dataclass
+class Books:
+    """Counters of a stream, or of all streams of a process, by dataset number."""
+
+    rows: Counter[int] = field(default_factory=Counter)
+    docs: Counter[int] = field(default_factory=Counter)
+    rejects: dict[int, Counter[str]] = field(default_factory=dict)
+    added: Counter[int] = field(default_factory=Counter)  # EOS
+    left: Counter[int] = field(default_factory=Counter)  # read, and not drawn before their epoch ended
+    resumed: Counter[int] = field(default_factory=Counter)  # read again, and placed before the state that was restored
+    waiting: Counter[int] = field(default_factory=Counter)
+    table: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, COUNTERS), np.int64))
+    packed_rows: int = 0
+    padding_rows: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[Books], padding_rows: int = 0) -> Books:
+        """Of several streams together, as they stand now."""
+        whole = cls(padding_rows=padding_rows)
+        for part in parts:
+            for name in ("rows", "docs", "added", "left", "resumed", "waiting"):
+                getattr(whole, name).update(getattr(part, name))
+            for i, counts in part.rejects.items():
+                whole.rejects.setdefault(i, Counter()).update(counts)
+            if part.table.shape[0]:
+                whole.table = whole.table + part.table if whole.table.shape[0] else part.table.copy()
+            whole.packed_rows += part.packed_rows
+            whole.padding_rows += part.padding_rows
+        return whole
+
+    def chunk(self, dataset: int, loaded: Loaded, skipped: int) -> None:
+        self.resumed[dataset] += skipped
+        self.rows[dataset] += loaded.rows
+        self.docs[dataset] += loaded.num_docs
+        self.rejects.setdefault(dataset, Counter()).update(loaded.rejects)
 
 
 def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:

@@ -2,44 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.errors import BudgetError
 from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_asked
 from easypipe.loader.gather import Tables, write_rows
 from easypipe.loader.placement import Placement
+from easypipe.loader.steps import Steps
+from easypipe.loader.streaming_books import Books
 from easypipe.loader.streaming_pool import ReadPool
 from easypipe.loader.streaming_read import Deal, Forward
+from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.loader.streaming_state import StreamState
-from easypipe.loader.streaming_window import Books, Stream, StreamSpec, Window
+from easypipe.loader.streaming_stream import Stream
+from easypipe.loader.streaming_window import Window, Windows
 
 BLOCK_BATCHES = 16  # laid out together: a call of a compiled function costs as much as the few rows that a stream has of one batch
 BLOCK_BYTES = 64 << 20  # of such a block, at most, unless one batch takes more
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What making batches depends on. local: Int64[n], this process's rows of the batch, ascending. own: the streams that it reads.
+class Shape:
+    """A size that batches have: each stream gives `rows_each` of their rows.
 
-    rows_each: of every batch, that each stream gives. width: slots of every batch; None: of its longest row.
+    local: Int64[n], this process's rows of such a batch, ascending. order: Int64[n], which of them come first, second and so on where a
+    batch lies otherwise (micro-batch after micro-batch); None: as they stand.
+    """
+
+    rows_each: int
+    placement: Placement | None
+    local: NDArray[np.int64]
+    order: NDArray[np.int64] | None = None
+
+    def rows_of(self, own: tuple[int, ...]) -> dict[int, NDArray[np.int64]]:
+        """Which of the local rows each stream gives: neighbours."""
+        numbers = self.local // self.rows_each
+        return {n: np.flatnonzero(numbers == n) for n in own if (numbers == n).any()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What making batches depends on. own: the streams that this process reads. steps: of the rows of one stream.
+
+    shapes: by rows of a batch of each stream. width: slots of every batch; None: of its longest row.
+    workers: threads that read. ahead: threads that make a window of each stream ahead; 0 makes each when a batch needs it.
     """
 
     sources: tuple[Forward, ...]
     spec: StreamSpec
     collate: CollateConfig
-    placement: Placement | None
-    local: NDArray[np.int64]
+    steps: Steps
+    shapes: Mapping[int, Shape]
     own: tuple[int, ...]
-    rows_each: int
+    accumulation_steps: int
     width: int | None
     pad_token_id: int
     drop_last: bool
     workers: int
+    ahead: int
     name: str
 
 
@@ -70,17 +97,20 @@ class Maker:
 
     def __init__(self, job: Job, entry: After) -> None:
         self._job, self._entry = job, entry
-        self._books = Books()
+        self._books, self._versions, self._padding = Books(), (-1, 0), 0
+        self._bad: Counter[int] = Counter()  # by dataset
         self.last: Books | None = None  # at the end of the data
         self.abandoned = False  # somebody hangs: close() does not wait
         self._pool = ReadPool(job.workers, f"easypipe-{job.name}-read")
+        self._window_pool = ReadPool(job.ahead, f"easypipe-{job.name}-window") if job.ahead else None
         self._streams: dict[int, Stream] = {}
-        numbers = job.local // job.rows_each
-        self._rows_of = {n: np.flatnonzero(numbers == n) for n in job.own if (numbers == n).any()}  # of the local rows, neighbours
+        self._rows_of = {each: shape.rows_of(job.own) for each, shape in job.shapes.items()}
         self._block: _Block | None = None
 
     def close(self) -> None:
         self._pool.close(wait=not self.abandoned)
+        if self._window_pool is not None:
+            self._window_pool.close(wait=not self.abandoned)
 
     def make(self, batch: int, enter: Callable[[str], None]) -> tuple[dict[str, Any], After] | None:
         """Batch number `batch` and what stands behind it, or None past the last. Batches are asked for in order."""
@@ -89,9 +119,12 @@ class Maker:
             enter(stage)
             if not self._streams:
                 self._begin()
-            first, stop = batch * job.rows_each, (batch + 1) * job.rows_each
-            full = [stream.reach(stop - 1) for stream in self._streams.values()]
-            if not all(full) and (job.drop_last or not any(stream.reach(first) for stream in self._streams.values())):
+            first, stop = job.steps.start(batch), job.steps.start(batch + 1)
+            for stream in self._streams.values():
+                for window in stream.reach(stop - 1):
+                    self._charge(window)
+            full = all(stream.holds(stop - 1) for stream in self._streams.values())
+            if not full and (job.drop_last or not any(stream.holds(first) for stream in self._streams.values())):
                 self.last = self._snapshot()
                 return None
             stage = "gather"
@@ -102,11 +135,14 @@ class Maker:
             states = tuple(Numbered(number, stream.state_at(stop)) for number, stream in self._streams.items())
             after = After(batch + 1, states, self._snapshot())
             columns = with_asked(columns, job.collate)
-            if job.placement is None:
+            if job.accumulation_steps > 1:
+                columns = {name: column.reshape(job.accumulation_steps, -1, column.shape[1]) for name, column in columns.items()}
+            placement = job.shapes[stop - first].placement
+            if placement is None:
                 return columns, after
             stage = "place"
             enter(stage)
-            return job.placement.place(columns), after
+            return placement.place(columns), after
         except Exception as error:
             error.add_note(f"{job.name}: streaming batch {batch}, stage {stage!r}")
             raise
@@ -115,13 +151,35 @@ class Maker:
         job, spec = self._job, self._job.spec
         deals = [Deal(source, spec.num_streams, seed=spec.seed, shuffle=spec.shuffle) for source in job.sources]
         states = dict(self._entry.streams)
+        for state in states.values():
+            self._bad.update(dict(enumerate(state.bad)))
         for number in job.own:
-            self._streams[number] = Stream(number, spec, deals, self._pool, self._books, states.get(number))
+            made = Windows(number, spec, deals, self._pool, states.get(number))
+            self._streams[number] = Stream(made, self._window_pool)
+        for stream in self._streams.values():
+            stream.begin()
+
+    def _charge(self, window: Window) -> None:
+        """Counts the bad rows of a window. Those of streams that other processes read are known up to the state that was restored."""
+        for i, (source, chunks) in enumerate(zip(self._job.sources, window.bad, strict=True)):
+            most = source.max_bad_rows
+            for loaded in chunks:
+                self._bad[i] += loaded.num_bad
+                if most is not None and self._bad[i] > most:
+                    which = most - self._bad[i] + loaded.num_bad
+                    at, said = loaded.bad[min(which, len(loaded.bad) - 1)]
+                    raise BudgetError(
+                        at=at,
+                        problem=f"bad row number {most + 1} of dataset {source.name!r} ({said}), and max_bad_rows is {most}",
+                        fix="Correct the rows, or raise max_bad_rows.",
+                    )
 
     def _snapshot(self) -> Books:
-        for i in range(len(self._job.sources)):
-            self._books.waiting[i] = sum(stream.waiting(i) for stream in self._streams.values())
-        return self._books.copy()
+        """The books of all streams up to the windows that batches have reached."""
+        versions = sum(stream.version for stream in self._streams.values()), self._padding
+        if versions != self._versions:
+            self._books, self._versions = Books.total((stream.books for stream in self._streams.values()), self._padding), versions
+        return self._books
 
     def _columns(self, batch: int) -> dict[str, NDArray[np.int32]]:
         """This process's rows of a batch that its streams have reached."""
@@ -129,46 +187,52 @@ class Maker:
         if self._block is None or batch >= self._block.stop:
             self._block = self._lay_out(batch)
         block = self._block
+        each = job.steps.size(batch)
+        shape, rows_of = job.shapes[each], self._rows_of[each]
         at, count = batch - block.start, block.stop - block.start
-        self._books.padding_rows += block.padding[at]
+        self._padding += block.padding[at]
         if count == 1:
             self._block = None
-            return block.columns
+            return block.columns if shape.order is None else _reordered(block.columns, shape.order)
         width = block.columns[INPUT_IDS].shape[1]
-        columns = fresh_columns(BATCH_COLUMNS, len(job.local), width)
-        counts = {len(mine) for mine in self._rows_of.values()}
+        columns = fresh_columns(BATCH_COLUMNS, len(shape.local), width)
+        counts = {len(mine) for mine in rows_of.values()}
         for name, values in columns.items():
             if len(counts) == 1:
                 rows = counts.copy().pop()
-                blocks = block.columns[name].reshape(len(self._rows_of), count, rows, width)
-                np.copyto(values.reshape(len(self._rows_of), rows, width), blocks[:, at])
+                blocks = block.columns[name].reshape(len(rows_of), count, rows, width)
+                np.copyto(values.reshape(len(rows_of), rows, width), blocks[:, at])
                 continue
-            for mine in self._rows_of.values():
+            for mine in rows_of.values():
                 a, b = int(mine[0]), int(mine[-1]) + 1
                 start = a * count + at * (b - a)
                 values[a:b] = block.columns[name][start : start + b - a]
-        return columns
+        return columns if shape.order is None else _reordered(columns, shape.order)
 
     def _lay_out(self, batch: int) -> _Block:
         """This batch, and those behind it whose rows stand in windows that are made already."""
-        job, each = self._job, self._job.rows_each
+        job = self._job
+        each, first = job.steps.size(batch), job.steps.start(batch)
+        local, rows_of = job.shapes[each].local, self._rows_of[each]
         count = 1
         if job.spec.pack is not None and job.width is not None:
-            made = [stream.state.first_row // each - batch for stream in self._streams.values() if not stream.ended]
-            room = BLOCK_BYTES // (16 * job.width * max(1, len(job.local)))
+            made = [(stream.state.first_row - first) // each for stream in self._streams.values() if not stream.ended]
+            room = BLOCK_BYTES // (16 * job.width * max(1, len(local)))
             count = max(1, min([BLOCK_BATCHES, room, *made]))
-        rows = np.empty(len(job.local) * count, np.int64)
-        for number, mine in self._rows_of.items():
+            while job.steps.size(batch + count - 1) != each:
+                count -= 1
+        rows = np.empty(len(local) * count, np.int64)
+        for number, mine in rows_of.items():
             a, b = int(mine[0]) * count, (int(mine[-1]) + 1) * count
-            wanted = (np.arange(batch, batch + count)[:, None] * each + job.local[mine] % each).reshape(-1)
+            wanted = (first + np.arange(count)[:, None] * each + local[mine] % each).reshape(-1)
             rows[a:b] = np.where(wanted < self._streams[number].state.first_row, wanted, -1)
         width = job.width
         if width is None or job.spec.pack is None:
-            longest = row_width(self._lengths(rows), job.collate)
+            longest = row_width(self._lengths(rows, rows_of), job.collate)
             width = longest if width is None else width
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
         padding = np.zeros(count, np.int64)
-        for number, mine in self._rows_of.items():
+        for number, mine in rows_of.items():
             a, b = int(mine[0]) * count, (int(mine[-1]) + 1) * count
             padding += (rows[a:b] < 0).reshape(count, -1).sum(axis=1)
             self._fill(self._streams[number], rows[a:b], {name: values[a:b] for name, values in columns.items()})
@@ -196,15 +260,23 @@ class Maker:
         )  # fmt: skip
         assert bad < 0, f"piece {bad} of a window is not in its tokens"
 
-    def _lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def _lengths(self, rows: NDArray[np.int64], rows_of: Mapping[int, NDArray[np.int64]]) -> NDArray[np.int32]:
         """Tokens of each of a single batch's local rows, which are documents."""
         lengths = np.zeros(len(rows), np.int32)
-        for number, mine in self._rows_of.items():
+        for number, mine in rows_of.items():
             for i in mine.tolist():  # rows of one batch
                 if rows[i] >= 0:
                     window = next(w for w in self._streams[number].windows if rows[i] < w.stop)
                     lengths[i] = window.layout.length[window.layout.first_piece[rows[i] - window.first_row]]
         return lengths
+
+
+def _reordered(columns: Mapping[str, NDArray[np.int32]], order: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
+    first = next(iter(columns.values()))
+    fresh = fresh_columns(tuple(columns), *first.shape)
+    for name, values in fresh.items():
+        np.take(columns[name], order, axis=0, out=values)
+    return fresh
 
 
 class _Empty(NamedTuple):

@@ -39,6 +39,7 @@ class Loaded:
     """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos: Bool[n]. mask: UInt8, one for each id.
 
     ended: nothing of its entry stands behind the chunk. rows: physical rows that were read; rejects: how many of them by reason.
+    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -48,6 +49,8 @@ class Loaded:
     rows: int
     rejects: Counter[str] = field(default_factory=Counter)
     ended: bool = True
+    num_bad: int = 0
+    bad: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_docs(self) -> int:
@@ -55,9 +58,15 @@ class Loaded:
 
 
 class Forward(Protocol):
-    """A dataset as documents that are read in order. `load` is called from several threads; `shards` are listed without reading rows."""
+    """A dataset as documents that are read in order. `load` is called from several threads; `shards` are listed without reading rows.
+
+    max_bad_rows: of the whole dataset, None for any number.
+    """
 
     name: str
+
+    @property
+    def max_bad_rows(self) -> int | None: ...
 
     @property
     def shards(self) -> Sequence[Shard]: ...
@@ -147,17 +156,31 @@ class Cursor:
     """The documents of one stream's share of one dataset, pass after pass. Not thread safe: a stream owns it.
 
     Chunks are read ahead on the pool, as many as the next window is thought to take (`wish`); what is read never depends on it.
+    bad: bad rows of the first pass in front of `place`, in the chunks that documents were taken of and those before them.
     """
 
     def __init__(
-        self, deal: Deal, stream: int, place: Place, pool: ReadPool, count: Callable[[Loaded, int], None], *, endless: bool
+        self,
+        deal: Deal,
+        stream: int,
+        place: Place,
+        pool: ReadPool,
+        count: Callable[[Loaded, int], None],
+        *,
+        endless: bool,
+        passes: int | None = None,
+        bad: int = 0,
     ) -> None:
-        """endless: a new pass begins behind the last document.
+        """endless: a new pass begins behind the last document, until there were `passes` of them.
 
         count: called for every chunk, in order, with how many of its documents were taken before `place`.
         """
         self._deal, self._stream, self._pool, self._count, self._endless = deal, stream, pool, count, endless
+        self._passes = passes
+        self.bad = bad
+        self._bad_chunks: list[Loaded] = []  # those that were counted since `bad_chunks` was asked
         self._held: deque[tuple[Place, Loaded]] = deque()
+        self._mark: tuple[list[tuple[Place, Loaded]], int] | None = None  # all chunks that there were since `mark`, and `bad` at it
         self._start = place  # where the pass, or this cursor, began
         self._next = deal.first(stream, place)  # the chunk behind those that are held
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
@@ -185,14 +208,48 @@ class Cursor:
         self._available -= count
         while count:
             place, loaded = self._held[0]
+            if not place.taken:
+                self._enter(place, loaded)
             here = min(count, loaded.num_docs - place.taken)
             taken.append((loaded, place.taken, place.taken + here))
             count -= here
             if place.taken + here < loaded.num_docs:
                 self._held[0] = (Place(place.epoch, place.entry, place.chunk, place.taken + here), loaded)
-            else:
-                self._held.popleft()
+                continue
+            self._held.popleft()
+            self._pass_empty()
         return taken
+
+    def lengths(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """(tokens, whether it ends with EOS) of the documents `start` to `stop` of those that wait. They must have been filled."""
+        lengths, ends, at = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], 0
+        for place, loaded in self._held:
+            a, b = max(start, at), min(stop, at + loaded.num_docs - place.taken)
+            if a < b:
+                first, last = a - at + place.taken, b - at + place.taken
+                lengths.append(np.diff(loaded.offsets[first : last + 1]))
+                ends.append(loaded.has_eos[first:last])
+            at += loaded.num_docs - place.taken
+        return np.concatenate(lengths), np.concatenate(ends)
+
+    def mark(self) -> None:
+        """From here on documents may be given back."""
+        self._mark = list(self._held), self.bad
+
+    def give_back(self) -> None:
+        """All documents that were taken since `mark` wait again."""
+        assert self._mark is not None
+        chunks, self.bad = self._mark
+        self._bad_chunks.clear()
+        self._held = deque(chunks)
+        self._available = sum(loaded.num_docs - place.taken for place, loaded in chunks)
+        self._pass_empty()
+
+    def bad_chunks(self) -> list[Loaded]:
+        """Those with bad rows that came into `bad` since this was asked last."""
+        self._mark = None
+        found, self._bad_chunks = self._bad_chunks, []
+        return found
 
     def wish(self, count: int) -> None:
         """About so many documents will be taken next."""
@@ -224,7 +281,7 @@ class Cursor:
     def _read(self) -> bool:
         """Takes in the next chunk; False where the pass has no more."""
         if self._next is None:
-            if not self._endless:
+            if not self._endless or (self._passes is not None and self._start.epoch + 1 >= self._passes):
                 return False
             if self._start == Place(self._start.epoch) and not self._pass_docs:
                 raise ConfigError(
@@ -241,14 +298,28 @@ class Cursor:
         self._count(loaded, min(place.taken, loaded.num_docs))
         self._pass_docs += loaded.num_docs
         self._chunk_docs = max(1.0, (self._chunk_docs or loaded.num_docs) * 0.75 + loaded.num_docs * 0.25)
-        if loaded.num_docs > place.taken:
+        if loaded.num_docs or loaded.num_bad:
             self._held.append((place, loaded))
             self._available += loaded.num_docs - place.taken
+            if self._mark is not None:
+                self._mark[0].append((place, loaded))
+            self._pass_empty()
         if loaded.ended and self._deal.entry(place.epoch, place.entry)[2] < 0:
             self.close()  # what was asked for behind it lies behind the end of the file
         self._next = self._deal.first(self._stream, self._behind(place, loaded.ended))
         self._read_ahead()
         return True
+
+    def _pass_empty(self) -> None:
+        """Chunks without documents, of which nothing can be taken."""
+        while self._held and not self._held[0][1].num_docs:
+            self._enter(*self._held.popleft())
+
+    def _enter(self, place: Place, loaded: Loaded) -> None:
+        """The bad rows of a chunk count, once in the run: later passes meet the same rows."""
+        if loaded.num_bad and not place.epoch:
+            self.bad += loaded.num_bad
+            self._bad_chunks.append(loaded)
 
     def _behind(self, place: Place, ended: bool) -> Place:
         return Place(place.epoch, place.entry + 1) if ended else Place(place.epoch, place.entry, place.chunk + 1)

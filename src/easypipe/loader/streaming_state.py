@@ -1,7 +1,8 @@
 """What a stream depends on between two windows, and its form in a saved state: at most 48 characters for each of its datasets.
 
 Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first, the whole in base64 without padding:
-first_row, epoch, then for every dataset: deficit, active, and its place (epoch, entry, chunk, taken).
+first_row, epoch, then for every dataset: deficit, active, and its place (epoch, entry, chunk, taken); then, where there are any, the
+bad rows of every dataset.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from easypipe.loader.streaming_read import Place
 
 @dataclass(frozen=True)
 class StreamState:
-    """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits, active: of the mixture (`plan.mix`)."""
+    """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits, active: of the mixture (`plan.mix`).
+
+    bad: bad rows of every dataset before its place, in the first pass; none where it is empty.
+    """
 
     first_row: int
     epoch: int
     deficits: tuple[int, ...]
     active: tuple[bool, ...]
     places: tuple[Place, ...]
+    bad: tuple[int, ...] = ()
 
     def to_text(self) -> str:
         numbers = [self.first_row, self.epoch]
         for deficit, active, place in zip(self.deficits, self.active, self.places, strict=True):
             numbers += [2 * deficit if deficit >= 0 else -2 * deficit - 1, int(active), place.epoch, place.entry, place.chunk, place.taken]
+        numbers += self.bad if any(self.bad) else ()
         return base64.b64encode(b"".join(_leb128(number) for number in numbers)).decode().rstrip("=")
 
     @classmethod
@@ -37,17 +43,18 @@ class StreamState:
         try:
             numbers = list(_numbers(base64.b64decode(text + "=" * (-len(text) % 4), validate=True)))
             first_row, epoch, *rest = numbers
-            if len(rest) != 6 * num_datasets:
+            if len(rest) not in (6 * num_datasets, 7 * num_datasets):
                 raise ValueError(f"{len(rest)} numbers for {num_datasets} datasets")
         except (binascii.Error, TypeError, ValueError) as error:
             raise StateError(at="loader state", problem=f"{text!r} is no state of a stream: {error}") from None
-        parts = [rest[i : i + 6] for i in range(0, len(rest), 6)]
+        parts = [rest[i : i + 6] for i in range(0, 6 * num_datasets, 6)]
         return cls(
             first_row=first_row,
             epoch=epoch,
             deficits=tuple(-(part[0] + 1 >> 1) if part[0] & 1 else part[0] >> 1 for part in parts),
             active=tuple(bool(part[1]) for part in parts),
             places=tuple(Place(*part[2:]) for part in parts),
+            bad=tuple(rest[6 * num_datasets :]),
         )
 
 

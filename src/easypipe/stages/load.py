@@ -40,7 +40,7 @@ class LoadStage(BaseStage):
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader | StreamLoader:
         """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs."""
         if context.config.streaming:
-            return open_stream(name, source, context, self.config, self._collate(source))
+            return open_stream(name, source, context, self._options(name, source), self._collate(source))
         options = self._options(name, source)
         rows = self._rows(name, source, context, options.num_epochs)
         if isinstance(rows, PlannedRows) and rows.num_rows is not None:  # the whole plan is scanned once; later processes find checkpoints

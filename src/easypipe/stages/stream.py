@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.config import digest
-from easypipe.core.errors import BudgetError, ConfigError, SourceError, place
+from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.protocols import PipelineContext, Reject, Shard, ShardedSource, scan
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.options import LoadStageConfig
-from easypipe.loader.streaming import StreamLoader, default_streams
+from easypipe.loader.streaming import StreamLoader, check_streams, default_streams
 from easypipe.loader.streaming_read import Loaded
-from easypipe.loader.streaming_window import StreamSpec
+from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.stages.caching import own_folder
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
@@ -29,12 +29,24 @@ from easypipe.stages.tokens import Documents, token_info
 
 log = logging.getLogger("easypipe")
 
+NAMED_ROWS = 64  # bad rows of a chunk whose places are kept
 PROVED_ROWS, PROVED_BYTES = 256, 128 << 10  # of the first chunk, compared with the reference tokenizer before the fast one is used
 
 # The options of each stage that streaming knows; every other one is refused where it is not at its default.
 KNOWN = {
     "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
-    "mix": {"weights", "block_size", "stop_strategy", "seed", "allow_mixed_tokenizers"},
+    "mix": {
+        "weights",
+        "weight_schedule",
+        "weight_schedule_type",
+        "batch_size",
+        "unit",
+        "max_epochs",
+        "block_size",
+        "stop_strategy",
+        "seed",
+        "allow_mixed_tokenizers",
+    },
     "pack": {
         "enabled",
         "seq_length",
@@ -48,7 +60,10 @@ KNOWN = {
     },
     "load": {
         "batch_size",
+        "batch_size_schedule",
+        "accumulation_steps",
         "prefetch_enabled",
+        "prefetch_workers",
         "prefetch_buffer_size",
         "shuffle_buffer_size",
         "drop_last",
@@ -63,9 +78,7 @@ WHY = {
     "pack.segments": "documents of a row stay apart",
     "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
     "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
-    "load.prefetch_workers": "batches of a stream follow one from the other; threads that read are tokenize.num_workers",
-    "load.batch_size_schedule": "every stream gives the same number of rows of every batch",
-    "load.accumulation_steps": "every stream gives neighbouring rows of a batch",
+    "mix.provenance": "nothing is saved, and batches have no column of it",
 }
 
 
@@ -102,15 +115,11 @@ def problems_of(config: Any) -> list[ConfigError]:
                     fix="Set it to 'skip', or leave streaming out.",
                 )
             )
-    batch_size = (config.load or LoadStageConfig()).batch_size
-    if config.num_streams is not None and (config.num_streams < 1 or batch_size % config.num_streams):
-        problems.append(
-            ConfigError(
-                at="num_streams",
-                problem=f"{config.num_streams} streams do not divide a batch of {batch_size} rows",
-                fix=f"Give a divisor of {batch_size}, or leave it out for {default_streams(batch_size)}.",
-            )
-        )
+    try:
+        if config.num_streams is not None:
+            check_streams(config.num_streams, config.load or LoadStageConfig())
+    except ConfigError as error:
+        problems.append(error)
     return problems
 
 
@@ -146,7 +155,7 @@ def no_plan() -> ConfigError:
 class ForwardDocuments:
     """The documents of one dataset as streams read them, tokenized on the way; implements loader.streaming_read.Forward.
 
-    Raises SourceError for a bad row under on_error="error", BudgetError at the first bad row after `max_bad_rows` that this process reads.
+    Raises SourceError for a bad row under on_error="error"; where it is skipped, the loader counts it against `max_bad_rows`.
     """
 
     def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
@@ -154,10 +163,9 @@ class ForwardDocuments:
         dataset = {dataset.name: dataset for dataset in context.config.datasets}.get(name)
         self._dataset = dataset
         self._on_error = "error" if dataset is None else dataset.on_error
-        self._max_bad_rows = None if dataset is None else dataset.max_bad_rows
+        self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
         self._bytes: Any = _innermost(source)
-        self._lock, self._proving = threading.Lock(), threading.Lock()
-        self._bad = 0
+        self._proving = threading.Lock()
         self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
 
     @property
@@ -180,7 +188,7 @@ class ForwardDocuments:
         try:
             self._prove(shard, start, stop)
             batch, rejects = scan(self._source, shard, start, stop)
-            self._charge(shard, rejects)
+            bad = self._bad(shard, rejects)
         except Exception as error:
             error.add_note(f"while streaming {at}")
             raise
@@ -200,6 +208,8 @@ class ForwardDocuments:
             mask=None if mask is None else mask.astype(np.uint8),
             rows=batch.num_rows + sum(counts.values()),
             rejects=+counts,
+            num_bad=0 if self.max_bad_rows is None else len(bad),
+            bad=tuple((self._place(shard, reject), f"{reject.reason}: {reject.detail}") for reject in bad[:NAMED_ROWS]),
             ended=self._source.shards[shard].num_rows is not None or self._bytes.at_end(shard, stop),
         )
 
@@ -217,24 +227,19 @@ class ForwardDocuments:
             source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context))
             self._proved = True
 
-    def _charge(self, shard: int, rejects: Sequence[Reject]) -> None:
-        for reject in rejects:
-            if reject.benign:
-                continue
-            name = self._source.shards[shard].name
-            at = f"{name}, line at byte {reject.row}" if self.rows_are_bytes else place(name, row=reject.row)
-            said = f"{reject.reason}: {reject.detail}"
-            if self._on_error == "error":
-                raise SourceError(at=at, problem=said, fix="Correct the row, or set on_error to 'skip'.")
-            with self._lock:
-                self._bad += 1
-                over = self._max_bad_rows is not None and self._bad > self._max_bad_rows
-            if over:
-                raise BudgetError(
-                    at=at,
-                    problem=f"bad row number {self._bad} that this process reads ({said}), and max_bad_rows is {self._max_bad_rows}",
-                    fix="Correct the rows, or raise max_bad_rows.",
-                )
+    def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
+        bad = [reject for reject in rejects if not reject.benign]
+        if bad and self._on_error == "error":
+            raise SourceError(
+                at=self._place(shard, bad[0]),
+                problem=f"{bad[0].reason}: {bad[0].detail}",
+                fix="Correct the row, or set on_error to 'skip'.",
+            )
+        return bad
+
+    def _place(self, shard: int, reject: Reject) -> str:
+        name = self._source.shards[shard].name
+        return f"{name}, line at byte {reject.row}" if self.rows_are_bytes else place(name, row=reject.row)
 
 
 def open_stream(
@@ -251,23 +256,21 @@ def open_stream(
     mixture = (
         source.mixture if isinstance(source, PackedShardedSource | MixedShardedSource) else single(name, source, context, stage="load")
     )
-    num_epochs = config.num_epochs
-    if mixture.endless:
-        if num_epochs not in (1, None):
-            raise ConfigError(
-                at="load.num_epochs",
-                problem=f"{num_epochs}, but {name!r} never ends: its stop_strategy is 'restart'",
-                fix="Leave it out, or set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
-            )
-        num_epochs = None
+    num_epochs = None if mixture.restarts else config.num_epochs
+    sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
+    num_streams = context.config.num_streams or default_streams(*sizes)
+    check_streams(num_streams, config)
+    schedule = None if mixture.schedule is None else mixture.schedule.spec()
+    if schedule is not None:  # its steps are those of every stream
+        schedule = dataclasses.replace(schedule, batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes))
     shuffle = context.config.order.shuffle
     info = token_info(next(iter(mixture.parts.values())))
     known = [] if info is None else [info.pad_token_id, info.eos_token_id]
     pad = source.pad_token_id if packed else next((i for i in known if i is not None), 0)
     spec = StreamSpec(
         seed=mixture.seed,
-        num_streams=context.config.num_streams or default_streams(config.batch_size),
-        weights=mixture.weights,
+        num_streams=num_streams,
+        weights=mixture.weights if schedule is None else (1,) * len(mixture.parts),
         stop=mixture.stop,
         num_epochs=num_epochs,
         shuffle=shuffle,
@@ -275,6 +278,10 @@ def open_stream(
         window_docs=config.shuffle_buffer_size,
         pack=source.config.spec() if packed else None,
         eos=source.eos_token_id if packed else None,
+        schedule=schedule,
+        unit=mixture.unit,
+        block=None if mixture.schedule is None else mixture.schedule.block,
+        max_epochs=mixture.max_epochs,
     )
     workers = [source.num_workers for source in mixture.parts.values() if isinstance(source, TokenizedShardedSource)]
     return StreamLoader(

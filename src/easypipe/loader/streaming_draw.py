@@ -1,0 +1,113 @@
+"""Which datasets the next documents of a stream come from, where nobody knows how many each still has, or how long they are.
+
+A draw is made as if every dataset had documents without end. Then one document beyond those that it takes is looked for in each; one that
+has no more is known by then, and the draw is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import SourceError
+from easypipe.loader.streaming_read import Cursor
+from easypipe.plan import mix
+from easypipe.plan.deficit import MAX_SIZE, draw_owed_most
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.spec import Unit
+
+
+class Drawer:
+    """Draws from the cursors of one stream. weights: Int64[k], of documents, where no shares are given with the call.
+
+    eos: documents without EOS are one token longer. Raises SourceError for a document that is too long to be weighed by tokens.
+    """
+
+    def __init__(
+        self,
+        cursors: Sequence[Cursor],
+        names: Sequence[str],
+        weights: NDArray[np.int64],
+        stop: mix.Stop,
+        *,
+        unit: Unit,
+        block: int | None,
+        pack: PackSpec | None,
+        eos: bool,
+    ) -> None:
+        self._cursors, self._names, self._weights = cursors, names, weights
+        self._stop: mix.Stop = stop
+        self._unit, self._block, self._pack, self._eos = unit, block, pack, eos
+
+    def draw(self, count: int, deficits: NDArray[np.int64], active: NDArray[np.bool_], shares: Sequence[Fraction] | None) -> mix.Draws:
+        """The next draws, at most `count`, with every document that they need waiting. shares: None draws by the static weights."""
+        remaining = np.full(len(self._cursors), mix.NEVER)
+        while True:
+            try:
+                draws = self._draws(count, remaining, deficits, active, shares)
+            except _NoMore as found:
+                remaining[found.dataset] = found.waiting
+                continue
+            short = False
+            for i, wanted in enumerate(draws.counts.tolist()):
+                if remaining[i] == mix.NEVER:
+                    waiting = self._cursors[i].fill(wanted + 1)
+                    if waiting <= wanted:
+                        remaining[i] = waiting
+                        short = True
+                        if not waiting and shares is None and self._stop != "first_exhausted":  # it leaves before it came
+                            active = active & (np.arange(len(active)) != i)
+                            deficits = np.zeros_like(deficits)
+            if not short:
+                return draws
+
+    def _draws(
+        self,
+        count: int,
+        remaining: NDArray[np.int64],
+        deficits: NDArray[np.int64],
+        active: NDArray[np.bool_],
+        shares: Sequence[Fraction] | None,
+    ) -> mix.Draws:
+        if shares is None:
+            return mix.draw(count, self._weights, remaining, deficits, active, self._stop, capped=True)
+        leave = self._stop != "first_exhausted"
+        if self._unit == "rows":
+            return draw_owed_most(count, shares, self._block, remaining, deficits, active, leave)
+        expected = [1 + count // len(self._cursors)] * len(self._cursors)
+        return draw_owed_most(count, shares, None, remaining, deficits, active, leave, self._sizes, expected)
+
+    def _sizes(self, i: int, start: int, stop: int) -> NDArray[np.int64]:
+        """As `plan.deficit.Sizes`: the tokens that get a place in a row, at least 1 each, so that all count."""
+        waiting = self._cursors[i].fill(stop)
+        if waiting < stop:
+            raise _NoMore(i, waiting)
+        lengths, has_eos = self._cursors[i].lengths(start, stop)
+        sizes = placed_tokens(lengths + ~has_eos if self._eos else lengths, self._pack)
+        if (sizes > MAX_SIZE).any():
+            raise SourceError(
+                at=f"dataset {self._names[i]!r}",
+                problem=f"a document of {sizes.max()} tokens cannot be weighed: shares by tokens know documents of up to {MAX_SIZE}",
+                fix="Weigh by rows, or cut the document.",
+            )
+        return np.maximum(sizes, 1)
+
+
+class _NoMore(Exception):
+    """A dataset has fewer documents than were asked for."""
+
+    def __init__(self, dataset: int, waiting: int) -> None:
+        super().__init__()
+        self.dataset, self.waiting = dataset, waiting
+
+
+def placed_tokens(lengths: NDArray[np.int64], pack: PackSpec | None) -> NDArray[np.int64]:
+    """Of documents of `lengths` tokens, how many get a place in a row."""
+    if pack is not None and pack.oversize == "truncate":
+        return np.minimum(lengths, pack.seq_length)
+    if pack is not None and pack.oversize == "drop":
+        return np.where(lengths > pack.seq_length, 0, lengths)
+    return lengths
