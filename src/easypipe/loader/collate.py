@@ -65,15 +65,11 @@ def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = F
     mask = np.ascontiguousarray(rows[LOSS_MASK], dtype=np.uint8) if LOSS_MASK in rows else _NO_MASK
     shift_labels(batch[INPUT_IDS], batch[SEGMENT_IDS], mask, batch[LABELS])
     if LOOK_AHEAD in rows:
-        set_last_labels(batch, rows[LOOK_AHEAD])
+        # Where it is not -100 the row is full: it belongs to the last token, behind which nothing but what widens a batch may stand.
+        known = np.flatnonzero(rows[LOOK_AHEAD] != IGNORE)
+        last = np.count_nonzero(batch[SEGMENT_IDS][known], axis=1) - 1
+        batch[LABELS][known, last] = rows[LOOK_AHEAD][known]
     return with_attention_mask(batch) if attention_mask else batch
-
-
-def set_last_labels(batch: Mapping[str, NDArray[np.int32]], look_ahead: NDArray[np.integer]) -> None:
-    """Writes `look_ahead` (integers [rows]) into the labels where it is not -100: such rows are full, it belongs to their last token."""
-    known = np.flatnonzero(look_ahead != IGNORE)
-    last = np.count_nonzero(batch[SEGMENT_IDS][known], axis=1) - 1
-    batch[LABELS][known, last] = look_ahead[known]
 
 
 def with_asked(batch: dict[str, NDArray[np.int32]], rule: CollateConfig) -> dict[str, NDArray[np.int32]]:

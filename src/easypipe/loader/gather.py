@@ -17,6 +17,8 @@ from easypipe.loader.collate import shift_labels
 from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
 
+CACHE_LINE = 64  # bytes that memory is read by
+
 
 class Mapped(Protocol):
     """What `TokenCache.buffers()` gives: see sources/cache.py."""
@@ -84,13 +86,16 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
     window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R], done: Bool[R], set for what is written.
     eos: the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none. An added EOS is a target
     where the token before it is one. Returns the first of `rows` that is not done (R: none), and the number of the first piece of the
-    window that the cache does not hold (-1: none), nothing behind it written.
+    window that the cache does not hold (-1: none); where there is one, nothing is written.
     """
     first_row, first_piece, table, dataset_of, doc_of = window
     first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes = tables
     masked = mask.shape[0] > 0
-    num_slots = ids.shape[1]
+    found, bad = _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, ids.shape[1])
     left = rows.shape[0]
+    if bad >= 0:
+        return left, bad
+    at = 0
     for r in range(rows.shape[0]):
         if done[r]:
             continue
@@ -101,48 +106,31 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
                 continue
             piece, last_piece = first_piece[row], first_piece[row + 1]
         filled = np.int64(0)
-        segment = np.int32(0)
         for n in range(piece, last_piece):
-            draw, slot, start, length = table[2, n], np.int64(table[1, n]), np.int64(table[3, n]), np.int64(table[4, n])
-            d, doc = dataset_of[draw], doc_of[draw]
-            if doc < 0 or doc >= first_doc[first_part[d + 1] + d]:
-                return left, n
-            part, before = part_of(first_part, first_doc, d, doc)
-            offsets = int64_at(offsets_at[part])
-            local = doc - before
-            begin = offsets[local] + start
-            copied = min(length, offsets[local + 1] - begin)
-            missing = length - copied
-            if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or missing > (1 if eos >= 0 else 0):
-                return left, n
-            _pad(ids, segments, positions, mask, masked, r, filled, slot, pad)
-            if id_bytes[d] == 2:
-                source16 = uint16_at(ids_at[part])
-                for i in range(copied):
-                    ids[r, slot + i] = source16[begin + i]
+            slot, length = np.int64(table[1, n]), np.int64(table[4, n])
+            part, begin, copied = found[0, at], found[1, at], found[2, at]
+            at += 1
+            _pad(ids[r, filled:slot], segments[r, filled:slot], positions[r, filled:slot], pad)
+            if id_bytes[dataset_of[table[2, n]]] == 2:
+                copy(uint16_at(ids_at[part]), begin, ids[r, slot : slot + copied])
             else:
-                source32 = uint32_at(ids_at[part])
-                for i in range(copied):
-                    ids[r, slot + i] = source32[begin + i]
+                copy(uint32_at(ids_at[part]), begin, ids[r, slot : slot + copied])
+            if length > copied:
+                ids[r, slot + copied] = eos
+            _place(segments[r, slot : slot + length], positions[r, slot : slot + length], np.int32(n - piece + 1))
             if masked:
+                mask[r, filled:slot] = 0
                 if mask_at[part] != 0:
                     flags = uint8_at(mask_at[part])
-                    for i in range(copied):
-                        mask[r, slot + i] = flags[begin + i]
-                    if missing:
-                        last = begin + copied - 1
-                        mask[r, slot + copied] = flags[last] if last >= offsets[local] else 1
+                    copy(flags, begin, mask[r, slot : slot + copied])
+                    if length > copied:
+                        mask[r, slot + copied] = flags[begin + copied - 1] if found[3, at - 1] > 0 else 1
                 else:
-                    for i in range(length):
-                        mask[r, slot + i] = 1
-            if missing:
-                ids[r, slot + copied] = eos
-            segment += np.int32(1)
-            for i in range(length):
-                segments[r, slot + i] = segment
-                positions[r, slot + i] = i
+                    mask[r, slot : slot + length] = 1
             filled = slot + length
-        _pad(ids, segments, positions, mask, masked, r, filled, num_slots, pad)
+        _pad(ids[r, filled:], segments[r, filled:], positions[r, filled:], pad)
+        if masked:
+            mask[r, filled:] = 0
         if want_labels:
             shift_labels(ids[r : r + 1], segments[r : r + 1], mask[r : r + 1], labels[r : r + 1])
         done[r] = True
@@ -150,11 +138,70 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
 
 
 @jit
-def _pad(ids, segments, positions, mask, masked, r, start, stop, pad):
-    for t in range(start, stop):
-        ids[r, t] = pad
-        segments[r, t] = 0
-        positions[r, t] = 0
-    if masked:
-        for t in range(start, stop):
-            mask[r, t] = 0
+def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots):
+    """Where the pieces of `rows` lie, Int64[4, n]: the part, the first token in it, how many are stored, and whether any of the document
+    stands before the end of the piece; and the first piece that is not there, or -1.
+
+    Reads a byte of every cache line of them. Documents lie anywhere in memory, so each would otherwise be waited for in its turn; these reads
+    do not depend on one another, so that the processor has many under way at once.
+    """
+    first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes = tables
+    count = 0
+    for r in range(rows.shape[0]):
+        row = rows[r] - first_row
+        if not done[r] and rows[r] >= 0 and 0 <= row < first_piece.shape[0] - 1:
+            count += first_piece[row + 1] - first_piece[row]
+    found = np.empty((4, count + 1), np.int64)
+    at, touched = 0, np.int64(0)
+    for r in range(rows.shape[0]):
+        row = rows[r] - first_row
+        if done[r] or rows[r] < 0 or row < 0 or row >= first_piece.shape[0] - 1:
+            continue
+        filled = np.int64(0)
+        for n in range(first_piece[row], first_piece[row + 1]):
+            slot, start, length = np.int64(table[1, n]), np.int64(table[3, n]), np.int64(table[4, n])
+            d, doc = dataset_of[table[2, n]], doc_of[table[2, n]]
+            if doc < 0 or doc >= first_doc[first_part[d + 1] + d]:
+                return found, n
+            part, before = part_of(first_part, first_doc, d, doc)
+            offsets = int64_at(offsets_at[part])
+            local = doc - before
+            begin = offsets[local] + start
+            copied = min(length, offsets[local + 1] - begin)
+            if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or length - copied > (eos >= 0):
+                return found, n
+            found[0, at], found[1, at], found[2, at], found[3, at] = part, begin, copied, start + copied
+            at += 1
+            filled = slot + length
+            lines = uint8_at(ids_at[part])
+            for byte in range(begin * id_bytes[d], (begin + copied) * id_bytes[d], CACHE_LINE):
+                touched += lines[byte]
+    found[0, count] = touched  # so that the reads are not optimised away
+    return found, np.int64(-1)
+
+
+# Slices count from 0, so the compiler need not look for negative indices, and makes vector instructions of these loops.
+
+
+@jit
+def copy(source, begin, out):
+    for i in range(out.shape[0]):
+        out[i] = source[begin + i]
+
+
+@jit
+def _place(segments, positions, segment):
+    for i in range(segments.shape[0]):
+        segments[i] = segment
+    for i in range(positions.shape[0]):
+        positions[i] = i
+
+
+@jit
+def _pad(ids, segments, positions, pad):
+    for i in range(ids.shape[0]):
+        ids[i] = pad
+    for i in range(segments.shape[0]):
+        segments[i] = 0
+    for i in range(positions.shape[0]):
+        positions[i] = 0

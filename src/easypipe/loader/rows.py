@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, set_last_labels, shift_labels
+from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.gather import tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.plan.windows import Plan, Window, WindowState
@@ -187,7 +187,7 @@ class PlannedRows:
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
         _, ahead = self._write(rows, columns, columns[LABELS])
         if self._streams:
-            set_last_labels(columns, ahead)
+            columns[LABELS][:, width - 1] = ahead
         return columns
 
     def hint(self, row: int) -> Any:
