@@ -29,6 +29,9 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainConfig
         ({"steps": 0}, "steps: 0 is too small. Give at least 1."),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep: 0 is too small. Give at least 1."),
         ({"loss": {"z_loss": -1e-4}}, "loss.z_loss: -0.0001 is not a number from 0 up"),
+        ({"loss": {"label_smoothing": 1.0}}, "loss.label_smoothing: 1.0 is outside [0, 1). 0.0 for none; 0.1 is usual."),
+        ({"loss": {"implementation": "reference", "rule": "fast"}}, "loss.rule: the reference knows none. Leave it out"),
+        ({"loss": {"chunk_size": 0}}, "loss.chunk_size: 0 is too small. Give at least 1."),
         ({"stepz": 3}, "stepz: unknown key"),
     ],
 )
@@ -44,14 +47,16 @@ def test_a_configuration_survives_the_trip_through_plain_values():
 
 
 def test_options_are_what_runs():
-    from easypipe.kernels.api import Implementation
+    from easypipe.kernels.api import Implementation, Rule
     from easypipe.train.axes import MESH_AXES as axes
     from easypipe.train.config import MESH_AXES
     from easypipe.train.optim import OPTIMIZERS, SCHEDULES
 
     assert get_args(get_type_hints(OptimizerConfig)["name"]) == tuple(OPTIMIZERS)
     assert get_args(get_type_hints(OptimizerConfig)["schedule"]) == tuple(SCHEDULES)
-    assert get_args(get_type_hints(LossConfig)["implementation"]) == get_args(Implementation)
+    for option, runs in (("implementation", Implementation), ("rule", Rule)):
+        literals, none = get_args(get_type_hints(LossConfig)[option])
+        assert (get_args(literals), none) == (get_args(runs), type(None))
     assert axes == MESH_AXES
 
 

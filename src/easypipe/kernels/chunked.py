@@ -1,201 +1,321 @@
-"""Cross entropy a chunk of tokens at a time, in plain XLA. The forward pass also takes the gradients.
+"""The loss in plain XLA, a piece of the logits at a time: what runs where no hand-written kernel does.
 
-The loss is a sum, so its cotangent is one scalar: the gradients for cotangent 1 can be taken while a chunk's logits are at hand, and
-scaled later. Nothing is recomputed (6·T·D·V FLOPs, as the naive loss) and no more than one chunk of logits lives at a time.
+*strict* (`stats`, `gradients`): tiles of tokens x vocabulary, recomputed for the gradient. 8·T·D·V FLOPs forward and backward; 10 where a
+float32 gradient of all hidden states would not fit HIDDEN_BYTES. No more than a tile of logits lives at a time.
+
+*fast* (`loss_gradients`): C tokens with their whole vocabulary. The loss is a weighted sum over tokens, so its gradient can be taken while
+the logits of a chunk are at hand: nothing is recomputed, 6·T·D·V FLOPs as the naive loss. With T <= C that chunk is all the logits.
 (The idea: Hsu et al., Liger Kernel, 2024, section 3.2.)
 
-T tokens · D width · V vocabulary · C tokens of a chunk · N chunks
+T tokens · D width · V vocabulary · C tokens of a chunk or tile · B columns of a tile
 """
-# ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jax.typing import DTypeLike
 
-from easypipe.core.errors import ConfigError
-from easypipe.core.schema import IGNORE
-from easypipe.kernels.stats import accumulator_dtype
+from easypipe.kernels import rows
+from easypipe.kernels.stats import (
+    Gradients,
+    Layout,
+    LogitStats,
+    Objective,
+    accumulator_dtype,
+    loss_cotangents,
+    merge_shards,
+    soft_cap_slope,
+    soft_capped,
+    varying_like,
+    vocab_size,
+)
 
-VOCAB_BLOCK = 8192  # columns of the head's gradient that are updated at once
-
-
-class LossSharding(NamedTuple):
-    """The mesh axes over which the arguments of the loss lie; all of them axes of the mesh in `jax.set_mesh`."""
-
-    tokens: tuple[str, ...] = ("data", "fsdp")  # dimension T of hidden and labels
-    embed: tuple[str, ...] = ("fsdp",)  # dimension D of lm_head; its gradient comes out sharded so
-    vocab: tuple[str, ...] = ("tensor",)  # dimension V of lm_head
-
-
-class _Gradients(NamedTuple):
-    hidden: Array  # Float[T, D], accumulator dtype, for cotangent 1
-    lm_head: Array  # Float[D, V]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def loss_sums(
-    hidden: Float[Array, "T D"],
-    lm_head: Float[Array, "D V"],
-    labels: Int[Array, " T"],
-    z_loss: float,
-    chunk_size: int,
-    sharding: LossSharding | None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`(loss_sum, nll_sum)` of reference.cross_entropy. Only `loss_sum` passes a gradient on; the api stops that of `nll_sum`."""
-    loss_sum, nll_sum, _ = _run(hidden, lm_head, labels, z_loss, chunk_size, sharding, with_gradients=False)
-    return loss_sum, nll_sum
+TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
+HIDDEN_BYTES = 64 << 20  # a float32 gradient of the hidden states, where they are not float32 themselves
+VOCAB_BLOCK = 8192  # columns of the head's gradient that are updated at once, where XLA cannot add a product in place
 
 
-def _forward(hidden: Array, lm_head: Array, labels: Array, z_loss: float, chunk_size: int, sharding: LossSharding | None):
-    loss_sum, nll_sum, gradients = _run(hidden, lm_head, labels, z_loss, chunk_size, sharding, with_gradients=True)
-    # Empty arrays carry the input dtypes to the backward pass: a residual must be an array.
-    return (loss_sum, nll_sum), (gradients, jnp.empty(0, hidden.dtype), jnp.empty(0, lm_head.dtype))
+def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None) -> list[str]:
+    """None: XLA runs everywhere."""
+    return []
 
 
-def _backward(z_loss: float, chunk_size: int, sharding: LossSharding | None, residuals, cotangents):
-    gradients, like_hidden, like_lm_head = residuals
-    scale = cotangents[0]
-    return (gradients.hidden * scale).astype(like_hidden.dtype), (gradients.lm_head * scale).astype(like_lm_head.dtype), None
+def stats(
+    hidden: Array,
+    lm_head: Array,
+    bias: Array | None,
+    labels: Array,
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    block: tuple[int, int] | None = None,
+) -> LogitStats:
+    """Kernel.stats by an online log-sum-exp over tiles of the vocabulary (Milakov and Gimelshein, 2018)."""
+    tiles = _Tiles(hidden, lm_head, bias, labels, layout, soft_cap, block)
+
+    def tokens(i: Array, out: LogitStats) -> LogitStats:
+        def columns(j: Array, running: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+            best_C, sum_exp_C, target_C, sum_C = running
+            z_CB, hit_CB, _, fresh_B = tiles.logits(i, j)
+            top_C = jnp.maximum(best_C, jnp.where(fresh_B, z_CB, -jnp.inf).max(axis=-1))
+            exp_CB = jnp.where(fresh_B, jnp.exp(z_CB - top_C[:, None]), 0.0)
+            return (
+                top_C,
+                sum_exp_C * jnp.exp(best_C - top_C) + exp_CB.sum(axis=-1),
+                target_C + jnp.where(hit_CB & fresh_B, z_CB, 0.0).sum(axis=-1),
+                sum_C + jnp.where(fresh_B, z_CB, 0.0).sum(axis=-1),
+            )
+
+        zero_C = tiles.zeros((tiles.C,))
+        best_C, sum_exp_C, target_C, sum_C = _loop(tiles.columns, columns, (zero_C - jnp.inf, zero_C, zero_C, zero_C))
+        done = LogitStats(best_C + jnp.log(sum_exp_C), target_C, sum_C, best_C)
+        return LogitStats(*(_put(whole, piece, tiles.first_token(i), 0) for whole, piece in zip(out, done, strict=True)))
+
+    return _loop(tiles.tokens, tokens, LogitStats(*(tiles.zeros((tiles.T,)) for _ in LogitStats._fields)))
 
 
-loss_sums.defvjp(_forward, _backward)
+def gradients(
+    hidden: Array,
+    lm_head: Array,
+    bias: Array | None,
+    labels: Array,
+    lse: Array,
+    g_lse: Array,
+    g_target: Array,
+    g_sum: Array,
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    block: tuple[int, int] | None = None,
+    grad_dtype: DTypeLike | None = None,
+) -> Gradients:
+    """Kernel.gradients. One pass over the tiles gives both where the float32 sums of d_hidden may stand; else each has its own."""
+    tiles = _Tiles(hidden, lm_head, bias, labels, layout, soft_cap, block)
+    cotangents = tuple(array.astype(tiles.dtype) for array in (lse, g_lse, g_target, g_sum))
+    hidden_dtype = jnp.dtype(grad_dtype or hidden.dtype)
+    one_pass = hidden_dtype == tiles.dtype or hidden.size * tiles.dtype.itemsize <= HIDDEN_BYTES
+
+    def columns(j: Array, out: tuple[Array | None, Array, Array | None]) -> tuple[Array | None, Array, Array | None]:
+        d_hidden, d_lm_head, d_bias = out
+
+        def tokens(i: Array, running: tuple[Array | None, Array, Array]) -> tuple[Array | None, Array, Array]:
+            d_hidden, block_DB, bias_B = running
+            dx_CB, exact_CB = tiles.d_logits(i, j, cotangents)
+            if d_hidden is not None:
+                d_hidden = _put(d_hidden, tiles.token_rows(d_hidden, i) + tiles.d_hidden(dx_CB, j), tiles.first_token(i), 0)
+            return d_hidden, block_DB + tiles.d_head(dx_CB, i), bias_B + exact_CB.sum(axis=0)
+
+        start = d_hidden, tiles.zeros(tiles.head_block(j).shape), tiles.zeros((tiles.B,))
+        d_hidden, block_DB, bias_B = _loop(tiles.tokens, tokens, start)
+        d_lm_head = tiles.put_fresh(d_lm_head, block_DB, j, tiles.vocab_axis)
+        return d_hidden, d_lm_head, None if d_bias is None else tiles.put_fresh(d_bias, bias_B, j, 0)
+
+    def hidden_alone(i: Array, d_hidden: Array) -> Array:
+        def add(j: Array, rows_CD: Array) -> Array:
+            return rows_CD + tiles.d_hidden(tiles.d_logits(i, j, cotangents, every_row=True)[0], j)
+
+        rows_CD = _loop(tiles.columns, add, tiles.zeros((tiles.C, hidden.shape[1])))
+        return _put(d_hidden, rows_CD.astype(hidden_dtype), tiles.first_token(i), 0)
+
+    d_lm_head = tiles.zeros(lm_head.shape, grad_dtype or lm_head.dtype)
+    d_bias = None if bias is None else tiles.zeros(bias.shape, grad_dtype or bias.dtype)
+    d_hidden = tiles.zeros(hidden.shape) if one_pass else None
+    d_hidden, d_lm_head, d_bias = _loop(tiles.columns, columns, (d_hidden, d_lm_head, d_bias))
+    if d_hidden is None:
+        d_hidden = _loop(tiles.tokens, hidden_alone, tiles.zeros(hidden.shape, hidden_dtype))
+    return Gradients(d_hidden.astype(hidden_dtype), d_lm_head, d_bias)
 
 
-def _run(
-    hidden: Array, lm_head: Array, labels: Array, z_loss: float, chunk_size: int, sharding: LossSharding | None, *, with_gradients: bool
-) -> tuple[Array, Array, _Gradients | None]:
-    if sharding is None:
-        return _local(hidden, lm_head, labels, z_loss, chunk_size, vocab_axes=(), with_gradients=with_gradients)
-    mesh = jax.sharding.get_abstract_mesh()
-    _check_mesh(sharding, mesh, lm_head.shape[1])
-    num_tokens, width = hidden.shape
-    padding = -num_tokens % math.prod(mesh.shape[axis] for axis in sharding.tokens)
-    hidden, labels = _pad(hidden, labels, padding)
-    scatter = sharding.embed if width % math.prod(mesh.shape[axis] for axis in sharding.embed) == 0 else ()
+class _Tiles:
+    """The arguments, cut into tiles of C tokens x B columns.
 
-    def on_device(hidden_TD: Array, lm_head_DV: Array, labels_T: Array):
-        loss_sum, nll_sum, gradients = _local(
-            hidden_TD, lm_head_DV, labels_T, z_loss, chunk_size, vocab_axes=sharding.vocab, with_gradients=with_gradients
+    The last tile of a ragged dimension is moved back to lie inside, so that nothing is padded or copied; `fresh` are those of its rows or
+    columns that no tile before it had.
+    """
+
+    def __init__(
+        self,
+        hidden: Array,
+        lm_head: Array,
+        bias: Array | None,
+        labels: Array,
+        layout: Layout,
+        soft_cap: float | None,
+        block: tuple[int, int] | None,
+    ) -> None:
+        self.hidden, self.lm_head, self.bias, self.labels = hidden, lm_head, bias, labels
+        self.layout, self.soft_cap = layout, soft_cap
+        self.dtype = accumulator_dtype(hidden, lm_head)
+        self.vocab_axis = layout.index("v")
+        self.T, self.V = hidden.shape[0], vocab_size(lm_head, layout)
+        (self.tokens, self.C), (self.columns, self.B) = (
+            chunk_shape(size, most) for size, most in zip((self.T, self.V), block or TILE, strict=True)
         )
-        loss_sum, nll_sum = jax.lax.psum((loss_sum, nll_sum), sharding.tokens)
-        if gradients is None:
-            return loss_sum, nll_sum, None
-        d_lm_head = gradients.lm_head
-        for axis in sharding.tokens:
-            if axis in scatter:
-                d_lm_head = jax.lax.psum_scatter(d_lm_head, axis, scatter_dimension=0, tiled=True)
-            else:
-                d_lm_head = jax.lax.psum(d_lm_head, axis)
-        return loss_sum, nll_sum, _Gradients(jax.lax.psum(gradients.hidden, sharding.vocab), d_lm_head)
 
-    scattered = tuple(axis for axis in sharding.tokens if axis in scatter)
-    tokens = P(sharding.tokens, None)
-    gradient_specs: Any = _Gradients(tokens, P(scattered, sharding.vocab)) if with_gradients else None  # pyright: ignore[reportArgumentType]
-    # No autodiff passes through this shard_map: every collective above is written out, so replication need not be inferred
-    # (a custom_vjp *inside* one with check_vma=False returned half of dW).
-    loss_sum, nll_sum, gradients = jax.shard_map(
-        on_device,
-        in_specs=(tokens, P(None, sharding.vocab), P(sharding.tokens)),
-        out_specs=(P(), P(), gradient_specs),
-        check_vma=False,
-    )(hidden, lm_head, labels)
-    if gradients is not None:
-        gradients = gradients._replace(hidden=gradients.hidden[:num_tokens])
-    return loss_sum, nll_sum, gradients
+    def zeros(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> Array:
+        return varying_like(jnp.zeros(shape, dtype or self.dtype), self.hidden)
+
+    def first_token(self, i: Array) -> Array:
+        return jnp.minimum(i * self.C, self.T - self.C)
+
+    def first_column(self, j: Array) -> Array:
+        return jnp.minimum(j * self.B, self.V - self.B)
+
+    def token_rows(self, array: Array, i: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, self.first_token(i), self.C, axis=0)
+
+    def head_block(self, j: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(self.lm_head, self.first_column(j), self.B, axis=self.vocab_axis)
+
+    def fresh_columns(self, j: Array) -> Array:
+        return self.first_column(j) + jnp.arange(self.B) >= j * self.B
+
+    def put_fresh(self, whole: Array, piece: Array, j: Array, axis: int) -> Array:
+        old = jax.lax.dynamic_slice_in_dim(whole, self.first_column(j), self.B, axis)
+        fresh = jnp.expand_dims(self.fresh_columns(j), [other for other in range(whole.ndim) if other != axis])
+        return _put(whole, jnp.where(fresh, piece.astype(whole.dtype), old), self.first_column(j), axis)
+
+    def logits(self, i: Array, j: Array) -> tuple[Array, Array, Array, Array]:
+        """z[C, B], where it is a label's, and which rows and columns are fresh ([C, 1] and [B])."""
+        x_CB = jnp.einsum(f"cd,{self.layout}->cv", self.token_rows(self.hidden, i), self.head_block(j), preferred_element_type=self.dtype)
+        if self.bias is not None:
+            x_CB = x_CB + jax.lax.dynamic_slice_in_dim(self.bias, self.first_column(j), self.B).astype(self.dtype)
+        hit_CB = self.first_column(j) + jnp.arange(self.B) == self.token_rows(self.labels, i)[:, None]
+        fresh_C1 = (self.first_token(i) + jnp.arange(self.C) >= i * self.C)[:, None]
+        return soft_capped(x_CB, self.soft_cap), hit_CB, fresh_C1, self.fresh_columns(j)
+
+    def d_logits(self, i: Array, j: Array, cotangents: tuple[Array, ...], *, every_row: bool = False) -> tuple[Array, Array]:
+        """dx[C, B] in the dtype of the products and as it was before; 0 where a tile before this one had it."""
+        lse_C1, g_lse_C1, g_target_C1, g_sum_C1 = (self.token_rows(array, i)[:, None] for array in cotangents)
+        z_CB, hit_CB, fresh_C1, fresh_B = self.logits(i, j)
+        dz_CB = jnp.exp(z_CB - lse_C1) * g_lse_C1 + jnp.where(hit_CB, g_target_C1, 0.0) + g_sum_C1
+        fresh_CB = fresh_B if every_row else fresh_C1 & fresh_B
+        exact_CB = jnp.where(fresh_CB, dz_CB * soft_cap_slope(z_CB, self.soft_cap), 0.0)
+        return exact_CB.astype(jnp.result_type(self.hidden, self.lm_head)), exact_CB
+
+    def d_hidden(self, dx_CB: Array, j: Array) -> Array:
+        return jnp.einsum(f"cv,{self.layout}->cd", dx_CB, self.head_block(j), preferred_element_type=self.dtype)
+
+    def d_head(self, dx_CB: Array, i: Array) -> Array:
+        return jnp.einsum(f"cd,cv->{self.layout}", self.token_rows(self.hidden, i), dx_CB, preferred_element_type=self.dtype)
 
 
-def _local(
-    hidden: Array, lm_head: Array, labels: Array, z_loss: float, chunk_size: int, *, vocab_axes: tuple[str, ...], with_gradients: bool
-) -> tuple[Array, Array, _Gradients | None]:
-    """Sums over the tokens given, of a vocabulary spread over `vocab_axes`; the gradients are this device's share."""
-    num_tokens, width = hidden.shape
-    vocab = lm_head.shape[1]
-    dtype = accumulator_dtype(hidden, lm_head)
+def loss_gradients(
+    hidden: Array,
+    lm_head: Array,
+    bias: Array | None,
+    labels: Array,
+    weights: Array,
+    *,
+    layout: Layout,
+    soft_cap: float | None,
+    objective: Objective,
+    chunk_size: int,
+    kernel: Any = rows,
+    vocab_axes: tuple[str, ...] = (),
+    grad_dtype: DTypeLike | None = None,
+    vocab_block: int | None = None,
+) -> tuple[LogitStats, Gradients]:
+    """The stats over all shards, and the gradients of `sum_t weights[t] * loss[t]`: the whole of *fast*, forward and backward.
+
+    kernel: what of stats.RowKernel it has is used. vocab_axes: manual mesh axes over which the vocabulary lies; `d_hidden` comes back
+    summed over them. grad_dtype: of the head's and the bias's gradient. vocab_block: see VOCAB_BLOCK.
+    """
+    num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
     num_chunks, chunk = chunk_shape(num_tokens, chunk_size)
-    hidden, labels = _pad(hidden, labels, num_chunks * chunk - num_tokens)
-    first_id = jax.lax.axis_index(vocab_axes) * vocab if vocab_axes else 0
-    last_id = vocab * (jax.lax.axis_size(vocab_axes) if vocab_axes else 1)
+    head_dtype = jnp.dtype(grad_dtype or lm_head.dtype)
 
-    def step(carry: tuple[Array, Array, Array | None], xs: tuple[Array, Array]):
-        loss_sum, nll_sum, d_lm_head = carry
-        hidden_CD, labels_C = xs
-        is_target_C = labels_C != IGNORE
-        logits_CV = jnp.einsum("cd,dv->cv", hidden_CD, lm_head, preferred_element_type=dtype)
-        hit_CV = jax.lax.broadcasted_iota(labels_C.dtype, logits_CV.shape, 1) == (labels_C - first_id)[:, None]
-        peak_C = _across(jax.lax.pmax, logits_CV.max(axis=-1), vocab_axes)
-        exp_CV = jnp.exp(logits_CV - peak_C[:, None])
-        sum_C = _across(jax.lax.psum, exp_CV.sum(axis=-1), vocab_axes)
-        lse_C = peak_C + jnp.log(sum_C)
-        target_C = _across(jax.lax.psum, jnp.where(hit_CV, logits_CV, 0.0).sum(axis=-1), vocab_axes)
-        in_vocab_C = (labels_C >= 0) & (labels_C < last_id)
-        nll_C = jnp.where(is_target_C, jnp.where(in_vocab_C, lse_C - target_C, jnp.nan), 0.0)
-        loss_C = nll_C + z_loss * jnp.where(is_target_C, lse_C, 0.0) ** 2
-        sums = loss_sum + loss_C.sum(), nll_sum + nll_C.sum()
-        if d_lm_head is None:
-            return (*sums, None), None
-        # d loss / d logits = softmax · (1 + 2·z·lse) - onehot, and 0 for ignored tokens
-        weight_C = jnp.where(is_target_C, (1.0 + 2.0 * z_loss * lse_C) / sum_C, 0.0)
-        d_logits_CV = exp_CV * weight_C[:, None] - jnp.where(hit_CV, 1.0, 0.0)
-        d_logits_CV = d_logits_CV.astype(jnp.promote_types(hidden.dtype, lm_head.dtype))
-        d_hidden_CD = jnp.einsum("cv,dv->cd", d_logits_CV, lm_head, preferred_element_type=dtype)
-        return (*sums, _add_product(d_lm_head, hidden_CD, d_logits_CV)), d_hidden_CD
+    def one(hidden_CD: Array, labels_C: Array, weights_C: Array) -> tuple[LogitStats, Array, Array]:
+        logits_CV = _chunk_logits(hidden_CD, lm_head, bias, layout)
+        dx_CV, stats = _row_step(kernel, logits_CV, labels_C, weights_C, objective, soft_cap, vocab_axes)
+        d_hidden_CD = jnp.einsum(f"cv,{layout}->cd", dx_CV, lm_head, preferred_element_type=dtype)
+        d_hidden_CD = jax.lax.psum(d_hidden_CD, vocab_axes) if vocab_axes else d_hidden_CD
+        return stats, d_hidden_CD.astype(hidden.dtype), dx_CV
 
-    zero = jnp.zeros((), dtype)
-    start = (zero, zero, jnp.zeros((width, vocab), dtype) if with_gradients else None)
-    chunks = hidden.reshape(num_chunks, chunk, width), labels.reshape(num_chunks, chunk)
-    (loss_sum, nll_sum, d_lm_head), d_hidden = jax.lax.scan(step, start, chunks)
-    if d_lm_head is None or d_hidden is None:
-        return loss_sum, nll_sum, None
-    return loss_sum, nll_sum, _Gradients(d_hidden.reshape(-1, width)[:num_tokens], d_lm_head)
+    if num_chunks == 1:  # no sum over chunks, so no float32 gradient of the head beside the one returned
+        stats, d_hidden, dx_CV = one(hidden, labels, weights)
+        d_lm_head = jnp.einsum(f"cd,cv->{layout}", hidden, dx_CV, preferred_element_type=head_dtype)
+        d_bias = None if bias is None else dx_CV.sum(axis=0, dtype=dtype).astype(grad_dtype or bias.dtype)
+        return stats, Gradients(d_hidden, d_lm_head, d_bias)
 
+    def step(i: Array, out: tuple[LogitStats, Gradients]) -> tuple[LogitStats, Gradients]:
+        all_stats, grads = out
+        first = jnp.minimum(i * chunk, num_tokens - chunk)  # the last chunk is moved back to lie inside; what was seen weighs 0
+        fresh_C = first + jnp.arange(chunk) >= i * chunk
+        hidden_CD, labels_C, weights_C, old_CD = (
+            jax.lax.dynamic_slice_in_dim(array, first, chunk) for array in (hidden, labels, weights, grads.hidden)
+        )
+        stats, d_hidden_CD, dx_CV = one(hidden_CD, labels_C, jnp.where(fresh_C, weights_C, 0.0))
+        d_bias = None if grads.bias is None else grads.bias + dx_CV.sum(axis=0, dtype=dtype)
+        d_hidden = _put(grads.hidden, jnp.where(fresh_C[:, None], d_hidden_CD, old_CD), first, 0)
+        d_lm_head = _add_product(grads.lm_head, hidden_CD, dx_CV, layout, vocab_block)
+        put = (_put(whole, piece, first, 0) for whole, piece in zip(all_stats, stats, strict=True))
+        return LogitStats(*put), Gradients(d_hidden, d_lm_head, d_bias)
 
-def _add_product(d_lm_head: Array, hidden_CD: Array, d_logits_CV: Array) -> Array:
-    """`d_lm_head + hidden_CD.T @ d_logits_CV`, a block of columns at a time: at once, the product would be a second array of D x V."""
-    vocab = d_lm_head.shape[1]
-    blocks, rest = divmod(vocab, VOCAB_BLOCK)
+    def zeros(shape: tuple[int, ...], of: DTypeLike) -> Array:
+        return varying_like(jnp.zeros(shape, of), hidden)
 
-    def add(total_DV: Array, start: int | Array, size: int) -> Array:
-        columns_CB = jax.lax.dynamic_slice_in_dim(d_logits_CV, start, size, axis=1)
-        product_DB = jnp.einsum("cd,cb->db", hidden_CD, columns_CB, preferred_element_type=total_DV.dtype)
-        total_DB = jax.lax.dynamic_slice_in_dim(total_DV, start, size, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(total_DV, total_DB + product_DB, start, axis=1)
-
-    if blocks:
-        d_lm_head = jax.lax.fori_loop(0, blocks, lambda i, total_DV: add(total_DV, i * VOCAB_BLOCK, VOCAB_BLOCK), d_lm_head)
-    return add(d_lm_head, blocks * VOCAB_BLOCK, rest) if rest else d_lm_head
+    none = Gradients(zeros(hidden.shape, hidden.dtype), zeros(lm_head.shape, dtype), None if bias is None else zeros(bias.shape, dtype))
+    start = LogitStats(*(zeros((num_tokens,), dtype) for _ in LogitStats._fields)), none
+    stats, grads = _loop(num_chunks, step, start)
+    d_bias = None if bias is None or grads.bias is None else grads.bias.astype(grad_dtype or bias.dtype)
+    return stats, Gradients(grads.hidden, grads.lm_head.astype(head_dtype), d_bias)
 
 
-def chunk_shape(num_tokens: int, chunk_size: int) -> tuple[int, int]:
-    """`(chunks, tokens of a chunk)`: as few chunks as hold all tokens, of even size, so that little is padded."""
-    num_chunks = max(1, -(-num_tokens // chunk_size))
-    return num_chunks, max(1, -(-num_tokens // num_chunks))
+def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
+    """x in the dtype of the inputs, rounded once: half the memory and traffic of float32 logits."""
+    dtype = jnp.result_type(hidden_CD, lm_head)
+    if bias is None:
+        return jnp.einsum(f"cd,{layout}->cv", hidden_CD, lm_head, preferred_element_type=dtype)
+    x_CV = jnp.einsum(f"cd,{layout}->cv", hidden_CD, lm_head, preferred_element_type=accumulator_dtype(hidden_CD, lm_head))
+    return (x_CV + bias).astype(dtype)
 
 
-def _pad(hidden: Array, labels: Array, count: int) -> tuple[Array, Array]:
-    if count == 0:
-        return hidden, labels
-    return jnp.pad(hidden, ((0, count), (0, 0))), jnp.pad(labels, (0, count), constant_values=IGNORE)
+def _row_step(
+    kernel: Any, logits: Array, labels: Array, weights: Array, objective: Objective, soft_cap: float | None, vocab_axes: tuple[str, ...]
+) -> tuple[Array, LogitStats]:
+    if not vocab_axes:
+        return getattr(kernel, "row_step", rows.row_step)(logits, labels, weights, objective=objective, soft_cap=soft_cap)
+    local = getattr(kernel, "row_stats", rows.row_stats)(logits, labels, soft_cap=soft_cap)
+    stats = merge_shards(local, vocab_axes)
+    cotangents = loss_cotangents(stats.lse, weights, objective)
+    return getattr(kernel, "row_gradients", rows.row_gradients)(logits, labels, stats.lse, *cotangents, soft_cap=soft_cap), stats
 
 
-def _across(collective, values: Array, axes: tuple[str, ...]) -> Array:
-    return collective(values, axes) if axes else values
+def _add_product(d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None) -> Array:
+    """`d_lm_head + hidden_CD.T @ dx_CV`; a block of columns at a time where the product would be a second array of D x V."""
+    axis = layout.index("v")
+    vocab = d_lm_head.shape[axis]
+    blocks, size = chunk_shape(vocab, vocab_block or vocab)
+
+    def add(j: Array, total: Array) -> Array:
+        first = jnp.minimum(j * size, vocab - size)
+        fresh_B = first + jnp.arange(size) >= j * size
+        columns_CB = jnp.where(fresh_B, jax.lax.dynamic_slice_in_dim(dx_CV, first, size, axis=1), 0)
+        product = jnp.einsum(f"cd,cv->{layout}", hidden_CD, columns_CB, preferred_element_type=total.dtype)
+        return _put(total, jax.lax.dynamic_slice_in_dim(total, first, size, axis) + product, first, axis)
+
+    if blocks == 1:
+        return d_lm_head + jnp.einsum(f"cd,cv->{layout}", hidden_CD, dx_CV, preferred_element_type=d_lm_head.dtype)
+    return _loop(blocks, add, d_lm_head)
 
 
-def _check_mesh(sharding: LossSharding, mesh: jax.sharding.AbstractMesh, vocab: int) -> None:
-    for field, axes in sharding._asdict().items():
-        for axis in axes:
-            if axis not in mesh.axis_names:
-                fix = "Call under jax.set_mesh(mesh), with axes of that mesh."
-                raise ConfigError(at=f"sharding.{field}", problem=f"no mesh axis named {axis!r}", have=mesh.axis_names, fix=fix)
-    parts = math.prod(mesh.shape[axis] for axis in sharding.vocab)
-    if vocab % parts:
-        fix = f"Make the vocabulary {vocab + -vocab % parts}, or shard it over fewer devices."
-        raise ConfigError(at="sharding.vocab", problem=f"a vocabulary of {vocab} does not divide over {parts} devices", fix=fix)
+def chunk_shape(size: int, most: int, multiple: int = 128) -> tuple[int, int]:
+    """`(pieces, size of a piece)`: as few as `most` allows, of even size, a multiple of 128 where there are several."""
+    pieces = max(1, -(-size // most))
+    even = -(-size // pieces)
+    return pieces, min(even if pieces == 1 else max(1, min(most, -(-even // multiple) * multiple)), size)
+
+
+def _put(whole: Array, piece: Array, first: Array, axis: int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, piece, first, axis)
+
+
+def _loop(count: int, body: Callable[[Array, Any], Any], start: Any) -> Any:
+    """fori_loop; a single turn is inlined, so that constants reach the compiler."""
+    return body(jnp.int32(0), start) if count == 1 else jax.lax.fori_loop(0, count, body, start)

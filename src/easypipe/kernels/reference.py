@@ -14,7 +14,6 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from easypipe.core.schema import IGNORE
 from easypipe.kernels.stats import Gradients, Layout, LogitStats, accumulator_dtype, soft_cap_slope, soft_capped
 
 
@@ -33,8 +32,12 @@ def stats(
     soft_cap: float | None,
     block: None = None,
 ) -> LogitStats:
-    """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`."""
-    z_TV = soft_capped(_logits(hidden, lm_head, bias, layout), soft_cap)
+    """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`. Leading shapes other than [T] will do."""
+    return stats_of_logits(_logits(hidden, lm_head, bias, layout), labels, soft_cap=soft_cap)
+
+
+def stats_of_logits(logits: Float[Array, "T V"], labels: Int[Array, " T"], *, soft_cap: float | None) -> LogitStats:
+    z_TV = soft_capped(logits.astype(accumulator_dtype(logits)), soft_cap)
     hit_TV = _hits(labels, z_TV)
     best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))
     return LogitStats(jax.nn.logsumexp(z_TV, axis=-1), jnp.where(hit_TV, z_TV, 0.0).sum(axis=-1), z_TV.sum(axis=-1), best_T)
@@ -68,25 +71,9 @@ def gradients(
 
 
 def _logits(hidden: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
-    x_TV = jnp.einsum(f"td,{layout}->tv", hidden, lm_head, preferred_element_type=accumulator_dtype(hidden, lm_head))
+    x_TV = jnp.einsum(f"...d,{layout}->...v", hidden, lm_head, preferred_element_type=accumulator_dtype(hidden, lm_head))
     return x_TV if bias is None else x_TV + bias
 
 
 def _hits(labels: Array, logits: Array) -> Array:
-    return jnp.arange(logits.shape[1], dtype=labels.dtype) == labels[:, None]
-
-
-def cross_entropy(
-    hidden: Float[Array, "T D"], lm_head: Float[Array, "D V"], labels: Int[Array, " T"], z_loss: float
-) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Per-token `(nll, loss)`: `nll = lse - target`, `loss = nll + z_loss * lse**2`; both 0 where the label is IGNORE.
-
-    The second term keeps the log-partition near 0 (z-loss: Chowdhery et al., PaLM, 2022, section 5).
-    """
-    logits_TV = jnp.einsum("td,dv->tv", hidden, lm_head, preferred_element_type=accumulator_dtype(hidden, lm_head))
-    lse_T = jax.nn.logsumexp(logits_TV, axis=-1)
-    is_target_T = labels != IGNORE
-    index_T = jnp.where(is_target_T, jnp.where(labels < 0, logits_TV.shape[1], labels), 0)  # a negative index would wrap around
-    target_T = jnp.take_along_axis(logits_TV, index_T[:, None], axis=-1, mode="fill", fill_value=jnp.nan)[:, 0]
-    nll_T = jnp.where(is_target_T, lse_T - target_T, 0.0)
-    return nll_T, nll_T + z_loss * jnp.where(is_target_T, lse_T, 0.0) ** 2
+    return jnp.arange(logits.shape[-1], dtype=labels.dtype) == labels[..., None]

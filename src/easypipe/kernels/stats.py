@@ -11,8 +11,8 @@ Law (one meaning). For every implementation module, `stats` and `gradients` equa
 1. ragged T, V and D are masked inside; any T, V, D >= 1 is right.
 2. labels are local column ids; one outside [0, V) hits no column: its `target` is 0, and it adds nothing to a gradient.
 3. a row whose three cotangents are 0 contributes exactly 0, for finite inputs.
-4. products in the dtype of the inputs, accumulated in float32 (float64 for float64 inputs); dz is rounded to the dtype of the inputs before its
-   two products; gradients are rounded once, at the end.
+4. products in the dtype of the inputs, accumulated in float32 (float64 for float64 inputs); dx is rounded to the dtype of the inputs
+   before its two products; gradients are rounded once, at the end.
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -104,9 +104,9 @@ class Kernel(Protocol):
 class RowKernel(Protocol):
     """What an implementation offers besides, where a chunk's logits are at hand: used by the rule *fast* and by fused_cross_entropy.
 
-    `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is needed for *fast* on one vocabulary shard; with
-    `row_stats` and `row_gradients` also where the vocabulary is sharded (the shards' sums are merged in between). An implementation that
-    has them not runs *fast* with the rows of XLA (rows.py).
+    `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is needed for *fast* on one vocabulary
+    shard; with `row_stats` and `row_gradients` also where the vocabulary is sharded (the shards' sums are merged in between). What an
+    implementation has not, the rows of XLA (rows.py) do in its place.
     """
 
     def row_stats(self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None) -> LogitStats: ...
@@ -178,3 +178,11 @@ def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
         return stats
     lse, target, total, best = jax.lax.all_gather(jnp.stack(stats), axes, axis=1)
     return LogitStats(jax.nn.logsumexp(lse, axis=0), target.sum(axis=0), total.sum(axis=0), best.max(axis=0))
+
+
+def varying_like(value: Array, *arrays: Array) -> Array:
+    """`value`, with the mesh axes over which `arrays` vary inside a shard_map that checks them (a loop's start must match its end)."""
+    varying = (frozenset(jax.typeof(array).manual_axis_type.varying) for array in (value, *arrays))
+    own, *others = varying
+    missing = tuple(sorted(frozenset().union(*others) - own))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value

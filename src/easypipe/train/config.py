@@ -48,12 +48,19 @@ class LossConfig:
     """Cross entropy, as kernels/api.py computes it."""
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
-    implementation: Literal["auto", "reference", "chunked"] = "auto"
-    chunk_size: int | None = None  # tokens whose logits exist at one time; None: kernels/api.py's default
+    label_smoothing: float = 0.0  # what every target shares evenly with the whole vocabulary; `nll` is without it
+    implementation: Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"] | None = None  # None: the fastest proven for the device
+    rule: Literal["fast", "strict"] | None = None  # fast: the logits of chunk_size tokens at a time; strict: a tile, and more work
+    chunk_size: int | None = None  # tokens whose logits exist at one time, per device; None: 4096 on TPU and CUDA, 512 elsewhere
 
     def check(self) -> None:
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
             raise ConfigError(at="z_loss", problem=f"{self.z_loss} is not a number from 0 up", fix="0.0 for none; 1e-4 is usual.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(at="label_smoothing", problem=f"{self.label_smoothing} is outside [0, 1)", fix="0.0 for none; 0.1 is usual.")
+        if self.implementation == "reference" and (self.rule or self.chunk_size):
+            at = "rule" if self.rule else "chunk_size"
+            raise ConfigError(at=at, problem="the reference knows none", fix="Leave it out, or choose implementation 'chunked'.")
         _at_least(self, 1, "chunk_size")
 
 

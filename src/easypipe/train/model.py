@@ -7,7 +7,6 @@ B batch · S sequence · D width · H query heads · K key and value heads · h 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.api import DEFAULT_CHUNK_SIZE, Implementation, LossOutput, LossSharding, fused_linear_cross_entropy
+from easypipe.kernels.stats import Layout
 from easypipe.train.axes import BATCH_AXES, constrain, on_mesh, partitioned
 
 
@@ -97,9 +96,9 @@ class Decoder(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None, position_ids: Int[Array, "B S"] | None = None
     ) -> Float[Array, "B S V"]:
-        """Float32 logits of every slot. They are large: training goes through `loss_sums`, which never holds them."""
+        """Float32 logits of every slot. They are large: training goes through train/loss.py, which never holds them."""
         hidden_BSD = self.hidden(input_ids, segment_ids, position_ids)
-        return jnp.einsum("bsd,dv->bsv", hidden_BSD, self.lm_head(), preferred_element_type=jnp.float32)
+        return jnp.einsum(f"bsd,{self.lm_head_layout}->bsv", hidden_BSD, self.lm_head(), preferred_element_type=jnp.float32)
 
     def hidden(
         self, input_ids: Int[Array, "B S"], segment_ids: Int[Array, "B S"] | None = None, position_ids: Int[Array, "B S"] | None = None
@@ -129,10 +128,15 @@ class Decoder(nnx.Module):
         x_BSD, _ = jax.lax.scan(layer, x_BSD, self.layers, unroll=1 if self.config.scan_layers else self.config.num_layers)
         return self.norm(x_BSD)
 
-    def lm_head(self) -> Float[Array, "D V"]:
-        """The matrix that turns hidden states into logits, in `config.dtype`."""
-        matrix = self.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
+    def lm_head(self) -> Float[Array, "D V"] | Float[Array, "V D"]:
+        """The matrix that turns hidden states into logits, in `config.dtype`; which way round, `lm_head_layout` says."""
+        matrix = self.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
         return matrix.astype(self.config.dtype)
+
+    @property
+    def lm_head_layout(self) -> Layout:
+        """A table that is also the head stays as it lies: turned round, it would be copied."""
+        return "vd" if self.config.tie_embeddings else "dv"
 
 
 def check_mesh(config: ModelConfig) -> None:
@@ -153,31 +157,6 @@ def check_mesh(config: ModelConfig) -> None:
             problem = f"{getattr(config, field)}{detail} does not divide over the {shape[axis]} devices of mesh axis {axis!r}"
             fitting = [n for n in range(1, shape[axis]) if size % n == 0]
             raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis!r} one of {fitting}, or change {field}.")
-
-
-def loss_sums(
-    model: Decoder,
-    batch: Mapping[str, Array],
-    *,
-    z_loss: float = 0.0,
-    implementation: Implementation = "auto",
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-) -> LossOutput:
-    """Token-weighted sums of the loss of a batch: `(loss_sum, num_targets, nll_sum)`, see LossOutput.
-
-    `batch` holds `input_ids` and `labels`, Int[B, S], and, where rows are packed, `segment_ids` and `position_ids`. Labels are already
-    shifted (collate did it), and -100 where a slot is not trained. Raises what fused_linear_cross_entropy raises.
-    """
-    hidden_BSD = model.hidden(batch["input_ids"], batch.get("segment_ids"), batch.get("position_ids"))
-    return fused_linear_cross_entropy(
-        hidden_BSD.reshape(-1, hidden_BSD.shape[-1]),
-        model.lm_head(),
-        batch["labels"].reshape(-1),
-        z_loss=z_loss,
-        implementation=implementation,
-        chunk_size=chunk_size,
-        sharding=LossSharding() if on_mesh() and implementation != "reference" else None,
-    )
 
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from easypipe.kernels.api import LossOutput
 from easypipe.train.axes import BATCH_AXES
 from easypipe.train.flops import segment_sums
+from easypipe.train.loss import LossOutput
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, shardings
 
 LossFn = Callable[[Any, Mapping[str, jax.Array]], LossOutput]

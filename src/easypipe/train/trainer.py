@@ -27,10 +27,11 @@ from easypipe.train.config import TrainConfig
 from easypipe.train.evaluate import held_out
 from easypipe.train.events import TrainEvent, TrainListener, unheard
 from easypipe.train.flops import flops_from_sums
+from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
 from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
-from easypipe.train.model import Decoder, ModelConfig, loss_sums
+from easypipe.train.model import Decoder, ModelConfig
 from easypipe.train.optim import make_optimizer, make_schedule
 from easypipe.train.peak import peak_flops
 from easypipe.train.plot import plot_loss
