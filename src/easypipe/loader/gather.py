@@ -89,7 +89,7 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
     window that the cache does not hold (-1: none); where there is one, nothing is written.
     """
     first_row, first_piece, table, dataset_of, doc_of = window
-    first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes = tables
+    _, _, ids_at, _, mask_at, id_bytes = tables
     masked = mask.shape[0] > 0
     found, bad = _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, ids.shape[1])
     left = rows.shape[0]
@@ -142,10 +142,10 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
     """Where the pieces of `rows` lie, Int64[4, n]: the part, the first token in it, how many are stored, and whether any of the document
     stands before the end of the piece; and the first piece that is not there, or -1.
 
-    Reads a byte of every cache line of them. Documents lie anywhere in memory, so each would otherwise be waited for in its turn; these reads
+    Reads a byte of every cache line of them. Documents lie anywhere in memory, and each would otherwise be waited for in turn; these reads
     do not depend on one another, so that the processor has many under way at once.
     """
-    first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes = tables
+    first_part, first_doc, ids_at, offsets_at, _, id_bytes = tables
     count = 0
     for r in range(rows.shape[0]):
         row = rows[r] - first_row
