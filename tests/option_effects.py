@@ -192,6 +192,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "add_special_tokens": Effect(
             "output", "transforms/test_tokenizer.py::test_special_tokens_come_from_the_post_processor", "what the post-processor adds"
         ),
+        "special_strings": Effect(
+            "output+error",
+            "transforms/test_special.py::test_every_policy_in_the_cache_and_beside_it",
+            "special tokens in raw text, ordinary text, or bad rows; counted",
+        ),
         "return_attention_mask": Effect(
             "output", "test_pipeline.py::test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them", "batches have attention_mask"
         ),

@@ -18,10 +18,8 @@ from strategies import examples
 from token_support import small_tokenizer
 
 
-def one(
-    tokenizer: Tokenizer, text: str, spans: list[list[int]], end: int = NO_END, *, surround: bool = False
-) -> tuple[list[int], list[int]]:
-    found = encode_masked(tokenizer, pa.array([text], pa.large_string()), [spans], [end], surround=surround)
+def one(tokenizer: Tokenizer, text: str, spans: list[list[int]], end: int = NO_END, *, raw: bool = False) -> tuple[list[int], list[int]]:
+    found = encode_masked(tokenizer, pa.array([text], pa.large_string()), [spans], [end], raw=raw)
     assert len(found.ids) == len(found.mask) == found.offsets[-1]
     return found.ids.tolist(), found.mask.tolist()
 
@@ -67,13 +65,13 @@ def test_the_bos_token_is_never_doubled() -> None:
     tokenizer = load_tokenizer(str(SHARED / "tokenizers" / "mistral_v1"))
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     for text in ("Hello", "<s>Hello", "<s> Hello"):
-        ids, mask = one(tokenizer, text, [[0, len(text)]], TRAINED_END, surround=True)
+        ids, mask = one(tokenizer, text, [[0, len(text)]], TRAINED_END, raw=True)
         assert ids[0] == bos
         assert ids.count(bos) == 1
         assert ids[-1] == eos
         assert len(mask) == len(ids)
     assert one(tokenizer, "<s>Hello</s>", [[0, 12]])[0].count(bos) == 1  # as a chat template prints it
-    whole = one(tokenizer, "Hello", [[0, 5]], TRAINED_END, surround=True)[0]
+    whole = one(tokenizer, "Hello", [[0, 5]], TRAINED_END, raw=True)[0]
     assert whole[:-1] == tokenizer.reference_encode("Hello")
 
 
@@ -83,7 +81,7 @@ def test_masks_are_cut_with_their_tokens_and_a_text_that_was_cut_has_no_eos() ->
     ids, mask = one(full, text, [[0, 3], [20, 39]])
     for length in range(1, len(ids) + 3):
         tokenizer = load_tokenizer(TokenizerConfig(name_or_path=chat_tokenizer(), max_length=length))
-        found = encode_masked(tokenizer, pa.array([text], pa.large_string()), [[[0, 3], [20, 39]]], [TRAINED_END], surround=False)
+        found = encode_masked(tokenizer, pa.array([text], pa.large_string()), [[[0, 3], [20, 39]]], [TRAINED_END], raw=False)
         kept = min(length, len(ids))
         assert found.ids[:kept].tolist() == ids[:kept]
         assert found.mask[:kept].tolist() == mask[:kept]
@@ -110,8 +108,8 @@ def test_bytes_of_tokens_say_what_characters_say(name: str) -> None:
     plain = texts.to_pylist()
     for step in (1, 2, 7, 19):
         spans = [[[a, min(len(text), a + 1 + a % 3)] for a in range(step // 2, len(text), step + 3)] for text in plain]
-        fast = encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), surround=False)
-        slow = encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), surround=False, reference=True)
+        fast = encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), raw=False)
+        slow = encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), raw=False, reference=True)
         assert np.array_equal(fast.ids, slow.ids)
         assert np.array_equal(fast.mask, slow.mask)
     if name in ("gpt2", "olmo_neox"):
@@ -127,6 +125,6 @@ def test_fast_masks_are_those_of_the_reference(texts: list[str], start: int, len
     tokenizer = small_tokenizer()
     column = pa.array(["", *texts], pa.large_string()).slice(1)
     spans = [[[min(start, len(text) - 1), min(len(text), start + length)]] for text in texts]
-    fast, slow = (encode_masked(tokenizer, column, spans, [NO_END] * len(texts), surround=False, reference=r) for r in (False, True))
+    fast, slow = (encode_masked(tokenizer, column, spans, [NO_END] * len(texts), raw=False, reference=r) for r in (False, True))
     assert fast.ids.tolist() == slow.ids.tolist()
     assert fast.mask.tolist() == slow.mask.tolist()

@@ -22,6 +22,7 @@ class Books:
     rows: Counter[int] = field(default_factory=Counter)
     docs: Counter[int] = field(default_factory=Counter)
     rejects: dict[int, Counter[str]] = field(default_factory=dict)
+    strings: dict[int, Counter[str]] = field(default_factory=dict)  # what became of special strings in the texts that were read
     added: Counter[int] = field(default_factory=Counter)  # EOS
     left: Counter[int] = field(default_factory=Counter)  # read, and not drawn before their epoch ended
     resumed: Counter[int] = field(default_factory=Counter)  # read again, and placed before the state that was restored
@@ -37,8 +38,9 @@ class Books:
         for part in parts:
             for name in ("rows", "docs", "added", "left", "resumed", "waiting"):
                 getattr(whole, name).update(getattr(part, name))
-            for i, counts in part.rejects.items():
-                whole.rejects.setdefault(i, Counter()).update(counts)
+            for name in ("rejects", "strings"):
+                for i, counts in getattr(part, name).items():
+                    getattr(whole, name).setdefault(i, Counter()).update(counts)
             if part.table.shape[0]:
                 whole.table = whole.table + part.table if whole.table.shape[0] else part.table.copy()
             whole.packed_rows += part.packed_rows
@@ -50,6 +52,7 @@ class Books:
         self.rows[dataset] += loaded.rows
         self.docs[dataset] += loaded.num_docs
         self.rejects.setdefault(dataset, Counter()).update(loaded.rejects)
+        self.strings.setdefault(dataset, Counter()).update(loaded.strings)
 
 
 def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
@@ -59,6 +62,8 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
         rejects = books.rejects.get(i, Counter())
         known = dict(zip(FIELDS, books.table[i].tolist(), strict=True)) if books.table.shape[0] else dict.fromkeys(FIELDS, 0)
         ledger.add("stream", name, "rows", into={"read": books.rows[i]}, out={"documents": books.docs[i], **dict(sorted(rejects.items()))})
+        if strings := +books.strings.get(i, Counter()):
+            ledger.add("stream", name, "special strings", into={"in texts": strings.total()}, out=dict(sorted(strings.items())))
         ledger.add(
             "mix",
             name,

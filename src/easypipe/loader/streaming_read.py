@@ -39,7 +39,7 @@ class Loaded:
     """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos: Bool[n]. mask: UInt8, one for each id.
 
     ended: nothing of its entry stands behind the chunk. rows: physical rows that were read; rejects: how many of them by reason.
-    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them.
+    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what became of special strings in the texts.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -48,6 +48,7 @@ class Loaded:
     mask: NDArray[np.uint8] | None
     rows: int
     rejects: Counter[str] = field(default_factory=Counter)
+    strings: Counter[str] = field(default_factory=Counter)
     ended: bool = True
     num_bad: int = 0
     bad: tuple[tuple[str, str], ...] = ()

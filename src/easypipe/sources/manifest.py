@@ -62,6 +62,8 @@ class Counts:
     truncated: int = 0
     tokens: int = 0  # stored
     trained: int | None = None  # of those, targets; None where there is no loss mask
+    special: int = 0  # special strings in the texts of the documents that became special tokens ...
+    escaped: int = 0  # ... and those that became ordinary text
 
     def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
         ledger = Ledger(facts=dict(facts))
@@ -76,6 +78,9 @@ class Counts:
         if self.trained is not None:
             out = {"targets": self.trained, "masked": self.tokens - self.trained}
             ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)
+        if self.special or self.escaped:
+            out = {"special tokens": self.special, "ordinary text": self.escaped}
+            ledger.add("tokenize", dataset, "special strings", into={"in texts": self.special + self.escaped}, out=out)
         return ledger
 
 

@@ -334,6 +334,8 @@ def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
         "encoded": documents.encoded,
         "added": documents.added,
         "truncated": documents.truncated,
+        "special": documents.special,
+        "escaped": documents.escaped,
         **({} if documents.trained is None else {"trained": documents.trained}),
         "content": documents.content,
         "encoder": encoder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from easypipe.stages.text_rows import Texts, is_text, require_text
 from easypipe.stages.token_rows import Documents, encode_spans
 from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, check_date
 from easypipe.transforms.masked import TRAINED_END
-from easypipe.transforms.messages import BadJson, is_messages, strings_of, values_of, wrong_messages
+from easypipe.transforms.messages import BadJson, is_messages, strings_of, strings_within, values_of, wrong_messages
 from easypipe.transforms.tokenizer import Tokenizer
 
 TrainOn = Literal["all", "completion", "assistant"]
@@ -44,13 +45,15 @@ def check_chat(dataset: Any) -> None:
 class ChatForm:
     """A column of messages (lists of structs with `role` and `content`, or JSON text of that), rendered with a chat template.
 
-    tools_field: a column with the tools of each row; None: there is none.
+    tools_field: a column with the tools of each row; None: there is none. refuse: strings that no message may hold: the template writes
+    the special tokens, and one in a message would pass for the template's.
     """
 
     masked = True
 
-    def __init__(self, template: ChatTemplate, content_field: str, tools_field: str | None) -> None:
+    def __init__(self, template: ChatTemplate, content_field: str, tools_field: str | None, refuse: Sequence[str] = ()) -> None:
         self.template, self.label, self.tools_field = template, content_field, tools_field
+        self._refused = re.compile("|".join(re.escape(text) for text in sorted(refuse, key=len, reverse=True))) if refuse else None
         self.columns = (content_field,) if tools_field is None else (content_field, tools_field)
 
     def require(self, source: ShardedSource, dataset: str) -> None:
@@ -64,7 +67,8 @@ class ChatForm:
                 raise SourceError(at=at, problem=f"holds {kind}, not lists of objects", fix="Give messages as [{role, content}, ...].")
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        return digest("chat", refuted, tokenizer.fingerprint, _length(tokenizer), self.template.fingerprint, list(self.columns))
+        what = ("chat", refuted, tokenizer.fingerprint, _length(tokenizer), self.template.fingerprint, list(self.columns))
+        return digest(*what, *tokenizer.special.recipe)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Raises TokenizerError naming the row on which the template went beyond its limits."""
@@ -76,6 +80,10 @@ class ChatForm:
         for i, value in enumerate(values_of(batch.column(self.label), keep=("role", "content"))):
             with_tools = None if tools is None else tools[i]
             wrong = wrong_messages(value) or (("not_json", f"tools: {with_tools}") if isinstance(with_tools, BadJson) else None)
+            if wrong is None and self._refused is not None:
+                found = next((hit for text in strings_within([value, with_tools]) if (hit := self._refused.search(text))), None)
+                if found is not None:
+                    wrong = "special_string", f"a message holds {found[0]!r}, and special_strings is 'error'"
             if wrong is not None:
                 bad.append(Reject(row=numbers[i], reason=wrong[0], detail=wrong[1]))
                 continue
@@ -89,7 +97,7 @@ class ChatForm:
         return _texts(rendered, kept, [*rejects, *bad])
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=False, audit_key=audit_key)
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, raw=False, audit_key=audit_key)
 
 
 class PairForm:
@@ -107,7 +115,8 @@ class PairForm:
             require_text(source, column, dataset)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        return digest("pairs", refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), self.train_on)
+        what = ("pairs", refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), self.train_on)
+        return digest(*what, *tokenizer.special.recipe)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         batch, rejects = scan(source, shard, start, stop)
@@ -132,7 +141,7 @@ class PairForm:
         return _texts(rendered, kept, [*rejects, *bad])
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, surround=True, audit_key=audit_key)
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, raw=True, audit_key=audit_key)
 
 
 def _numbers(batch: pa.RecordBatch, start: int) -> list[int]:

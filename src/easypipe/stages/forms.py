@@ -86,4 +86,11 @@ def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) 
         )
     except ConfigError as error:
         raise error.under(at) from None
-    return ChatForm(template, column, tools)
+    policy = tokenizer.special.policy
+    if policy == "escape":
+        raise ConfigError(
+            at=f"{at}.tokenizer",
+            problem=f"special_strings='escape' is for raw text, and {column!r} holds conversations, whose template writes special tokens",
+            fix="Set special_strings='error', which looks into the messages.",
+        )
+    return ChatForm(template, column, tools, refuse=tokenizer.special.strings if policy == "error" else ())

@@ -58,6 +58,8 @@ class Record:
     encoder: str = ""
     rejects: tuple[Reject, ...] = ()
     trained: int | None = None  # stored tokens that are targets; None where every one is
+    special: int = 0  # special strings in the texts that became special tokens ...
+    escaped: int = 0  # ... and those that became ordinary text
     format: int = FORMAT
 
     def part(self, shard: int) -> Part:
@@ -69,7 +71,7 @@ class Record:
 
 def recipe_of(tokenizer: Tokenizer, content_field: str, *, refuted: bool) -> str:
     """refuted: gigatoken wrote wrong tokens for this tokenizer into this cache; what it wrote then has another name."""
-    return digest("recipe", FORMAT, tokenizer.fingerprint, tokenizer.content_limit, content_field, refuted)
+    return digest("recipe", FORMAT, tokenizer.fingerprint, tokenizer.content_limit, content_field, refuted, *tokenizer.special.recipe)
 
 
 def shard_identity(source: ShardedSource, shard: int) -> str:

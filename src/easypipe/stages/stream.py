@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
@@ -187,7 +188,7 @@ class ForwardDocuments:
         at = f"dataset {self.name!r}, {self._source.shards[shard].name}, {'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
         try:
             self._prove(shard, start, stop)
-            batch, rejects = scan(self._source, shard, start, stop)
+            batch, rejects, strings = self._scan(shard, start, stop)
             bad = self._bad(shard, rejects)
         except Exception as error:
             error.add_note(f"while streaming {at}")
@@ -208,10 +209,18 @@ class ForwardDocuments:
             mask=None if mask is None else mask.astype(np.uint8),
             rows=batch.num_rows + sum(counts.values()),
             rejects=+counts,
+            strings=strings,
             num_bad=0 if self.max_bad_rows is None else len(bad),
             bad=tuple((self._place(shard, reject), f"{reject.reason}: {reject.detail}") for reject in bad[:NAMED_ROWS]),
             ended=self._source.shards[shard].num_rows is not None or self._bytes.at_end(shard, stop),
         )
+
+    def _scan(self, shard: int, start: int, stop: int) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str]]:
+        """(documents, rejects, what became of special strings in their texts)."""
+        if not isinstance(self._source, TokenizedShardedSource):
+            return *scan(self._source, shard, start, stop), Counter()
+        found, rejects = self._source.documents(shard, start, stop)
+        return found.batch, rejects, Counter({"special tokens": found.special, "ordinary text": found.escaped})
 
     def _prove(self, shard: int, start: int, stop: int) -> None:
         """The fast tokenizer is used only once it agreed with the reference on some of this dataset."""
@@ -224,7 +233,7 @@ class ForwardDocuments:
             texts = source.form.read(source.source, shard, start, stop).texts.slice(0, PROVED_ROWS)
             ends = np.cumsum([len(text) for text in texts.to_pylist()])
             kept = max(1, int(np.searchsorted(ends, PROVED_BYTES, side="right"))) if len(texts) else 0
-            source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context))
+            source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context).local)
             self._proved = True
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:

@@ -40,6 +40,8 @@ class Documents:
     tokens: int
     content: str  # XXH3-128 of offsets, tokens, EOS marks, row numbers and loss mask
     trained: int | None = None  # stored tokens that are targets; None where there is no mask
+    special: int = 0  # special strings in the texts of the documents that became special tokens ...
+    escaped: int = 0  # ... and those that became ordinary text
 
 
 def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
@@ -49,20 +51,20 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     Raises TokenizerError where the fast backend differs from the reference, SourceError for a text of more than 2^31 tokens.
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    ids, lengths, truncated, added, total = [], [], [], 0, 0
+    ids, lengths, truncated, special, added, total = [], [], [], [], 0, 0
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         encoded = tokenizer.encode_column(texts.texts.slice(first, last - first))
         ids.append(encoded.ids)
         total += len(encoded.ids)
         lengths.append(np.diff(encoded.offsets))
         truncated.append(encoded.truncated)
+        special.append(encoded.special)
         added += encoded.added
     all_ids = np.empty(total, dtype)
     if ids:
         np.concatenate(ids, out=all_ids, casting="unsafe")  # ids are below vocab_size
     ids.clear()  # a range may be tens of megabytes of tokens
-    all_lengths = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
-    cut = np.concatenate(truncated) if truncated else np.zeros(0, np.int64)
+    all_lengths, cut, strings = _joined(lengths, np.int64), _joined(truncated, np.int64), _joined(special, np.int64)
     offsets = np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int64)
     if all_lengths.size and all_lengths.max() > LONGEST:
         row = int(texts.rows[int(all_lengths.argmax())])
@@ -71,11 +73,14 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         _audit(texts, all_ids, offsets, tokenizer, audit_key, at)
     rows, rejects = texts.rows, ()
     room = tokenizer.specials_per_text
+    refused = _refused_strings(texts, strings, tokenizer)
     kept = all_lengths > room  # nothing but special tokens: the tokenizer knows no piece of the text
+    kept[list(refused)] = False
     if not kept.all():
         detail = f"the tokenizer {tokenizer.name} makes no token of this text"
-        rejects = tuple(Reject(row=int(row), reason="no_tokens", detail=detail) for row in rows[~kept])
-        all_ids, rows, cut = all_ids[np.repeat(kept, all_lengths)], rows[kept], cut[kept]
+        without = np.flatnonzero(~kept).tolist()
+        rejects = tuple(refused.get(i) or Reject(row=int(rows[i]), reason="no_tokens", detail=detail) for i in without)
+        all_ids, rows, cut, strings = all_ids[np.repeat(kept, all_lengths)], rows[kept], cut[kept], strings[kept]
         offsets = np.concatenate([[0], np.cumsum(all_lengths[kept])]).astype(np.int64)
         added = len(rows) * room
     tokens, lost = int(offsets[-1]), int(cut.sum())
@@ -90,14 +95,14 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         truncated=lost,
         tokens=tokens,
         content=documents_hash(batch),
+        **_counted(strings, tokenizer),
     )
 
 
-def encode_spans(
-    texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, surround: bool, audit_key: str | None = None
-) -> Documents:
-    """Documents with a loss_mask, from texts with spans. surround: put the tokenizer's own special tokens around each.
+def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, raw: bool, audit_key: str | None = None) -> Documents:
+    """Documents with a loss_mask, from texts with spans.
 
+    raw: the texts are no template's work: the tokenizer's own special tokens are put around each, and its special_strings is obeyed.
     Rows of which nothing that is trained remains within max_length are rejects. Raises as encode_texts does.
     """
     assert texts.spans is not None
@@ -106,21 +111,24 @@ def encode_spans(
     found: list[Masked] = []
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         some = texts.texts.slice(first, last - first)
-        found.append(encode_masked(tokenizer, some, texts.spans[first:last], texts.ends[first:last].tolist(), surround=surround))
+        found.append(encode_masked(tokenizer, some, texts.spans[first:last], texts.ends[first:last].tolist(), raw=raw))
     lengths = _joined([np.diff(part.offsets) for part in found], np.int64)
     ids, mask = _joined([part.ids for part in found], dtype), _joined([part.mask for part in found], np.uint8)
-    added, cut = _joined([part.added for part in found], np.int64), _joined([part.truncated for part in found], np.int64)
+    added, cut, strings = (_joined([getattr(part, name) for part in found], np.int64) for name in ("added", "truncated", "special"))
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     if lengths.size and lengths.max() > LONGEST:
         row = int(texts.rows[int(lengths.argmax())])
         raise SourceError(at=place(at, row=row), problem=f"{lengths.max()} tokens in one text", fix="Set max_length, or split it.")
     if audit_key is not None:
-        _audit_spans(texts, ids, mask, offsets, tokenizer, audit_key, at, surround=surround)
+        _audit_spans(texts, ids, mask, offsets, tokenizer, audit_key, at, raw=raw)
     before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
     # The first token of a document is nobody's next token: it alone is nothing to train on.
     kept = before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])] > 0
+    refused = _refused_strings(texts, strings, tokenizer)
+    kept[list(refused)] = False
     rejects = tuple(
-        Reject(row=row, reason="nothing_to_train", detail="no trained token remains", benign=True) for row in texts.rows[~kept].tolist()
+        refused.get(i) or Reject(row=int(texts.rows[i]), reason="nothing_to_train", detail="no trained token remains", benign=True)
+        for i in np.flatnonzero(~kept).tolist()
     )
     if rejects:
         tokens = np.repeat(kept, lengths)
@@ -140,7 +148,24 @@ def encode_spans(
         tokens=len(ids),
         content=documents_hash(batch),
         trained=int(mask.sum()),
+        **_counted(strings[kept], tokenizer),
     )
+
+
+def _refused_strings(texts: Texts, strings: NDArray[np.int64], tokenizer: Tokenizer) -> dict[int, Reject]:
+    """By number, the texts that special_strings="error" refuses. strings: Int64[n], special strings in each."""
+    if tokenizer.special.policy != "error":
+        return {}
+    found = {}
+    for i in np.flatnonzero(strings).tolist():  # few
+        string = tokenizer.special.first_in(texts.texts[i].as_py())
+        detail = f"the text holds {'a special string' if string is None else repr(string)}, and special_strings is 'error'"
+        found[i] = Reject(row=int(texts.rows[i]), reason="special_string", detail=detail)
+    return found
+
+
+def _counted(strings: NDArray[np.int64], tokenizer: Tokenizer) -> dict[str, int]:
+    return {"escaped" if tokenizer.special.policy == "escape" else "special": int(strings.sum())}
 
 
 def ends_closed(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:
@@ -206,7 +231,7 @@ def _audit_spans(
     key: str,
     at: str,
     *,
-    surround: bool,
+    raw: bool,
 ) -> None:
     """`_audit` for texts with spans: tokens and loss masks."""
     if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
@@ -215,7 +240,7 @@ def _audit_spans(
     assert texts.ends is not None
     for i in _picked(texts, key):
         one = texts.texts.slice(i, 1)
-        expected = encode_masked(tokenizer, one, texts.spans[i : i + 1], [int(texts.ends[i])], surround=surround, reference=True)
+        expected = encode_masked(tokenizer, one, texts.spans[i : i + 1], [int(texts.ends[i])], raw=raw, reference=True)
         here = slice(offsets[i], offsets[i + 1])
         if not (np.array_equal(ids[here], expected.ids) and np.array_equal(mask[here], expected.mask)):
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))

@@ -12,7 +12,17 @@ import pyarrow as pa
 
 from easypipe.core.config import config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, Scan, Shard, ShardedDataSource, ShardedSource, silent
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    ProgressListener,
+    Reject,
+    Scan,
+    Shard,
+    ShardedDataSource,
+    ShardedSource,
+    silent,
+)
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.limit import select
@@ -21,6 +31,7 @@ from easypipe.stages.caching import TemporaryFolder, cache_folder_of
 from easypipe.stages.formats import kept_columns
 from easypipe.stages.forms import RowForm, TextForm, form_of
 from easypipe.stages.ranges import ranges_of
+from easypipe.stages.token_rows import Documents
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from easypipe.transforms.tokenizer_options import with_options
 
@@ -129,10 +140,14 @@ class TokenizedShardedSource(ShardedDataSource):
         return batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
+        documents, rejects = self.documents(shard, start, stop)
+        return Scan(documents.batch, rejects)
+
+    def documents(self, shard: int, start: int, stop: int) -> tuple[Documents, tuple[Reject, ...]]:
+        """What `scan` gives, with what was counted on the way."""
         texts = self.form.read(self.source, shard, start, stop)
         documents = self.form.encode(texts, self.tokenizer, batch_size=self._batch_size, at=self.shards[shard].name)
-        rejects = sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row)
-        return Scan(documents.batch, tuple(rejects))
+        return documents, tuple(sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row))
 
     @property
     def cache_path(self) -> Path:

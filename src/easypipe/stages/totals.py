@@ -34,7 +34,9 @@ class Totals:
         self.rows += piece.stop - piece.start
         self.text_bytes += record.text_bytes
         self.encoders.add(record.encoder)
-        self.sums.update({name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated")})
+        self.sums.update(
+            {name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated", "special", "escaped")}
+        )
         if record.trained is not None:
             self.trained = (self.trained or 0) + record.trained
         self.parts.append(record.part(piece.shard))
@@ -42,7 +44,8 @@ class Totals:
     def counts(self) -> Counts:
         s = self.sums
         return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
-                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"], trained=self.trained)  # fmt: skip
+                      added=s["added"], truncated=s["truncated"], tokens=s["tokens"], trained=self.trained,
+                      special=s["special"], escaped=s["escaped"])  # fmt: skip
 
     def require_documents(self) -> None:
         if not self.sums["docs"]:

@@ -24,7 +24,7 @@ class Masked(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
     offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · added Int64[n]: special tokens of each document ·
-    truncated Int64[n]: tokens cut off each
+    truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each text, where they were looked for
     """
 
     offsets: NDArray[np.int64]
@@ -32,6 +32,7 @@ class Masked(NamedTuple):
     mask: NDArray[np.uint8]
     added: NDArray[np.int64]
     truncated: NDArray[np.int64]
+    special: NDArray[np.int64]
 
 
 def encode_masked(
@@ -40,20 +41,23 @@ def encode_masked(
     spans: Sequence[Sequence[Sequence[int]]],
     ends: Sequence[int],
     *,
-    surround: bool,
+    raw: bool,
     reference: bool = False,
 ) -> Masked:
     """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of each, NO_END, MASKED_END or TRAINED_END.
 
-    surround: put the tokenizer's own special tokens around each text, where they do not stand there already. Masks are made of the whole
-    text and cut with it; a text that was cut gets no EOS. reference: ask `tokenizers`, whatever backend runs.
+    raw: no template wrote the texts: the tokenizer's own special tokens are put around each, where they do not stand there already, and
+    its special_strings is obeyed. Masks are made of the whole text and cut with it; a text that was cut gets no EOS.
+    reference: ask `tokenizers`, whatever backend runs.
     """
-    before, after = tokenizer.surrounding if surround else ((), ())
+    before, after = tokenizer.surrounding if raw else ((), ())
     limit = tokenizer.config.max_length if tokenizer.config.truncation else None
     eos = tokenizer.eos_token_id
     ids, masks = [], []
-    added, truncated = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
+    added, truncated, special = (np.zeros(len(texts), np.int64) for _ in range(3))
     for i, (tokens, mask) in enumerate(_encoded(tokenizer, texts, spans, reference=reference)):
+        if raw:
+            tokens, mask, special[i] = _settled(tokenizer, texts[i], spans[i], tokens, mask)
         prefix = () if tuple(tokens[: len(before)].tolist()) == before else before
         suffix, room = after, len(prefix) + len(after)
         closed = len(tokens) > 0 and int(tokens[-1]) == eos
@@ -79,7 +83,24 @@ def encode_masked(
         mask=np.concatenate(masks).astype(np.uint8) if masks else np.zeros(0, np.uint8),
         added=added,
         truncated=truncated,
+        special=special,
     )
+
+
+def _settled(
+    tokenizer: Tokenizer, text: pa.Scalar, spans: Sequence[Sequence[int]], ids: NDArray[np.uint32], mask: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint32], NDArray[np.uint8], int]:
+    """(ids, mask, special strings in the text) under the tokenizer's special_strings."""
+    special = tokenizer.special
+    counts, doubtful = special.look(np.array([0, len(ids)]), ids)
+    found = int(counts[0])
+    if special.policy == "error" and doubtful[0] and not found:
+        found = int(special.first_in(text.as_py()) is not None)
+    if special.policy != "escape" or not doubtful[0]:
+        return ids, mask, found
+    ((new, starts, stops),) = tokenizer.encode_with_characters([text.as_py()], escaped=True)
+    new = np.asarray(new, np.uint32)
+    return new, token_mask(starts, stops, spans), found + max(0, special.unknown_in(ids) - special.unknown_in(new))
 
 
 def _encoded(

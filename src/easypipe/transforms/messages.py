@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +39,15 @@ def wrong_messages(value: Any) -> tuple[str, str] | None:
             if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
                 return "multimodal", f"message {i} holds a part of type {kind!r}; only text can be tokenized"
     return None
+
+
+def strings_within(value: Any) -> Iterator[str]:
+    """Every text in nested lists and objects, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings_within(part)
 
 
 class BadJson(str):

@@ -25,6 +25,8 @@ from easypipe.transforms import proof
 from easypipe.transforms.fast import FastEngine, engine_of
 from easypipe.transforms.fast import version as fast_version
 from easypipe.transforms.proof import Verdict
+from easypipe.transforms.ragged import surround, truncate
+from easypipe.transforms.special import SpecialPolicy, SpecialStrings
 from easypipe.transforms.token_bytes import TokenBytes, token_bytes
 from easypipe.transforms.tokenizer_files import TokenizerFiles, find_tokenizer
 
@@ -47,6 +49,8 @@ class TokenizerConfig:
     padding: how rows that are not packed are filled in a batch: to the "longest" of it (also True) or to "max_length"; False refuses
         rows of unequal length.
     add_special_tokens: add what the tokenizer's own post-processor adds.
+    special_strings: what becomes of strings such as "<|endoftext|>" in raw text: "allow" makes them special tokens, which are counted in
+        the ledger; "escape" takes them for ordinary text; "error" makes a bad row of theirs.
     return_attention_mask: batches carry `attention_mask` (1 where a token stands, 0 where padding does).
     trust_remote_code: refused; easypipe reads tokenizer.json files, which hold no code.
     backend: "auto" takes gigatoken where it is proved equal; "gigatoken" makes anything else an error; "tokenizers" is the reference.
@@ -57,6 +61,7 @@ class TokenizerConfig:
     truncation: bool = True
     padding: Literal["longest", "max_length"] | bool = "longest"
     add_special_tokens: bool = True
+    special_strings: SpecialPolicy = "allow"
     return_attention_mask: bool = False
     trust_remote_code: bool = False
     backend: Literal["auto", "gigatoken", "tokenizers"] = "auto"
@@ -90,13 +95,15 @@ class Backend(NamedTuple):
 class Encoded(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
-    offsets Int64[n+1] from 0 · ids UInt32[total] · added: special tokens in all · truncated Int64[n]: content tokens cut off each document
+    offsets Int64[n+1] from 0 · ids UInt32[total] · added: special tokens in all · truncated Int64[n]: content tokens cut off each
+    document · special Int64[n]: special strings in the text of each
     """
 
     offsets: NDArray[np.int64]
     ids: NDArray[np.uint32]
     added: int
     truncated: NDArray[np.int64]
+    special: NDArray[np.int64]
 
 
 def load_tokenizer(config: TokenizerConfig | str) -> Tokenizer:
@@ -130,6 +137,7 @@ class Tokenizer:
             )
         self._limit = config.max_length - room if config.truncation and config.max_length is not None else None
         self._options = files.options
+        self.special = SpecialStrings(self._reference, self._definition, config.special_strings, self.name)
         golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
         self.fingerprint: str = digest(
             "tokenizer",
@@ -179,21 +187,28 @@ class Tokenizer:
             raise TokenizerError(at=self.name, problem=f"{column.null_count} of {len(column)} texts are null", fix="Drop them first.")
         _, engine = self._decide()
         offsets, ids = engine.encode(column) if engine is not None else self._encode_reference(column)
-        offsets, ids, truncated = _truncate(offsets, ids, self._limit)
-        offsets, ids = _surround(offsets, ids, self._prefix, self._suffix)
-        return Encoded(offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated)
+        offsets, ids, special = self.special.settle(column, offsets, ids)
+        offsets, ids, truncated = truncate(offsets, ids, self._limit)
+        offsets, ids = surround(offsets, ids, self._prefix, self._suffix)
+        return Encoded(offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated, special)
 
     def reference_encode(self, text: str) -> list[int]:
         """One text by `tokenizers` and its own post-processor, whatever backend runs."""
-        ids = self._reference.encode_batch_fast([text], add_special_tokens=self.config.add_special_tokens)[0].ids  # asks for no offsets
+        reference = self.special.escaped if self.special.policy == "escape" else self._reference
+        ids = reference.encode_batch_fast([text], add_special_tokens=self.config.add_special_tokens)[0].ids  # asks for no offsets
         if self._limit is not None and len(ids) > self._limit + len(self._prefix) + len(self._suffix):
-            content = self._reference.encode(text, add_special_tokens=False).ids[: self._limit]
+            content = reference.encode(text, add_special_tokens=False).ids[: self._limit]
             return [*self._prefix, *content, *self._suffix]
         return ids
 
-    def encode_with_characters(self, texts: Sequence[str]) -> Iterator[tuple[list[int], NDArray[np.int64], NDArray[np.int64]]]:
-        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without special tokens; both ascend."""
-        for encoding in self._reference.encode_batch(list(texts), add_special_tokens=False):
+    def encode_with_characters(
+        self, texts: Sequence[str], *, escaped: bool = False
+    ) -> Iterator[tuple[list[int], NDArray[np.int64], NDArray[np.int64]]]:
+        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without special tokens; both ascend.
+
+        escaped: take special strings for ordinary text.
+        """
+        for encoding in (self.special.escaped if escaped else self._reference).encode_batch(list(texts), add_special_tokens=False):
             edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
             yield encoding.ids, np.maximum.accumulate(edges[:, 0]), np.maximum.accumulate(edges[:, 1])
 
@@ -367,34 +382,3 @@ def _content(token: Any) -> Any:
 
 def _column(texts: pa.Array) -> pa.LargeStringArray:
     return texts if pa.types.is_large_string(texts.type) else texts.cast(pa.large_string())  # pyright: ignore[reportReturnType]
-
-
-def _truncate(
-    offsets: NDArray[np.int64], ids: NDArray[np.uint32], limit: int | None
-) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.int64]]:
-    lengths = np.diff(offsets)
-    cut = np.zeros_like(lengths) if limit is None else np.maximum(lengths - limit, 0)
-    if not cut.any():
-        return offsets, ids, cut
-    step = np.zeros(len(ids) + 1, np.int8)  # +1 where a cut begins, -1 where the next document does
-    step[(offsets[1:] - cut)[cut > 0]] += 1
-    step[offsets[1:][cut > 0]] -= 1
-    keep = np.cumsum(step[:-1], dtype=np.int8) == 0
-    return np.concatenate([[0], np.cumsum(lengths - cut)]).astype(np.int64), ids[keep], cut
-
-
-def _surround(
-    offsets: NDArray[np.int64], ids: NDArray[np.uint32], prefix: Sequence[int], suffix: Sequence[int]
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    room = len(prefix) + len(suffix)
-    if not room:
-        return offsets, ids
-    wide = offsets + np.arange(len(offsets), dtype=np.int64) * room
-    out = np.empty(int(wide[-1]), np.uint32)
-    content = np.ones(len(out), np.bool_)
-    for places, tokens in ((wide[:-1], prefix), (wide[1:] - len(suffix), suffix)):
-        for i, token in enumerate(tokens):
-            out[places + i] = token
-            content[places + i] = False
-    out[content] = ids
-    return wide, out
