@@ -85,7 +85,33 @@ def draw_owed_most(
     return Draws(dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=ended)
 
 
+def first_draws(
+    draws: Draws,
+    num_draws: int,
+    shares: Sequence[Fraction],
+    block: int | None,
+    deficits: NDArray[np.int64],
+    sizes: NDArray[np.int64] | None,
+) -> Draws:
+    """The first `num_draws` of `draws`, among which no dataset left: what `draw_owed_most` gives if no more are asked for.
+
+    deficits: Int64[k], before the first of them. sizes: Int64[n] of every draw in tokens; None counts draws.
+    """
+    total = ROWS_TOTAL if sizes is None else TOKENS_TOTAL
+    weights = np.array(weights_of(shares, draws.active.tolist(), total, block), dtype=np.int64)
+    counts, tokens = np.zeros_like(deficits), np.zeros_like(deficits)
+    dataset = draws.dataset[:num_draws]
+    _count(dataset, _NONE if sizes is None else sizes, counts, tokens)
+    deficits = deficits + weights * tokens.sum() - weights.sum() * tokens  # the products may wrap around, their difference does not
+    return Draws(dataset=dataset, counts=counts, deficits=deficits, active=draws.active, ended=False)
+
+
 _NONE = np.empty(0, dtype=np.int64)
+
+
+def with_margin(expected: int) -> int:
+    """Documents of a dataset that are looked at first, where so many are expected."""
+    return expected + expected // 16 + 16
 
 
 class _Ahead:
@@ -93,7 +119,7 @@ class _Ahead:
 
     def __init__(self, sizes: Sizes, expected: Sequence[int]) -> None:
         self._sizes = sizes
-        self._wanted = [count + count // 16 + 16 for count in expected]
+        self._wanted = [with_margin(count) for count in expected]
         self._parts = [_NONE for _ in expected]
         self._table = _NONE, _NONE, _NONE
         self._stale = True
@@ -111,7 +137,7 @@ class _Ahead:
         return self._table
 
     def extend(self, dataset: int) -> None:
-        self._wanted[dataset] += self._parts[dataset].size // 4 + 16
+        self._wanted[dataset] += self._parts[dataset].size // 8 + 16
         self._stale = True
 
 
@@ -162,3 +188,10 @@ def _draw_into(weights, left, deficits, active, leave, by_size, table, first, kn
     for i in range(size):
         deficits[alive[i]] = owed[i] + grant * weight[i]
     return made, why, which
+
+
+@jit
+def _count(dataset, sizes, counts, tokens):
+    for draw in range(dataset.shape[0]):
+        counts[dataset[draw]] += 1
+        tokens[dataset[draw]] += sizes[draw] if sizes.shape[0] > 0 else 1

@@ -109,10 +109,18 @@ def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
     if spec.oversize == "error" and lengths.size and lengths.max() > spec.seq_length:
         draw = int(np.argmax(lengths > spec.seq_length))
         raise oversize_error(f"draw {draw}", int(lengths[draw]), spec)
+    return arrange(*assign(lengths, spec), spec, key)
+
+
+def assign(lengths: NDArray[np.int32], spec: PackSpec) -> tuple[NDArray[np.int32], int]:
+    """(the pieces of documents that `spec` does not refuse, like `Layout.table` but in any order of rows; the number of rows).
+
+    "greedy" and "pool" give the pieces in the order of the documents, and those of fewer documents are the first of them.
+    """
     rule = OVERSIZE.index(spec.oversize)
     loose = np.empty((5, _count_pieces(lengths, spec.seq_length, rule)), dtype=np.int32)
-    num_rows = int(_assign(lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose))
-    return _arrange(loose, num_rows, spec, key)
+    num_rows = _assign(lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose)
+    return loose, int(num_rows)
 
 
 def cut_stream(lengths: NDArray[np.int32], spec: PackSpec, key: int, *, start: int = 0, num_rows: int | None = None) -> Layout:
@@ -125,10 +133,10 @@ def cut_stream(lengths: NDArray[np.int32], spec: PackSpec, key: int, *, start: i
     count = int(_cut(lengths, start, spec.seq_length, num_rows, np.empty((5, 0), dtype=np.int32)))
     loose = np.empty((5, count), dtype=np.int32)
     _cut(lengths, start, spec.seq_length, num_rows, loose)
-    return _arrange(loose, num_rows, spec, key)
+    return arrange(loose, num_rows, spec, key)
 
 
-def _arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
+def arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
     """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says so."""
     order = np.arange(num_rows, dtype=np.int64)
     if spec.shuffle_rows and num_rows > 1:
@@ -156,7 +164,7 @@ def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
 _SPLIT, _TRUNCATE, _DROP = (OVERSIZE.index(rule) for rule in ("split", "truncate", "drop"))
 _GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")
 
-_LEVELS = 4  # words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
+LEVELS = 4  # words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
 _LOWEST_BIT = np.uint64(0x03F79D71B4CB0A89)  # a de Bruijn sequence: the six bits below each place name the place
 _PLACE = np.argsort([(int(_LOWEST_BIT) << bit) >> 58 & 63 for bit in range(64)])
 _ZERO, _ONE, _S58 = np.uint64(0), np.uint64(1), np.uint64(58)
@@ -263,19 +271,19 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
         by_length[rest] += 1
 
     # Open rows hang in a stack for each size of free room. A tree of bits, 64 to a word, tells which stacks hold any.
-    first = np.zeros(_LEVELS + 1, np.int64)
+    first = np.zeros(LEVELS + 1, np.int64)
     words = seq_length + 1
-    for level in range(_LEVELS):
+    for level in range(LEVELS):
         words = (words + 63) // 64
         first[level + 1] = first[level] + words
-    bits = np.zeros(first[_LEVELS], np.uint64)
+    bits = np.zeros(first[LEVELS], np.uint64)
     top = np.full(seq_length + 1, -1, np.int32)  # row on top of the stack
     under = np.empty(rests, np.int32)  # row below it
     first_row = rows
     for i in range(rests):
         draw = order[i]
         rest = np.int64(lengths[draw] % seq_length)
-        room = _next_bit(bits, first, rest)
+        room = next_bit(bits, first, rest)
         if room < 0:
             room = np.int64(seq_length)
             row = rows
@@ -284,7 +292,7 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
             row = np.int64(top[room])
             top[room] = under[row - first_row]
             if top[room] < 0:
-                _clear_bit(bits, first, room)
+                clear_bit(bits, first, room)
         start = np.int64(lengths[draw]) - rest
         _put(table, pieces, row, seq_length - room, draw, start, rest)
         pieces += 1
@@ -292,15 +300,15 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
         if room > 0:
             under[row - first_row] = top[room]
             if top[room] < 0:
-                _set_bit(bits, first, room)
+                set_bit(bits, first, room)
             top[room] = row
     return rows
 
 
 @jit
-def _next_bit(bits, first, place):
+def next_bit(bits, first, place):
     """The lowest set bit at or above `place`, or -1."""
-    for level in range(_LEVELS):
+    for level in range(LEVELS):
         word = place >> 6
         if first[level] + word >= first[level + 1]:
             return np.int64(-1)
@@ -320,8 +328,8 @@ def _lowest(word):
 
 
 @jit
-def _set_bit(bits, first, place):
-    for level in range(_LEVELS):
+def set_bit(bits, first, place):
+    for level in range(LEVELS):
         word = first[level] + (place >> 6)
         was = bits[word]
         bits[word] = was | (_ONE << np.uint64(place & 63))
@@ -331,8 +339,8 @@ def _set_bit(bits, first, place):
 
 
 @jit
-def _clear_bit(bits, first, place):
-    for level in range(_LEVELS):
+def clear_bit(bits, first, place):
+    for level in range(LEVELS):
         word = first[level] + (place >> 6)
         bits[word] &= ~(_ONE << np.uint64(place & 63))
         if bits[word] != _ZERO:

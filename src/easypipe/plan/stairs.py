@@ -22,8 +22,11 @@ def shares_at(spec: PlanSpec, row: int) -> tuple[Fraction, ...]:
 def draw_shares(
     datasets: Sequence[PlanDataset], spec: PlanSpec, shares: Sequence[Fraction], active: Sequence[bool]
 ) -> tuple[Fraction, ...]:
-    """The part of the draws that each dataset will have: its share, divided by its mean length where shares are of tokens."""
-    weights = weights_of(shares, active, _UNIT)
+    """The part of the draws that each dataset will have: its share, divided by its mean length where shares are of tokens.
+
+    Where all have left (only the rest of a document is to come, under strategy "stream") all have the same.
+    """
+    weights = weights_of(shares, active, _UNIT) if any(active) else (0,) * len(datasets)
     if spec.unit == "tokens":
         weights = tuple(w * max(1, d.num_docs) * _UNIT // max(1, d.total_tokens) for w, d in zip(weights, datasets, strict=True))
     return normalized(weights) if any(weights) else normalized([1] * len(weights))

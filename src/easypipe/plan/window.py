@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,34 +12,19 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError
 from easypipe.core.random import child, fold
 from easypipe.plan import mix
-from easypipe.plan.deficit import MAX_SIZE, draw_owed_most
+from easypipe.plan.deficit import MAX_SIZE, draw_owed_most, first_draws, with_margin
 from easypipe.plan.jit import jit
 from easypipe.plan.order import documents
 from easypipe.plan.pack import Layout, PackSpec, cut_stream, one_row_each, oversize_error, pack_window
 from easypipe.plan.spec import PlanDataset, PlanSpec
 from easypipe.plan.stairs import draw_shares, fit, rows_left, shares_at, window_draws
 from easypipe.plan.state import WindowState
+from easypipe.plan.tries import Tries
 
 _LOOK = 1 << 16  # lengths that are asked for together
 
 
-class Pieces(NamedTuple):
-    """The pieces of some rows, in the order the rows were asked for, then by slot.
-
-    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length: Int32[p]. doc: Int64[p].
-    """
-
-    row: NDArray[np.int64]
-    slot: NDArray[np.int32]
-    segment: NDArray[np.int32]
-    dataset: NDArray[np.int32]
-    doc: NDArray[np.int64]
-    start: NDArray[np.int32]
-    length: NDArray[np.int32]
-
-
 _NONE_32, _NONE_64 = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
-NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _NONE_32)
 
 
 @dataclass(frozen=True)
@@ -95,28 +79,39 @@ class Planner:
             doc, length = self._look_up(state, draws, looked)
             return self._window(state, draws, doc, length, self._lay(state, length))
         # Fewer draws are the first of more: what was looked up for the most of them serves every number that is tried.
-        shares = shares_at(self.spec, state.first_row)
-        most: tuple[mix.Draws | None, NDArray[np.int64], NDArray[np.int32]] = (None, _NONE_64, _NONE_32)
-        layouts: dict[int, Layout] = {}
+        spec, pack, shares = self.spec, self.spec.pack, shares_at(self.spec, state.first_row)
+        most: tuple[mix.Draws, NDArray[np.int64], NDArray[np.int32], Tries] | None = None
         asked = 0
 
         def rows_of(num_draws: int) -> int:
             nonlocal most, asked
-            if most[0] is None or num_draws > asked:
-                asked = min(self.spec.window_docs, num_draws + num_draws // 16)
+            if most is None or num_draws > asked:
+                asked = min(spec.window_docs, num_draws + num_draws // 16)
                 draws, looked = self._draw(state, asked, shares)
-                most = (draws, *self._look_up(state, draws, looked))
-            layouts[num_draws] = self._lay(state, most[2][:num_draws])
-            return layouts[num_draws].num_rows
+                doc, length = self._look_up(state, draws, looked)
+                most = draws, doc, length, Tries(length, pack)
+            return most[3].rows(num_draws)
 
-        guess = window_draws(self.datasets, self.spec, state, shares)
-        chosen = fit(guess, self.spec.window_docs, rows, rows_of)
-        if chosen not in layouts:
+        guess = window_draws(self.datasets, spec, state, shares)
+        chosen = fit(guess, spec.window_docs, rows, rows_of)
+        if most is None or chosen > asked:
             rows_of(chosen)
-        draws, doc, length = most
-        if draws is None or chosen != asked:
-            draws = self._draw(state, chosen, shares)[0]
-        return self._window(state, draws, doc[:chosen], length[:chosen], layouts[chosen])
+        assert most is not None
+        draws, doc, length, tries = most
+        layout = tries.layout(chosen, self._key_of_rows(state))
+        if chosen != asked:
+            draws = self._first_draws(state, shares, draws, length, chosen)
+        return self._window(state, draws, doc[:chosen], length[:chosen], layout)
+
+    def _first_draws(
+        self, state: WindowState, shares: Sequence[Fraction], draws: mix.Draws, length: NDArray[np.int32], count: int
+    ) -> mix.Draws:
+        """The first `count` of `draws`, as if no more had been asked for."""
+        if count > draws.dataset.size or draws.active.tolist() != list(state.active):
+            return self._draw(state, count, shares)[0]
+        sizes = token_sizes(length, self.spec.pack) if self.spec.unit == "tokens" else None
+        deficits = np.array(state.deficits, dtype=np.int64)
+        return first_draws(draws, count, shares, self.spec.block, deficits, sizes)
 
     def _stream(self, state: WindowState, pack: PackSpec) -> Window:
         """As many full rows as the documents of a window give, more of them where they give none; at the end of an epoch all there is.
@@ -172,12 +167,7 @@ class Planner:
         if looked is not None:
             docs, lengths = looked.first(counts)
         else:
-            drawn = np.array(state.drawn, dtype=np.int64)
-            docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
-            lengths = np.empty(docs.shape[0], dtype=np.int32)
-            for dataset, start, count in zip(self.datasets, first.tolist(), counts.tolist(), strict=True):
-                if count:
-                    lengths[start : start + count] = self._lengths(dataset, docs[start : start + count])
+            docs, lengths = self.next_of_all(state, counts)
         doc, length = np.empty_like(docs), np.empty_like(lengths)
         _to_draw_order(draws.dataset, first, docs, lengths, doc, length)
         pack = self.spec.pack
@@ -238,8 +228,8 @@ class Planner:
         num_draws = window_draws(self.datasets, spec, state, shares) if num_draws is None else num_draws
         if spec.unit == "rows":
             return draw_owed_most(num_draws, shares, spec.block, left, deficits, active, leave), None
-        looked = _Looked(self, state)
         expected = [int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)]
+        looked = _Looked(self, state, np.minimum([with_margin(count) for count in expected], left))
         return draw_owed_most(num_draws, shares, None, left, deficits, active, leave, looked.sizes, expected), looked
 
     def can_be_cut(self, cut: tuple[int, int] | None, drawn: Sequence[int]) -> bool:
@@ -248,6 +238,18 @@ class Planner:
             return True
         streams = self.spec.pack is not None and self.spec.pack.strategy == "stream"
         return streams and 0 <= cut[0] < len(drawn) and drawn[cut[0]] > 0 and cut[1] > 0
+
+    def next_of_all(self, state: WindowState, counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(numbers, lengths) of the next `counts[i]` documents of every dataset i behind `state`, dataset after dataset."""
+        drawn = np.array(state.drawn, dtype=np.int64)
+        docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
+        lengths = np.empty(docs.shape[0], dtype=np.int32)
+        start = 0
+        for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
+            if count:
+                lengths[start : start + count] = self._lengths(dataset, docs[start : start + count])
+                start += count
+        return docs, lengths
 
     def next_documents(self, state: WindowState, i: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """(numbers, lengths) of documents `start` to `stop` of those that dataset i gives behind `state`."""
@@ -290,28 +292,37 @@ class Planner:
 class _Looked:
     """Documents and lengths that had to be known before it was clear which would be drawn, each dataset's in their order."""
 
-    def __init__(self, planner: Planner, state: WindowState) -> None:
+    def __init__(self, planner: Planner, state: WindowState, counts: NDArray[np.int64]) -> None:
+        """counts: Int64[k], documents of each dataset that are looked up at once."""
         self._planner = planner
         self._state = state
-        self._parts: list[list[tuple[NDArray[np.int64], NDArray[np.int32]]]] = [[] for _ in planner.datasets]
+        docs, lengths = planner.next_of_all(state, counts)
+        ends = np.cumsum(counts)
+        sizes = self._weigh(docs, lengths, ends)
+        cuts = [slice(stop - count, stop) for stop, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+        self._sizes = [sizes[cut] for cut in cuts]
+        self._parts = [[(docs[cut], lengths[cut])] for cut in cuts]
 
     def sizes(self, i: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The tokens that get a place in a row, of the documents which dataset i gives next; at least 1 each, so that all count."""
+        """`token_sizes` of the documents which dataset i gives next."""
+        if stop <= self._sizes[i].size:
+            return self._sizes[i][start:stop]
         docs, lengths = self._planner.next_documents(self._state, i, start, stop)
         self._parts[i].append((docs, lengths))
-        pack, sizes = self._planner.spec.pack, lengths.astype(np.int64)
-        if pack is not None and pack.oversize == "truncate":
-            sizes = np.minimum(sizes, pack.seq_length)
-        elif pack is not None and pack.oversize == "drop":
-            sizes[sizes > pack.seq_length] = 0
+        return self._weigh(docs, lengths, np.where(np.arange(len(self._parts)) < i, 0, docs.size))
+
+    def _weigh(self, docs: NDArray[np.int64], lengths: NDArray[np.int32], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """ends: Int64[k], where each dataset's documents end."""
+        sizes = token_sizes(lengths, self._planner.spec.pack)
         if (sizes > MAX_SIZE).any():
             n = int(np.argmax(sizes > MAX_SIZE))
+            i = int(np.searchsorted(ends, n, side="right"))
             raise PlanError(
                 at=f"dataset {self._planner.datasets[i].name!r}, document {docs[n]}",
                 problem=f"{sizes[n]} tokens cannot be weighed: shares by tokens know documents of up to {MAX_SIZE}",
                 fix="Weigh by rows, or cut the document.",
             )
-        return np.maximum(sizes, 1)
+        return sizes
 
     def first(self, counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The first `counts[i]` of every dataset i, dataset after dataset."""
@@ -324,51 +335,19 @@ class _Looked:
         return np.concatenate(docs), np.concatenate(lengths)
 
 
+def token_sizes(lengths: NDArray[np.int32], pack: PackSpec | None) -> NDArray[np.int64]:
+    """The tokens of documents that get a place in a row; at least 1 each, so that all count."""
+    sizes = lengths.astype(np.int64)
+    if pack is not None and pack.oversize == "truncate":
+        sizes = np.minimum(sizes, pack.seq_length)
+    elif pack is not None and pack.oversize == "drop":
+        sizes[sizes > pack.seq_length] = 0
+    return np.maximum(sizes, 1)
+
+
 def _no_draws(state: WindowState) -> mix.Draws:
     deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
     return mix.Draws(dataset=_NONE_32, counts=np.zeros_like(deficits), deficits=deficits, active=active, ended=False)
-
-
-def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
-    """None where a row stands outside the window."""
-    layout = window.layout
-    total = _count_pieces(rows, window.first_row, layout.first_piece)
-    if total < 0:
-        return None
-    wide, narrow = np.empty((2, total), dtype=np.int64), np.empty((5, total), dtype=np.int32)
-    _gather_pieces(rows, window.first_row, layout.first_piece, layout.table, window.dataset, window.doc, wide, narrow)
-    return Pieces(wide[0], narrow[0], narrow[1], narrow[2], wide[1], narrow[3], narrow[4])
-
-
-def join(parts: Sequence[Pieces]) -> Pieces:
-    """The pieces of `parts`, rows ascending."""
-    order = np.argsort(np.concatenate([part.row for part in parts]), kind="stable")
-    return Pieces._make(np.concatenate(columns)[order] for columns in zip(*parts, strict=True))
-
-
-@jit
-def _count_pieces(rows, first_row, first_piece):
-    total = 0
-    for n in range(rows.shape[0]):
-        row = rows[n] - first_row
-        if row < 0 or row >= first_piece.shape[0] - 1:
-            return -1
-        total += first_piece[row + 1] - first_piece[row]
-    return total
-
-
-@jit
-def _gather_pieces(rows, first_row, first_piece, table, dataset, doc, wide, narrow):
-    at = 0
-    for n in range(rows.shape[0]):
-        row = rows[n] - first_row
-        first = first_piece[row]
-        for piece in range(first, first_piece[row + 1]):
-            draw = table[2, piece]
-            wide[0, at], wide[1, at] = n, doc[draw]
-            narrow[0, at], narrow[1, at], narrow[2, at] = table[1, piece], piece - first + 1, dataset[draw]
-            narrow[3, at], narrow[4, at] = table[3, piece], table[4, piece]
-            at += 1
 
 
 @jit

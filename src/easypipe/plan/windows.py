@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError, StateError
 from easypipe.plan import mix, tally
 from easypipe.plan.mix import NEVER
+from easypipe.plan.pieces import NO_PIECES, Pieces, join, pieces_of
 from easypipe.plan.spec import PlanDataset, PlanSpec, check, fingerprint, window_docs
 from easypipe.plan.state import WindowState
 from easypipe.plan.tally import DatasetTally, Tally
-from easypipe.plan.window import NO_PIECES, Pieces, Planner, Window, join, pieces_of
+from easypipe.plan.window import Planner, Window
 
 __all__ = ["DatasetTally", "Pieces", "Plan", "PlanDataset", "PlanSpec", "RowAddress", "Tally", "Window", "WindowState", "window_docs"]
 

@@ -1,0 +1,73 @@
+"""What stands in rows of a window, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.plan.jit import jit
+from easypipe.plan.window import Window
+
+
+class Pieces(NamedTuple):
+    """The pieces of some rows, in the order the rows were asked for, then by slot.
+
+    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length: Int32[p]. doc: Int64[p].
+    """
+
+    row: NDArray[np.int64]
+    slot: NDArray[np.int32]
+    segment: NDArray[np.int32]
+    dataset: NDArray[np.int32]
+    doc: NDArray[np.int64]
+    start: NDArray[np.int32]
+    length: NDArray[np.int32]
+
+
+_NONE_32, _NONE_64 = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
+NO_PIECES = Pieces(_NONE_64, _NONE_32, _NONE_32, _NONE_32, _NONE_64, _NONE_32, _NONE_32)
+
+
+def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
+    """None where a row stands outside the window."""
+    layout = window.layout
+    total = _count_pieces(rows, window.first_row, layout.first_piece)
+    if total < 0:
+        return None
+    wide, narrow = np.empty((2, total), dtype=np.int64), np.empty((5, total), dtype=np.int32)
+    _gather_pieces(rows, window.first_row, layout.first_piece, layout.table, window.dataset, window.doc, wide, narrow)
+    return Pieces(wide[0], narrow[0], narrow[1], narrow[2], wide[1], narrow[3], narrow[4])
+
+
+def join(parts: Sequence[Pieces]) -> Pieces:
+    """The pieces of `parts`, rows ascending."""
+    order = np.argsort(np.concatenate([part.row for part in parts]), kind="stable")
+    return Pieces._make(np.concatenate(columns)[order] for columns in zip(*parts, strict=True))
+
+
+@jit
+def _count_pieces(rows, first_row, first_piece):
+    total = 0
+    for n in range(rows.shape[0]):
+        row = rows[n] - first_row
+        if row < 0 or row >= first_piece.shape[0] - 1:
+            return -1
+        total += first_piece[row + 1] - first_piece[row]
+    return total
+
+
+@jit
+def _gather_pieces(rows, first_row, first_piece, table, dataset, doc, wide, narrow):
+    at = 0
+    for n in range(rows.shape[0]):
+        row = rows[n] - first_row
+        first = first_piece[row]
+        for piece in range(first, first_piece[row + 1]):
+            draw = table[2, piece]
+            wide[0, at], wide[1, at] = n, doc[draw]
+            narrow[0, at], narrow[1, at], narrow[2, at] = table[1, piece], piece - first + 1, dataset[draw]
+            narrow[3, at], narrow[4, at] = table[3, piece], table[4, piece]
+            at += 1
