@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "test_pipeline.py::test_num_rows_limits_the_dataset",
             "only the first rows",
-            "the same for parquet and Arrow; refused for lines, which are not counted",
+            "the same; where the last of the lines ends is found by reading them once",
         ),
         "tokenizer": Effect(
             "output",
@@ -229,7 +229,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files+cost",
             "stages/test_formats.py::test_without_a_cache_nothing_is_left",
             "False keeps no tokens of any dataset",
-            f"True is overruled, with a warning: {ONCE}",
+            f"no tokens are kept: {ONCE}; True is overruled, with a warning",
         ),
         "remove_columns": Effect(
             "files",

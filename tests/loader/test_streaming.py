@@ -28,15 +28,18 @@ from hypothesis import strategies as st
 import pipelines
 from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig
 from easypipe.core.config import from_dict
-from easypipe.core.errors import BudgetError, ConfigError, SourceError, StallError, StateError
+from easypipe.core.errors import BudgetError, ConfigError, SourceError, StallError, StateError, TokenizerError
+from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streaming import StreamLoader, default_streams
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
 from easypipe.sources.forward import ForwardSource, open_forward
+from easypipe.sources.limit import LimitedSource
 from easypipe.sources.open import open_files
 from easypipe.stages.stream import ForwardDocuments
+from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
 from laws import (
     assert_conserved,
@@ -375,6 +378,23 @@ def test_tokens_with_a_loss_mask(tmp_path: Path) -> None:
     assert_exact_resume(lambda: build(tmp_path, **options), 3)
 
 
+def test_a_thousandth_of_the_texts_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reference, and a fast tokenizer that errs is found."""
+    datasets = one(tmp_path / "data", pipelines.texts(3000, 3))
+    config = pipelines.config(tmp_path, datasets=datasets, mix=None, streaming=True, tokenize={"num_workers": 1})
+    documents = Pipeline(config).source().tokenize().get_data()["code"]
+    assert isinstance(documents, TokenizedShardedSource)
+    forward = ForwardDocuments("code", documents, PipelineContext(config=config, seed=7, cache_dir=tmp_path / "cache"))
+    size = forward.shards[0].num_rows or 0
+    assert sum(forward._audit_key(0, a, a + 8192) is not None for a in range(0, 1000 * 8192, 8192)) < 12
+    assert sum(forward._audit_key(0, a, a + (1 << 20)) is not None for a in range(0, 800 << 20, 1 << 20)) in range(60, 170)
+    forward.load(0, 0, size)
+    monkeypatch.setattr(ForwardDocuments, "_audit_key", lambda self, *place: "key")
+    monkeypatch.setattr(type(documents.tokenizer), "reference_encode", lambda self, text: [1])
+    with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
+        forward.load(0, 0, size)
+
+
 # Manners
 
 
@@ -413,7 +433,9 @@ def test_nothing_is_written_to_the_token_cache(tmp_path: Path, caplog: pytest.Lo
         list(build(tmp_path, tokenize={"cache_tokenized": False}))
         assert "cache_tokenized" not in caplog.text
         list(build(tmp_path))
-    assert "dataset code: streaming keeps no tokens, whatever tokenize.cache_tokenized says" in caplog.text
+        assert "cache_tokenized" not in caplog.text
+        list(build(tmp_path, tokenize={"cache_tokenized": True}))
+    assert "dataset code: streaming keeps no tokens, though tokenize.cache_tokenized is True" in caplog.text
     assert not (tmp_path / "cache" / "tokens").exists()
     assert not (tmp_path / "cache" / "indexes").exists()
 
@@ -457,12 +479,38 @@ def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no plan"):
         _ = pipeline.get_data()["mixed"].shards
     assert not pipeline.write().ledger.entries  # as `train` calls it: there is nothing to prepare
-    with pytest.raises(ConfigError, match="num_rows: lines are not counted"):
-        build(tmp_path, datasets=one(tmp_path / "n", ["a"], num_rows=1), mix=None)
     assert [default_streams(n) for n in (1, 6, 7, 12, 13, 64)] == [1, 6, 7, 6, 1, 8]
 
 
 # Lines by byte
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3), end=st.booleans(), num_rows=st.integers(1, 30), packed=st.booleans())
+@examples(40)
+def test_num_rows_are_the_first_lines(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], end: bool, num_rows: int, packed: bool
+) -> None:
+    if not any(sizes):
+        return
+    folder = tmp_path_factory.mktemp("first")
+    for i, size in enumerate(sizes):
+        lines = [json.dumps({"text": f"{i} {j}"}) if j % 4 != 2 else "" for j in range(size)]
+        data = ("\n".join(lines) + ("\n" if end else "")).encode() or b"\n"
+        (folder / f"{i}.jsonl{'.zst' if packed else ''}").write_bytes(zstandard.compress(data) if packed else data)
+    source = open_forward(str(folder), num_rows=num_rows)
+    assert source is not None
+    texts = [text for i in range(len(source.shards)) for text in source.read(i, 0, 1 << 20)["text"].to_pylist()]
+    counted = LimitedSource(open_files(str(folder)), num_rows)
+    assert texts == [t for i, s in enumerate(counted.shards) for t in counted.read(i, 0, s.num_rows or 0)["text"].to_pylist()]
+    assert all(source.at_end(i, source._cuts[i]) for i in range(len(source.shards)))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])
+def test_num_rows_limits_a_stream(tmp_path: Path, name: str) -> None:
+    datasets = one(tmp_path / "data", pipelines.texts(70, 3), name, num_rows=33)
+    expected = cached_segments(tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted"))
+    assert segments(list(build(tmp_path, datasets=datasets, mix=None))) == expected
+    assert_exact_resume(lambda: build(tmp_path, datasets=datasets, mix=None), 4, stops=(1, 2))
 
 
 @given(

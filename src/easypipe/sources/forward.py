@@ -48,15 +48,25 @@ class ForwardSource(ShardedDataSource):
     Columns of JSON lines are those of the first HEAD_BYTES of the first file that has rows there; one that is null throughout
     them is taken for text.
     Rejects and errors are those of the indexed readers, with bytes in the place of rows. Thread safe.
+    num_rows: only the first so many lines, over the files in order. Where they end is found by reading them once.
     """
 
     rows_are_bytes = True
 
-    def __init__(self, files: Sequence[FileRef], kind: str, *, columns: Sequence[str] | None = None, on_error: OnError = "error") -> None:
+    def __init__(
+        self,
+        files: Sequence[FileRef],
+        kind: str,
+        *,
+        columns: Sequence[str] | None = None,
+        on_error: OnError = "error",
+        num_rows: int | None = None,
+    ) -> None:
         self.files = tuple(files)
         self.kind = kind
         self.columns = None if columns is None else tuple(columns)
         self.on_error: OnError = on_error
+        self.num_rows = num_rows
         self._blocks = _Blocks()
 
     @cached_property
@@ -96,14 +106,36 @@ class ForwardSource(ShardedDataSource):
 
     @cached_property
     def _shards(self) -> tuple[Shard, ...]:
+        sizes = [f.num_bytes for f in self.files] if self.num_rows is None else self._cuts
         return tuple(
-            Shard(name=f.path, num_rows=None if compression_of(f.path) else f.num_bytes, num_bytes=f.num_bytes) for f in self.files
+            Shard(name=f.path, num_rows=None if compression_of(f.path) else size, num_bytes=min(f.num_bytes, size))
+            for f, size in zip(self.files, sizes, strict=False)
         )
+
+    @cached_property
+    def _cuts(self) -> tuple[int, ...]:
+        """Of the files that hold the first `num_rows` lines: the plain byte behind the last of them."""
+        assert self.num_rows is not None
+        left, cuts = self.num_rows, []
+        for file in self.files:
+            position, open_line = 0, False
+            while left and (data := self._fetch(file, position, position + BLOCK_BYTES)):
+                ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 10)
+                if len(ends) >= left:
+                    position, left, open_line = position + int(ends[left - 1]) + 1, 0, False
+                    break
+                position, left, open_line = position + len(data), left - len(ends), data[-1] != 10
+            cuts.append(position)
+            left -= open_line  # the last line of a file needs no end
+            if not left:
+                break
+        return tuple(cuts)
 
     @property
     def fingerprint(self) -> str:
         columns = None if self.columns is None else list(self.columns)
-        return digest("forward", READER_VERSION, self.kind, columns, [file.digest for file in self.files])
+        more = [] if self.num_rows is None else [self.num_rows]
+        return digest("forward", READER_VERSION, self.kind, columns, [file.digest for file in self.files], *more)
 
     def select(self, columns: Sequence[str]) -> ForwardSource:
         """The same rows with only `columns`."""
@@ -120,7 +152,8 @@ class ForwardSource(ShardedDataSource):
         file = self.files[shard]
         if not 0 <= start <= stop:
             raise SourceError(at=file.path, problem=f"bytes {start}:{stop} were asked for", fix="Give a range that ascends.")
-        piece = self._lines(file, start, stop)
+        stop = stop if self.num_rows is None else min(stop, self._cuts[shard])
+        piece = self._lines(file, start, stop) if start <= stop else None
         if piece is None:
             return Scan(pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in self.schema], schema=self.schema), ())
         if self.kind == "txt":
@@ -140,6 +173,8 @@ class ForwardSource(ShardedDataSource):
     def at_end(self, shard: int, position: int) -> bool:
         """Whether no plain byte stands at `position` or behind it."""
         file = self.files[shard]
+        if self.num_rows is not None:
+            return position >= self._cuts[shard]
         if not compression_of(file.path):
             return position >= file.num_bytes
         return not self._blocks.fetch(file, position, position + 1)
@@ -190,6 +225,7 @@ def open_forward(
     *,
     on_error: OnError = "error",
     storage_options: Mapping[str, Any] | None = None,
+    num_rows: int | None = None,
 ) -> ForwardSource | None:
     """The files of `data_files` where they can be read forward without being counted; None for formats that need their index.
 
@@ -207,7 +243,7 @@ def open_forward(
         raise SourceError(at=empty.path, problem="is empty (0 bytes)", fix="Remove it from data_files.")
     if kind == "json" and read_head(files[0], 1 << 12).removeprefix(BOM).lstrip(b" \t\r\n").startswith(b"["):
         return None
-    return ForwardSource(files, kind, on_error=on_error)
+    return ForwardSource(files, kind, on_error=on_error, num_rows=num_rows)
 
 
 def _split(text: bytes, skip: int) -> Records:

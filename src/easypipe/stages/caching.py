@@ -26,14 +26,14 @@ class TemporaryFolder:
         self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
-def cache_folder_of(dataset: Any, source: ShardedSource, context: PipelineContext, *, keep: bool = True) -> Path | TemporaryFolder:
-    """Where the tokens of `dataset` (a DatasetConfig, or None) go. keep: False where the stage keeps none."""
+def cache_folder_of(dataset: Any, source: ShardedSource, context: PipelineContext, *, keep: bool | None = None) -> Path | TemporaryFolder:
+    """Where the tokens of `dataset` (a DatasetConfig, or None) go. keep: as the stage says; None where it says nothing."""
     if getattr(context.config, "streaming", False):
         if keep:
             name = "?" if dataset is None else dataset.name
-            log.warning("dataset %s: streaming keeps no tokens, whatever tokenize.cache_tokenized says; False says the same", name)
+            log.warning("dataset %s: streaming keeps no tokens, though tokenize.cache_tokenized is True; leave it out", name)
         return own_folder(dataset, context)  # of which streaming asks only what is known of a tokenizer
-    enabled = keep and (dataset is None or dataset.cache_enabled)
+    enabled = keep is not False and (dataset is None or dataset.cache_enabled)
     if not enabled:
         return TemporaryFolder()
     if not getattr(source, "cacheable", True):

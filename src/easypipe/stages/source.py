@@ -170,26 +170,9 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
             )
         source = saved
     else:
-        forward = _forward(dataset, kind) if context.config.streaming else None
-        source = forward or open_files(
-            files,
-            type=kind,
-            on_error=dataset.on_error,
-            storage_options=dataset.storage_options,
-            index_dir=index_folder(dataset, context),
-        )
-    if dataset.num_rows is not None:
+        options: dict[str, Any] = {"on_error": dataset.on_error, "storage_options": dataset.storage_options}
+        forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if context.config.streaming else None
+        source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context))
+    if dataset.num_rows is not None and not isinstance(source, ForwardSource):
         source = LimitedSource(source, dataset.num_rows)
     return formatted(source, dataset)
-
-
-def _forward(dataset: DatasetConfig, kind: str | None) -> ForwardSource | None:
-    """The files as streaming reads them; None where their format has, or needs, a count of its rows."""
-    forward = open_forward(dataset.data_files, kind, on_error=dataset.on_error, storage_options=dataset.storage_options)
-    if forward is not None and dataset.num_rows is not None:
-        raise ConfigError(
-            at=f"datasets.{dataset.name}.num_rows",
-            problem="lines are not counted in streaming, so nobody knows which the first ones are",
-            fix="Leave it, or streaming, out; parquet and Arrow files know their rows.",
-        )
-    return forward

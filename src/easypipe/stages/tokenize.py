@@ -46,7 +46,8 @@ class TokenizeStageConfig:
     max_length: most tokens of a document, for tokenizers that name none of their own; None keeps all.
     batch_size: texts encoded at a time; decides memory and speed, never tokens.
     num_workers: ranges of rows that are read and encoded at a time, each held in memory; None takes one per core.
-    cache_tokenized: False is cache_enabled=False for every dataset.
+    cache_tokenized: False is cache_enabled=False for every dataset; None and True keep tokens. Streaming keeps none, which it says where
+        this is True.
     remove_columns: columns of the sources that do not stay beside the tokens where documents are saved; all others do. None removes all
         but each dataset's additional_fields.
     """
@@ -55,7 +56,7 @@ class TokenizeStageConfig:
     max_length: int | None = None
     batch_size: int = 1000
     num_workers: int | None = None
-    cache_tokenized: bool = True
+    cache_tokenized: bool | None = None
     remove_columns: tuple[str, ...] | None = None
 
     def check(self) -> None:
@@ -143,10 +144,11 @@ class TokenizedShardedSource(ShardedDataSource):
         documents, rejects = self.documents(shard, start, stop)
         return Scan(documents.batch, rejects)
 
-    def documents(self, shard: int, start: int, stop: int) -> tuple[Documents, tuple[Reject, ...]]:
-        """What `scan` gives, with what was counted on the way."""
+    def documents(self, shard: int, start: int, stop: int, audit_key: str | None = None) -> tuple[Documents, tuple[Reject, ...]]:
+        """What `scan` gives, with what was counted on the way. audit_key: as in `encode_texts`."""
         texts = self.form.read(self.source, shard, start, stop)
-        documents = self.form.encode(texts, self.tokenizer, batch_size=self._batch_size, at=self.shards[shard].name)
+        at = self.shards[shard].name
+        documents = self.form.encode(texts, self.tokenizer, batch_size=self._batch_size, at=at, audit_key=audit_key)
         return documents, tuple(sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row))
 
     @property
