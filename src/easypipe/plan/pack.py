@@ -162,6 +162,7 @@ def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
 
 
 _SPLIT, _TRUNCATE, _DROP = (OVERSIZE.index(rule) for rule in ("split", "truncate", "drop"))
+_PLACE_BITS, _PLACES, _NO_ROW = np.int64(32), np.int64((1 << 32) - 1), np.int64(1 << 62)
 _GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")
 
 LEVELS = 4  # words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
@@ -192,7 +193,8 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
     pieces, rows, rests = 0, 0, 0
     open_rows = 1 if strategy == _GREEDY else num_packers
     row_of = np.zeros(open_rows, np.int64)
-    room = np.zeros(open_rows, np.int64)  # 0: no open row in this place
+    # An open row is a word of its free room (0: none is open in this place) and its place, so that the fullest that fits is a minimum.
+    open_row = np.arange(open_rows).astype(np.int64)
     by_length = np.zeros(seq_length + 1, np.int64)
     rest_draw = np.empty(0 if strategy <= _POOL else lengths.shape[0], np.int32)
     for draw in range(lengths.shape[0]):
@@ -214,21 +216,21 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
             rest_draw[rests] = draw
             rests += 1
             continue
-        best = -1
-        fullest = 0
+        need, best = rest << _PLACE_BITS, _NO_ROW
         for i in range(open_rows):
-            if room[i] >= rest and (best < 0 or room[i] < room[best]):
-                best = i
-            if room[i] < room[fullest]:
-                fullest = i
-        if best < 0:
-            best = fullest
-            row_of[best] = rows
-            room[best] = seq_length
+            word = open_row[i]
+            best = min(best, word if word >= need else _NO_ROW)
+        if best == _NO_ROW:  # the fullest makes room
+            for i in range(open_rows):
+                best = min(best, open_row[i])
+            place = best & _PLACES
+            best = np.int64(seq_length) << _PLACE_BITS | place
+            row_of[place] = rows
             rows += 1
-        _put(table, pieces, row_of[best], seq_length - room[best], draw, full * seq_length, rest)
+        place = best & _PLACES
+        _put(table, pieces, row_of[place], seq_length - (best >> _PLACE_BITS), draw, full * seq_length, rest)
         pieces += 1
-        room[best] -= rest
+        open_row[place] = best - need
     if rests:
         rows = _best_fit_decreasing(lengths, seq_length, rest_draw[:rests], by_length, pieces, rows, table)
     return rows

@@ -107,7 +107,7 @@ class Planner:
         self, state: WindowState, shares: Sequence[Fraction], draws: mix.Draws, length: NDArray[np.int32], count: int
     ) -> mix.Draws:
         """The first `count` of `draws`, as if no more had been asked for."""
-        if count > draws.dataset.size or draws.active.tolist() != list(state.active):
+        if not self._owed_most or count > draws.dataset.size or draws.active.tolist() != list(state.active):
             return self._draw(state, count, shares)[0]
         sizes = token_sizes(length, self.spec.pack) if self.spec.unit == "tokens" else None
         deficits = np.array(state.deficits, dtype=np.int64)
@@ -146,7 +146,8 @@ class Planner:
         last = int(np.searchsorted(ends, rows * pack.seq_length, side="right"))  # the document that the next row begins in, and where
         at = rows * pack.seq_length - int(ends[last] - length[last])
         count = last + (at > 0) - (state.cut is not None)
-        draws = self._draw(state, count, shares)[0] if count else _no_draws(state)
+        own = length if state.cut is None else length[1:]
+        draws = self._first_draws(state, shares, draws, own, count) if count else _no_draws(state)
         after = self.after(state, draws, rows, cut=(int(dataset[last]), at) if at else None)
         dataset, doc, length = dataset[: last + 1], doc[: last + 1], length[: last + 1]
         layout = cut_stream(length, pack, self._key_of_rows(state), start=start, num_rows=rows)
