@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from http import HTTPStatus
+from http.server import HTTPServer
 from typing import Any
 
 from gcp_storage_emulator.exceptions import NotFound
@@ -35,4 +36,5 @@ def conditional(upload: Any) -> Any:
 if __name__ == "__main__":
     objects._media_upload = conditional(objects._media_upload)
     objects._multipart_upload = conditional(objects._multipart_upload)
+    HTTPServer.request_queue_size = 128  # 5 would have clients wait a second to connect again
     create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket=sys.argv[2]).run()

@@ -24,6 +24,8 @@ EOS, PAD = 1, 0
 class MemoryCache:
     """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0 and 1 each, or None."""
 
+    remote = False
+
     def __init__(
         self, docs: Sequence[np.ndarray], *, vocab_size: int = 1000, masks: Sequence[np.ndarray] | None = None, parts: int = 3
     ) -> None:

@@ -22,6 +22,7 @@ class Effect(NamedTuple):
 
 
 NO_SAVE = "refused: streaming writes nothing"
+NO_TOKENS = "refused: streaming keeps no tokens"
 ONCE = "streaming tokenizes each time it reads"
 
 OPTIONS: dict[str, dict[str, Effect]] = {
@@ -36,6 +37,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "test_options.py::test_cache_dir_is_where_everything_is_kept",
             "where tokens, indexes and plans are kept",
             "where indexes of counted formats and verdicts on fast tokenizers are kept; no tokens",
+        ),
+        "cache": Effect(
+            "cost+error",
+            "stages/test_remote_cache.py::test_options",
+            "how a cache_dir or cache_path at a URL is read: see CacheConfig; refused where there is none",
+            NO_TOKENS,
         ),
         "streaming": Effect("output+cost", "loader/test_streaming.py::test_nothing_is_written_to_the_token_cache", "off", "on"),
         "num_streams": Effect(
@@ -56,6 +63,26 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "pack": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see PackStageConfig"),
         "save": Effect("files", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see SaveStageConfig", NO_SAVE),
         "load": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see LoadStageConfig"),
+    },
+    "CacheConfig": {
+        "reading": Effect(
+            "cost",
+            "stages/test_remote_cache.py::test_reading_ranges_fetches_less_than_shards",
+            "whole token files are fetched, each checked, or only what a batch has",
+            NO_TOKENS,
+        ),
+        "staging_bytes": Effect(
+            "files+cost",
+            "stages/test_remote_cache.py::test_staged_bytes_are_given_back_to_the_disk",
+            "how much of the fetched tokens stays on this machine's disk",
+            NO_TOKENS,
+        ),
+        "staging_dir": Effect(
+            "files+error", "stages/test_remote_cache.py::test_staging_dir_is_where_fetched_tokens_are", "on which disk", NO_TOKENS
+        ),
+        "storage_options": Effect(
+            "output", "stages/test_remote_cache.py::test_batches_are_those_of_a_local_cache", "passed to fsspec", NO_TOKENS
+        ),
     },
     "OrderConfig": {
         "shuffle": Effect(

@@ -116,8 +116,9 @@ def prepare_data(
 
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
-    """The held-out config `name`, with what it leaves out of seed, cache_dir, default_tokenizer, tokenize and pack taken from `data`."""
-    fields = ("seed", "cache_dir", "default_tokenizer", "tokenize", "pack")
+    """The held-out config `name`, with what it leaves out of seed, cache_dir (and cache), default_tokenizer, tokenize and pack taken from
+    `data`."""
+    fields = ("seed", "cache_dir", "default_tokenizer", "tokenize", "pack", *(("cache",) if held_out.cache_dir is None else ()))
     missing = {field: getattr(data, field) for field in fields if getattr(held_out, field) is None}
     several = len(held_out.datasets) > 1
     datasets = tuple(

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
-
-import platformdirs
 
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
@@ -24,6 +21,7 @@ from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.stages.books import ledger_of
+from easypipe.stages.caching import cache_folder
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixStage, MixStageConfig
@@ -67,7 +65,10 @@ class Pipeline:
             log.warning("seed: none was given, drew %d; set seed=%d to repeat this run", seed, seed)
             config = dataclasses.replace(config, seed=seed)
         assert config.seed is not None
-        self._context = PipelineContext(config=config, seed=config.seed, cache_dir=cache_folder(config.cache_dir), progress=progress)
+        folder = cache_folder(config.cache_dir, config.cache)
+        self._context = PipelineContext(
+            config=config, seed=config.seed, cache_dir=folder.local, progress=progress, cache=folder if folder.remote else None
+        )
         self._plan: tuple[_Step, ...] = ()
         self._reminder: weakref.finalize | None = None
 
@@ -337,7 +338,8 @@ class _Remade:
         options: TokenizeStageConfig = stages[last].config
         workers = options.num_workers or 1
         tokenize = TokenizeStage(dataclasses.replace(options, num_workers=workers))
-        config = dataclasses.replace(context.config, cache_dir=context.cache_dir, executor="local")
+        folder = context.cache_dir if context.cache is None else context.cache.url
+        config = dataclasses.replace(context.config, cache_dir=folder, executor="local")
         return cls(config, (*stages[:last], tokenize), workers)
 
     def __call__(self) -> dict[str, TokenizedShardedSource]:
@@ -357,12 +359,6 @@ def create_pipeline(
     """A Pipeline over `datasets`; `options` are the other fields of PipelineConfig."""
     values = {"datasets": list(datasets), "default_tokenizer": default_tokenizer, **options}
     return Pipeline(from_dict(PipelineConfig, values), progress=progress)
-
-
-def cache_folder(given: str | Path | None) -> Path:
-    """The cache folder of a pipeline: the config's, else EASYPIPE_CACHE, else the user's."""
-    chosen = given or os.environ.get("EASYPIPE_CACHE") or platformdirs.user_cache_dir("easypipe")
-    return Path(chosen).expanduser().absolute()
 
 
 def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> None:

@@ -11,20 +11,30 @@ import typer
 
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import aligned, console
-from easypipe.pipeline import cache_folder
+from easypipe.core.errors import ConfigError
 from easypipe.stages.cache_admin import CachedDataset, clear_cache, list_cache
+from easypipe.stages.caching import cache_folder
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 
 Folder = Annotated[
-    Path | None, typer.Option("--cache-dir", metavar="FOLDER", help="Else the environment's EASYPIPE_CACHE, else the user's cache folder.")
+    str | None, typer.Option("--cache-dir", metavar="FOLDER", help="Else the environment's EASYPIPE_CACHE, else the user's cache folder.")
 ]
+
+
+def _here(given: str | None) -> Path:
+    folder = cache_folder(given)
+    if folder.remote:
+        problem = f"{str(folder.at('')).rstrip('/')} is in a bucket, where nobody knows who reads it"
+        fix = "Look at it with `easypipe verify URL`, and remove it with the tools of the store."
+        raise ConfigError(at="--cache-dir", problem=problem, fix=fix)
+    return folder.local
 
 
 @cache.command("list")
 def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
     """List the prepared datasets: rows, tokens, bytes, tokenizer, age, and whether a reader has them open."""
-    found = list_cache(cache_folder(cache_dir))
+    found = list_cache(_here(cache_dir))
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | {"path": str(found.path), "datasets": [_plain(one) for one in found.datasets]}))
         return
@@ -45,7 +55,7 @@ def clear(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
 ) -> None:
     """Remove prepared datasets and what only they need. What a reader has open stays; nothing is removed while data is prepared."""
-    folder = cache_folder(cache_dir)
+    folder = _here(cache_dir)
     done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
     verb = "would remove" if dry_run else "removed"
     names = f" ({', '.join(done.removed)})" if done.removed else ""

@@ -184,8 +184,9 @@ class PipelineContext:
 
     config: Any
     seed: int
-    cache_dir: Path
+    cache_dir: Path  # of this machine: what is kept of plans and indexes, and tokens unless `cache` says otherwise
     progress: ProgressListener = field(default=silent, compare=False)
+    cache: Any = field(default=None, compare=False)  # the CacheFolder that keeps tokens; None: cache_dir
 
 
 class BaseStage(ABC):

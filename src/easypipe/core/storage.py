@@ -242,7 +242,11 @@ def _link(path: Path, data: bytes) -> bool:
 
 
 def commit_json(path: str | Path, value: Any, storage_options: dict[str, Any] | None = None) -> Stamp:
-    return commit_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode(), storage_options)
+    return commit_bytes(path, json_bytes(value), storage_options)
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.loader.gather import part_of, tables
+from easypipe.loader.staged import staged
 from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.sources.cache import TokenCache
@@ -37,7 +38,8 @@ def gather_documents(caches: Sequence[TokenCache], dataset: NDArray[np.int32], d
     total = int(offsets[-1])
     ids = np.empty(total, np.int32)
     mask = np.empty(total if with_mask else 0, np.uint8)
-    _copy(dataset, docs, *where, offsets, ids, mask)
+    with staged(caches, dataset, docs):
+        _copy(dataset, docs, *where, offsets, ids, mask)
     return Documents(offsets, ids, mask)
 
 

@@ -17,6 +17,7 @@ from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MAS
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.gather import tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
+from easypipe.loader.staged import staged_rows
 from easypipe.plan.windows import Plan, Window, WindowState
 from easypipe.sources.cache import TokenCache
 
@@ -90,7 +91,7 @@ def default_width(rows: Rows, numbers: NDArray[np.int64]) -> int:
 
 
 class PlannedRows:
-    """The rows of a plan, their tokens copied from memory-mapped caches.
+    """The rows of a plan, their tokens copied from memory-mapped caches, or fetched for it where a cache is in a bucket.
 
     plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece in the plan is one longer than its
     stored tokens; None where nothing is added. seq_length: the plan's, None where every document is a row of its own. joined: rows of a
@@ -212,13 +213,14 @@ class PlannedRows:
             layout = window.layout
             view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
             shift = want_labels and not self.joined
-            left, bad = write_rows(
-                view, rows, done, self._tables, self._eos, self.pad_token_id, shift, ids, labels, segments, positions, mask
-            )
-            if bad >= 0:
-                raise self._not_there(window, int(bad), ids.shape[1])
-            if self._streams:
-                last_labels(view, window.length, rows, self._tables, self._eos, self.joined, self.seq_length, ahead)
+            with staged_rows(self._caches, window, rows):
+                left, bad = write_rows(
+                    view, rows, done, self._tables, self._eos, self.pad_token_id, shift, ids, labels, segments, positions, mask
+                )
+                if bad >= 0:
+                    raise self._not_there(window, int(bad), ids.shape[1])
+                if self._streams:
+                    last_labels(view, window.length, rows, self._tables, self._eos, self.joined, self.seq_length, ahead)
         if self.joined:
             join_segments(segments, positions)
             if want_labels:

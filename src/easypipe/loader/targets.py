@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.gather import part_of, tables
+from easypipe.loader.staged import staged
 from easypipe.plan.jit import jit
 from easypipe.plan.windows import Plan, Window
 from easypipe.sources.address import int64_at, uint8_at
@@ -21,13 +23,15 @@ def count_targets(plan: Plan, caches: Sequence[TokenCache], num_rows: int, *, jo
     """
     found = np.zeros(len(caches), np.int64)
     where = tables([cache.buffers() for cache in caches])
+    masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()  # else no token is looked at
     goes_on = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
     row = 0
     while row < num_rows:
         window = plan.window_at(row)
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
         begins = _first_draw(window) if joined and row == 0 else -1
-        _count(last, window.layout.table, window.dataset, window.doc, goes_on, joined, begins, *where[:5], found)
+        with staged(masked, window.dataset, window.doc):
+            _count(last, window.layout.table, window.dataset, window.doc, goes_on, joined, begins, *where[:5], found)
         row = window.after.first_row
     return found
 

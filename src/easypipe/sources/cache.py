@@ -8,6 +8,7 @@ shard   a shard of the source that the tokens came from; rows keep its physical 
 from __future__ import annotations
 
 import bisect
+import contextlib
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -15,14 +16,16 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from xxhash import xxh3_128_hexdigest
 
 from easypipe.core import locks
 from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
-from easypipe.core.storage import checksum
+from easypipe.sources.cache_folder import CacheFolder, RemoteFolder
 from easypipe.sources.manifest import Manifest, Part, read_manifest
+from easypipe.sources.staging import AGAIN, Staged
 
 
 class Buffers(NamedTuple):
@@ -50,17 +53,24 @@ class TokenCache(ShardedDataSource):
     but a few words per part. Thread safe; raises CacheError at opening where a file is missing, cut short or foreign.
     """
 
-    def __init__(self, path: str | Path, *, dataset: str | None = None) -> None:
-        """path: a manifest. dataset: the name to report under, where it is not the one the cache was prepared as."""
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, dataset: str | None = None, folder: CacheFolder | None = None) -> None:
+        """path: a manifest. dataset: the name to report under, where it is not the one the cache was prepared as. folder: that the manifest
+        is in, where it is none of this machine; kept for as long as this object lives."""
+        self.folder = folder or CacheFolder(Path(path).parent.parent)
+        self.path: Path | str = str(path) if self.folder.remote else Path(path)
         # Held for as long as this object lives, so that nobody clears what it maps.
-        self.folder: object = None  # keeps a temporary folder there while its tokens are read
-        self._mark = locks.mark_reader(self.path.parent.parent, self.path.stem) if self.path.exists() else None
-        self.manifest: Manifest = read_manifest(self.path)
+        mapped = isinstance(self.path, Path) and self.path.exists()
+        self._mark = locks.mark_reader(self.folder.local, Path(path).stem) if mapped else None
+        self.manifest: Manifest = read_manifest(self.path, self.folder.options)
         self.dataset = dataset or self.manifest.dataset
-        self._folder = self.path.parent.parent / "tokens"
         self._parts = [part for part in self.manifest.parts if part.docs]
-        self._batches = [self._map(part) for part in self._parts]
+        self._staged: Staged | None = None
+        if isinstance(self.folder, RemoteFolder):
+            urls = [self.folder.tokens(part.file) for part in self._parts]
+            self._staged = Staged(self.folder.staging, self._parts, urls, self.folder.options, self.folder.reading)
+            self._batches = [self._checked_batch(staged.batch, staged.part) for staged in self._staged.parts]
+        else:
+            self._batches = [self._map(part) for part in self._parts]
         self._first_doc = np.concatenate([[0], np.cumsum([part.docs for part in self._parts], dtype=np.int64)]).astype(np.int64)
 
     @property
@@ -94,9 +104,9 @@ class TokenCache(ShardedDataSource):
         return self.manifest.counts.ledger(self.dataset, {f"tokenize.{self.dataset}.{k}": v for k, v in self.manifest.facts.items()})
 
     @property
-    def quarantine(self) -> Path | None:
-        """The JSONL file of rows that were set aside, where there is one."""
-        return self.path.parent / self.manifest.quarantine if self.manifest.quarantine else None
+    def quarantine(self) -> Path | str | None:
+        """The JSONL file of rows that were set aside, where there is one; a URL where the cache is at one."""
+        return self.folder.at("manifests", self.manifest.quarantine) if self.manifest.quarantine else None
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -115,7 +125,7 @@ class TokenCache(ShardedDataSource):
         )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop` of a source shard that were kept; zero-copy where they lie in one part."""
+        """Rows `start` to `stop` of a source shard that were kept; zero-copy where they lie in one part on this machine."""
         info = self.shards[shard]
         if not 0 <= start <= stop <= (info.num_rows or 0):
             raise SourceError(at=place(info.name), problem=f"rows {start}:{stop} of {info.num_rows} do not exist")
@@ -123,11 +133,10 @@ class TokenCache(ShardedDataSource):
         for i in self._parts_of(shard):
             part = self._parts[i]
             if part.start < stop and start < part.stop:
-                batch = self._batches[i]
-                rows = batch.column(ROW_NUMBER).to_numpy()
-                first, last = np.searchsorted(rows, [start, stop])
+                rows = self._batches[i].column(ROW_NUMBER).to_numpy()
+                first, last = map(int, np.searchsorted(rows, [start, stop]))
                 if first < last:
-                    pieces.append(batch.slice(int(first), int(last - first)))
+                    pieces.append(self._rows(i, first, last))
         if len(pieces) == 1:
             return pieces[0]
         arrays = [pa.concat_arrays([piece.column(i) for piece in pieces]) if pieces else f.type for i, f in enumerate(self.schema)]
@@ -155,15 +164,29 @@ class TokenCache(ShardedDataSource):
         return out
 
     def tokens(self, doc: int) -> NDArray[np.unsignedinteger]:
-        """The stored ids of one document, as a view of the map."""
+        """The stored ids of one document; a view of the map where that is of a file of this machine."""
         part, local = self._find(doc)
-        offsets = _offsets(self._batches[part].column(INPUT_IDS))
-        values = self._batches[part].column(INPUT_IDS).values.to_numpy()
-        return values[offsets[local] : offsets[local + 1]]
+        return self._rows(part, local, local + 1).column(INPUT_IDS).flatten().to_numpy()
 
     def buffers(self) -> Buffers:
-        """Addresses for kernels; good for as long as this object lives."""
+        """Addresses for kernels; good for as long as this object lives. What stands at `ids_address` and `mask_address` of documents in a
+        bucket is there while `staged` holds them."""
         return self._buffers
+
+    @property
+    def remote(self) -> bool:
+        """Whether tokens have to be fetched before kernels read them: see `staged`."""
+        return self._staged is not None
+
+    def staged(self, docs: NDArray[np.int64]) -> contextlib.AbstractContextManager[None]:
+        """While the block lasts, tokens and masks of `docs` (Int64[n]) are where `buffers` says. Free on this machine's own files.
+
+        Raises StorageError where they cannot be fetched, CacheError where a fetched file is not what was committed.
+        """
+        if self._staged is None:
+            return contextlib.nullcontext()
+        number = np.searchsorted(self._first_doc, docs, side="right") - 1
+        return self._staged.hold(number, docs - self._first_doc[number])
 
     def where(self, doc: int) -> tuple[str, int]:
         """(file, physical row) that a document came from."""
@@ -174,11 +197,11 @@ class TokenCache(ShardedDataSource):
     def verify(self) -> None:
         """Reads every byte. Raises CacheError naming the first file whose checksum is not the one that was committed."""
         for part in self._parts:
-            stamp = checksum(self._folder / part.file)
-            if stamp.checksum != part.checksum:
+            found = xxh3_128_hexdigest(self.folder.content(part.file))
+            if found != part.checksum:
                 raise CacheError(
-                    at=str(self._folder / part.file),
-                    problem=f"damaged: checksum {stamp.checksum}, committed as {part.checksum}",
+                    at=str(self.folder.tokens(part.file)),
+                    problem=f"damaged: checksum {found}, committed as {part.checksum}",
                     fix="Delete the file and prepare the dataset again; only this range is tokenized anew.",
                 )
 
@@ -195,9 +218,16 @@ class TokenCache(ShardedDataSource):
             id_bytes=token_dtype(self.vocab_size).itemsize,
         )
 
+    def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
+        """Documents `first` to `last` of a part; a copy where the map is filled and emptied by others."""
+        found = self._batches[part].slice(first, last - first)
+        if not self.remote:
+            return found
+        with self.staged(np.arange(first, last) + self._first_doc[part]):
+            return pa.ipc.read_record_batch(found.serialize(), found.schema)
+
     def _map(self, part: Part) -> pa.RecordBatch:
-        file = self._folder / part.file
-        again = "Prepare the dataset again; only this range is tokenized anew."
+        file, again = self.folder.local / "tokens" / part.file, AGAIN
         try:
             size = file.stat().st_size
             if size != part.num_bytes:
@@ -209,9 +239,12 @@ class TokenCache(ShardedDataSource):
             raise CacheError(at=str(file), problem="missing from the token cache", fix=again) from error
         except (pa.ArrowInvalid, OSError) as error:
             raise CacheError(at=str(file), problem=f"cannot be read: {error}", fix=again) from error
-        expected = cache_schema(self.vocab_size, loss_mask=self.manifest.loss_mask)
-        if batch.num_rows != part.docs or not batch.schema.equals(expected):
-            raise CacheError(at=str(file), problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}", fix=again)
+        return self._checked_batch(batch, part)
+
+    def _checked_batch(self, batch: pa.RecordBatch, part: Part) -> pa.RecordBatch:
+        if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
+            at = str(self.folder.tokens(part.file))
+            raise CacheError(at=at, problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}", fix=AGAIN)
         return batch
 
     def _parts_of(self, shard: int) -> range:

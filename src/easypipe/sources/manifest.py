@@ -20,7 +20,7 @@ from typing import Any
 
 from easypipe.core.errors import CacheError
 from easypipe.core.ledger import Ledger
-from easypipe.core.storage import commit_json, read_json
+from easypipe.core.storage import commit_bytes, json_bytes, read_json
 
 FORMAT = 1
 
@@ -103,13 +103,17 @@ class Manifest:
     format: int = FORMAT
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    commit_json(path, dataclasses.asdict(manifest))
+def manifest_json(manifest: Manifest) -> bytes:
+    return json_bytes(dataclasses.asdict(manifest))
 
 
-def read_manifest(path: Path) -> Manifest:
+def write_manifest(path: str | Path, manifest: Manifest) -> None:
+    commit_bytes(path, manifest_json(manifest))
+
+
+def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:
     """Raises CacheError for another format version or a file that is no manifest, MissingFileError where there is none."""
-    values = read_json(path)
+    values = read_json(path, storage_options)
     check_format(values, path)
     try:
         return Manifest(
@@ -126,7 +130,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CacheError(at=str(path), problem=f"not a token cache manifest: {error}", fix="Delete it and prepare again.") from error
 
 
-def check_format(values: Any, path: Path) -> None:
+def check_format(values: Any, path: str | Path) -> None:
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
         raise CacheError(

@@ -20,7 +20,8 @@ from easypipe.core.protocols import PipelineContext, ProgressEvent, Shard, Shard
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS, token_dtype
 from easypipe.loader.stored import decode
 from easypipe.sources.cache import TokenCache, cache_schema
-from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity, write_manifest
+from easypipe.sources.cache_folder import CacheFolder
+from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity
 from easypipe.stages.ranges import Range, ranges_of
 from easypipe.stages.saved import TokenInfo
 from easypipe.stages.token_rows import ends_closed, ends_with
@@ -38,9 +39,8 @@ class AdoptedTokens(ShardedDataSource):
     padding (`attention_mask` of 0) and for columns of unequal length.
     """
 
-    def __init__(self, name: str, source: ShardedSource, tokens: TokenInfo, context: PipelineContext, *, folder: object = None) -> None:
-        """folder: kept for as long as the tokens are, where the cache folder of `context` is a temporary one."""
-        self._folder = folder
+    def __init__(self, name: str, source: ShardedSource, tokens: TokenInfo, context: PipelineContext) -> None:
+        self.folder: CacheFolder = context.cache or CacheFolder(context.cache_dir)
         self.name, self.source, self.tokens, self.context = name, source, tokens, context
         self._columns = [column for column in (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK) if column in source.schema.names]
         self.has_mask = LOSS_MASK in self._columns or LABELS in self._columns
@@ -61,58 +61,54 @@ class AdoptedTokens(ShardedDataSource):
 
     def materialize(self) -> TokenCache:
         """The token cache; opened where it stands."""
-        self._cache.folder = self._folder
         return self._cache
 
     @functools.cached_property
     def _cache(self) -> TokenCache:
         ranges = ranges_of(self.source, self._key)
-        opened = self._open(path := self._path(ranges))
+        opened = self._open(key := self._key_of(ranges))
         if opened is not None:
             return opened
-        with locks.preparing(self.context.cache_dir, path.stem, self.name) as waited:
-            return (self._open(path) if waited else None) or self._fill(ranges, path)
+        with locks.preparing(self.folder.local, key, self.name) as waited:
+            return (self._open(key) if waited else None) or self._fill(ranges, key)
 
     @property
-    def cache_path(self) -> Path:
+    def cache_path(self) -> Path | str:
         """Where the manifest of its token cache stands, or will. Reads no rows."""
-        return self._path(ranges_of(self.source, self._key))
+        return self.folder.manifest(self._key_of(ranges_of(self.source, self._key)))
 
-    def _path(self, ranges: Sequence[Range]) -> Path:
-        key = digest("adopted", [piece.key for piece in ranges])
-        return self.context.cache_dir / "manifests" / f"{key}.json"
+    def _key_of(self, ranges: Sequence[Range]) -> str:
+        return digest("adopted", [piece.key for piece in ranges])
 
-    def _open(self, path: Path) -> TokenCache | None:
+    def _open(self, key: str) -> TokenCache | None:
         try:
-            return TokenCache(path, dataset=self.name)
+            return TokenCache(self.folder.manifest(key), dataset=self.name, folder=self.folder)
         except MissingFileError:
             log.debug("dataset %s: its tokens are taken into the cache", self.name)
         except CacheError as error:
             log.warning("dataset %s: its token cache is made again: %s", self.name, error)
         return None
 
-    def _fill(self, ranges: Sequence[Range], path: Path) -> TokenCache:
-        folder = self.context.cache_dir
+    def _fill(self, ranges: Sequence[Range], key: str) -> TokenCache:
         rows, total = 0, sum(piece.stop - piece.start for piece in ranges)
         parts, rejects = [], Counter()
         for piece in ranges:
-            part, refused = self._part(piece, folder)
+            part, refused = self._part(piece)
             parts.append(part)
             rejects.update(refused)
             rows += piece.stop - piece.start
             self.context.progress(ProgressEvent(stage="adopt", dataset=self.name, done=rows, total=total, unit="rows"))
-        write_manifest(path, self._manifest(path.stem, parts, rejects))
-        return TokenCache(path, dataset=self.name)
+        self.folder.commit_manifest(self._manifest(key, parts, rejects))
+        return TokenCache(self.folder.manifest(key), dataset=self.name, folder=self.folder)
 
-    def _part(self, piece: Range, folder: Path) -> tuple[Part, Counter[str]]:
+    def _part(self, piece: Range) -> tuple[Part, Counter[str]]:
         batch, refused, content = self._read(piece.shard, piece.start, piece.stop)
         name = digest("tokens", self._key, content)
         file = f"{name[:2]}/{name}.arrow"
-        path = folder / "tokens" / file
         if not batch.num_rows:
             file, stamp = "", storage.Stamp(num_bytes=0, checksum="")
         else:
-            stamp = _write_tokens(path, batch)
+            stamp = self.folder.commit_tokens(file, batch)
         part = Part(
             shard=piece.shard,
             start=piece.start,
@@ -194,16 +190,6 @@ class AdoptedTokens(ShardedDataSource):
             fingerprint=digest("tokens", info.tokenizer_fingerprint, [[p.shard, p.start, p.stop, p.content] for p in parts]),
             loss_mask=self.has_mask,
         )
-
-
-def _write_tokens(path: Path, batch: pa.RecordBatch) -> storage.Stamp:
-    with (
-        storage.commit_file(path) as (temporary, stamp),
-        pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_file(sink, batch.schema) as writer,
-    ):
-        writer.write_batch(batch)
-    return stamp()
 
 
 def _row_of(token: np.int64, offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> int:

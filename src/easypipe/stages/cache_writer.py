@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -19,16 +20,18 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import pyarrow as pa
+from xxhash import xxh3_128_hexdigest
 
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
 from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
 from easypipe.sources.cache import TokenCache
-from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity, write_manifest
+from easypipe.sources.cache_folder import STATS, CacheFolder, folder_of
+from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity
 from easypipe.stages.forms import RowForm, TextForm
 from easypipe.stages.ranges import Range, Record, ranges_of, read_record, record_path, write_record
 from easypipe.stages.text_rows import raw_row
@@ -40,116 +43,77 @@ logger = logging.getLogger("easypipe")
 
 SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
 SAMPLE_BYTES = 64 << 10
-_STATS = b"easypipe"  # key of a token file's metadata: what the record needs to know of it
+UPLOADS = 8  # ranges that are on their way to a bucket
 
 
-def prepare(
-    source: ShardedSource,
-    tokenizer: Tokenizer,
-    *,
-    dataset: str,
-    content_field: str = "text",
-    cache_dir: Path,
-    on_error: OnError = "error",
-    max_bad_rows: int | None = None,
-    num_workers: int | None = None,
-    batch_size: int = 1000,
-    progress: ProgressListener = silent,
-    form: RowForm | None = None,
-) -> TokenCache:
-    """The token cache of a source: opened where it stands, finished where it was begun.
+class Options(TypedDict, total=False):
+    """What `prepare` and its kin take beside source, tokenizer and progress. dataset and cache_dir are required.
 
-    form: what its rows are; None: text in the column `content_field`.
-
+    cache_dir: a folder of this machine, or a CacheFolder. form: what the rows are; None: text in the column `content_field`.
     on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
         file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
-    num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size: texts encoded at a time.
+    num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size: texts encoded at a time; 1,000.
+    """
+
+    dataset: Required[str]
+    cache_dir: Required[Path | CacheFolder]
+    content_field: str
+    form: RowForm | None
+    on_error: OnError
+    max_bad_rows: int | None
+    num_workers: int | None
+    batch_size: int
+
+
+def prepare(source: ShardedSource, tokenizer: Tokenizer, *, progress: ProgressListener = silent, **options: Unpack[Options]) -> TokenCache:
+    """The token cache of a source: opened where it stands, finished where it was begun.
+
     Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each names file and row where one is to blame.
     """
-    job, ranges = _begin(
-        source, tokenizer, dataset=dataset, content_field=content_field, cache_dir=cache_dir, on_error=on_error,
-        max_bad_rows=max_bad_rows, num_workers=num_workers, batch_size=batch_size, form=form,
-    )  # fmt: skip
-    path = manifest_path(job.cache_dir, ranges, on_error, max_bad_rows)
-    opened = _open(path, dataset)
+    job = _Job.of(source, tokenizer, **options)
+    opened = _open(job)
     if opened is not None:
-        logger.info("dataset %s: token cache %s is complete, nothing is tokenized", dataset, path.stem)
+        logger.info("dataset %s: token cache %s is complete, nothing is tokenized", job.dataset, job.key)
         return opened
-    with locks.preparing(job.cache_dir, path.stem, dataset) as waited:
-        return (_open(path, dataset) if waited else None) or _fill(job, ranges, path, progress)
+    with locks.preparing(job.folder.local, job.key, job.dataset) as waited:
+        return (_open(job) if waited else None) or _fill(job, progress)
 
 
 def prepare_part(
-    source: ShardedSource, tokenizer: Tokenizer, *, part: Sequence[int], progress: ProgressListener = silent, **options: Any
+    source: ShardedSource, tokenizer: Tokenizer, *, part: Sequence[int], progress: ProgressListener = silent, **options: Unpack[Options]
 ) -> int:
     """Tokenizes and commits the ranges whose numbers `part` lists and writes no manifest: `prepare` finds them done, on any machine.
 
-    options: those of `prepare`, with its errors; bad rows are charged to the budget by `prepare`, in their order. Returns how many rows
-    were gone through.
+    Errors as `prepare`; bad rows are charged to the budget by `prepare`, in their order. Returns how many rows were gone through.
     """
-    job, ranges = _begin(source, tokenizer, **options)
-    mine = [ranges[number] for number in part]
+    job = _Job.of(source, tokenizer, **options)
+    mine = [job.ranges[number] for number in part]
     totals = Totals(job.dataset, job.form.label, job.on_error, None)
     rows = sum(piece.stop - piece.start for piece in mine)
-    with locks.working(job.cache_dir), contextlib.closing(_run(job, mine)) as records:
+    with locks.working(job.folder.local), contextlib.closing(_run(job, mine)) as records:
         for piece, record in zip(mine, records, strict=True):
             totals.add(piece, record)
             progress(ProgressEvent(stage="tokenize", dataset=job.dataset, done=totals.rows, total=rows, unit="rows"))
     return rows
 
 
-def pending(source: ShardedSource, tokenizer: Tokenizer, **options: Any) -> tuple[list[int], int]:
+def pending(source: ShardedSource, tokenizer: Tokenizer, **options: Unpack[Options]) -> tuple[list[int], int]:
     """(numbers of the ranges that nobody has committed, how many ranges there are); none once the manifest stands. Reads no text."""
-    job, ranges = _begin(source, tokenizer, **options)
-    if manifest_path(job.cache_dir, ranges, job.on_error, job.max_bad_rows).is_file():
-        return [], len(ranges)
-    return [number for number, piece in enumerate(ranges) if read_record(job.record_path(piece)) is None], len(ranges)
+    job = _Job.of(source, tokenizer, **options)
+    if storage.exists(job.manifest, job.folder.options):
+        return [], len(job.ranges)
+    return [number for number, piece in enumerate(job.ranges) if job.record(piece) is None], len(job.ranges)
 
 
-def _begin(
-    source: ShardedSource,
-    tokenizer: Tokenizer,
-    *,
-    dataset: str,
-    content_field: str = "text",
-    cache_dir: Path,
-    on_error: OnError = "error",
-    max_bad_rows: int | None = None,
-    num_workers: int | None = None,
-    batch_size: int = 1000,
-    form: RowForm | None = None,
-) -> tuple[_Job, list[Range]]:
-    if max_bad_rows is not None and on_error == "error":
-        raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
-    form = form or TextForm(content_field)
-    form.require(source, dataset)
-    workers = num_workers or _cores()
-    job = _Job(
-        source=source,
-        tokenizer=tokenizer,
-        dataset=dataset,
-        form=form,
-        cache_dir=Path(cache_dir),
-        recipe=form.recipe(tokenizer, refuted=tokenizer.refuted(Path(cache_dir))),
-        on_error=on_error,
-        max_bad_rows=max_bad_rows,
-        batch_size=batch_size,
-        workers=workers,
-        at_work=threading.Semaphore(workers),
-    )
-    return job, ranges_of(source, job.recipe)
+def manifest_key(ranges: Sequence[Range], on_error: OnError, max_bad_rows: int | None) -> str:
+    """What the manifest of a dataset is called."""
+    return digest("manifest", FORMAT, [r.key for r in ranges], on_error, max_bad_rows)
 
 
-def manifest_path(cache_dir: Path, ranges: Sequence[Range], on_error: OnError, max_bad_rows: int | None) -> Path:
-    """Where the manifest of a dataset stands, or will."""
-    key = digest("manifest", FORMAT, [r.key for r in ranges], on_error, max_bad_rows)
-    return cache_dir / "manifests" / f"{key}.json"
-
-
-def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressListener) -> TokenCache:
+def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
     """Whatever is missing of the ranges, then the manifest."""
-    source, tokenizer, dataset, form = job.source, job.tokenizer, job.dataset, job.form
-    storage.sweep(job.cache_dir)
+    source, tokenizer, dataset, form, ranges = job.source, job.tokenizer, job.dataset, job.form, job.ranges
+    storage.sweep(job.folder.local)
     started = time.perf_counter()
     totals = Totals(dataset, form.label, job.on_error, job.max_bad_rows)
     rows = sum(r.stop - r.start for r in ranges)
@@ -159,11 +123,11 @@ def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressList
             done = totals.rows
             progress(ProgressEvent(stage="tokenize", dataset=dataset, done=done, total=rows, unit="rows", num_bytes=totals.text_bytes))
     totals.require_documents()
-    quarantine = _write_quarantine(job, ranges, path) if job.on_error == "quarantine" and totals.bad else ""
+    quarantine = _write_quarantine(job) if job.on_error == "quarantine" and totals.bad else ""
     seconds = time.perf_counter() - started
     manifest = Manifest(
         dataset=dataset,
-        key=path.stem,
+        key=job.key,
         content_field=form.label,
         tokenizer=_identity(tokenizer),
         shard_names=tuple(shard.name for shard in source.shards),
@@ -182,8 +146,8 @@ def _fill(job: _Job, ranges: Sequence[Range], path: Path, progress: ProgressList
         },
     )
     manifest.counts.ledger(dataset, {}).check()
-    write_manifest(path, manifest)
-    return TokenCache(path, dataset=dataset)
+    job.folder.commit_manifest(manifest)
+    return TokenCache(job.manifest, dataset=dataset, folder=job.folder)
 
 
 def _cores() -> int:
@@ -200,8 +164,9 @@ class _Job:
     tokenizer: Tokenizer
     dataset: str
     form: RowForm
-    cache_dir: Path
+    folder: CacheFolder
     recipe: str
+    ranges: Sequence[Range]
     on_error: OnError
     max_bad_rows: int | None
     batch_size: int
@@ -212,36 +177,74 @@ class _Job:
     proving: Any = dataclasses.field(default_factory=threading.Lock)
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
 
+    @classmethod
+    def of(cls, source: ShardedSource, tokenizer: Tokenizer, **options: Unpack[Options]) -> _Job:
+        """Cuts the source into ranges. Raises ConfigError, SourceError; reads no text."""
+        on_error, budget = options.get("on_error", "error"), options.get("max_bad_rows")
+        if budget is not None and on_error == "error":
+            raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
+        form = options.get("form") or TextForm(options.get("content_field", "text"))
+        form.require(source, options["dataset"])
+        workers = options.get("num_workers") or _cores()
+        folder = folder_of(options["cache_dir"])
+        recipe = form.recipe(tokenizer, refuted=tokenizer.refuted(folder.local))
+        return cls(
+            source=source,
+            tokenizer=tokenizer,
+            dataset=options["dataset"],
+            form=form,
+            folder=folder,
+            recipe=recipe,
+            ranges=ranges_of(source, recipe),
+            on_error=on_error,
+            max_bad_rows=budget,
+            batch_size=options.get("batch_size", 1000),
+            workers=workers,
+            at_work=threading.Semaphore(workers),
+        )
+
+    @functools.cached_property
+    def key(self) -> str:
+        return manifest_key(self.ranges, self.on_error, self.max_bad_rows)
+
+    @property
+    def manifest(self) -> Path | str:
+        return self.folder.manifest(self.key)
+
     def count(self, **amounts: int) -> None:
         with self.lock:
             self.done.update(amounts)
 
-    def record_path(self, piece: Range) -> Path:
-        return record_path(self.cache_dir, self.recipe, piece.key)
+    def record_path(self, piece: Range) -> Path | str:
+        return record_path(self.folder, self.recipe, piece.key)
+
+    def record(self, piece: Range) -> Record | None:
+        return read_record(self.record_path(piece), self.folder.options)
 
 
-def _open(path: Path, dataset: str) -> TokenCache | None:
+def _open(job: _Job) -> TokenCache | None:
     """None where the cache was never finished, or a file of it is gone: then it is made good."""
     try:
-        return TokenCache(path, dataset=dataset)
+        return TokenCache(job.manifest, dataset=job.dataset, folder=job.folder)
     except MissingFileError:
         return None
     except (CacheError, StorageError) as error:
-        logger.warning("dataset %s: the token cache is prepared again: %s", dataset, error)
+        logger.warning("dataset %s: the token cache is prepared again: %s", job.dataset, error)
         return None
 
 
 def _run(job: _Job, ranges: Sequence[Range]) -> Generator[Record]:
     """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way.
 
-    One thread more than work at a time: committing is waiting for the disk.
+    One thread more than work at a time, a few for a bucket: committing is waiting for the disk or the store.
     """
     under_way: deque[Future[Record]] = collections.deque()
     waiting = iter(ranges)
-    pool = ThreadPoolExecutor(max(1, min(job.workers + 1, len(ranges))), thread_name_prefix="easypipe-tokenize")
+    threads = job.workers + (UPLOADS if job.folder.remote else 1)
+    pool = ThreadPoolExecutor(max(1, min(threads, len(ranges))), thread_name_prefix="easypipe-tokenize")
     try:
         for _ in ranges:
-            while len(under_way) < 2 * job.workers and (following := next(waiting, None)) is not None:
+            while len(under_way) < max(2 * job.workers, threads) and (following := next(waiting, None)) is not None:
                 under_way.append(pool.submit(_process, job, following))
             yield under_way.popleft().result()
     finally:
@@ -260,7 +263,7 @@ def _process(job: _Job, piece: Range) -> Record:
         if job.stop.is_set():
             raise CacheError(at=name, problem="tokenizing was stopped")
         record = _stored(job, piece, name)
-        write_record(job.record_path(piece), record)
+        write_record(job.record_path(piece), record, job.folder.options)
         return record
     except Exception as error:
         error.add_note(f"while tokenizing dataset {job.dataset!r}, {name}, rows {piece.start}:{piece.stop}")
@@ -269,11 +272,10 @@ def _process(job: _Job, piece: Range) -> Record:
 
 def _finished(job: _Job, piece: Range) -> Record | None:
     """The record of a range that was committed, if its tokens are whole."""
-    record = read_record(job.record_path(piece))
+    record = job.record(piece)
     if record is None or not record.file:
         return record
-    file = job.cache_dir / "tokens" / record.file
-    return record if file.is_file() and storage.checksum(file).checksum == record.checksum else None
+    return record if job.folder.holds(record.file, record.num_bytes, record.checksum) else None
 
 
 def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
@@ -287,7 +289,7 @@ def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
             if kept and size > SAMPLE_BYTES:
                 break
             kept += 1
-        backend = job.tokenizer.prove(texts.slice(0, kept), of=f"dataset {job.dataset}", memo=job.cache_dir)
+        backend = job.tokenizer.prove(texts.slice(0, kept), of=f"dataset {job.dataset}", memo=job.folder.local)
         logger.debug("dataset %s: tokenizing with %s: %s", job.dataset, job.tokenizer.name, backend)
         job.count(proved=1)
 
@@ -299,8 +301,7 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         text, text_bytes, rejects = texts.content_hash(), texts.num_bytes, list(texts.rejects)
         identity = digest("tokens", job.recipe, text)
         file = f"{identity[:2]}/{identity}.arrow"
-        path = job.cache_dir / "tokens" / file
-        stats, documents = _stats_of(path), None
+        (stats, stamp), documents = _found(job.folder, file), None
         if stats is None:
             _prove(job, texts.texts)
             documents = job.form.encode(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
@@ -309,9 +310,8 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         del texts  # they are larger than their tokens
     if documents is None:
         job.count(ranges_found_by_content=1)
-        stamp = storage.checksum(path)
-    else:
-        stamp = _write_tokens(path, documents.batch, stats) if documents.batch.num_rows else storage.Stamp(num_bytes=0, checksum="")
+    elif documents.batch.num_rows:
+        stamp = job.folder.commit_tokens(file, documents.batch, stats)
     rejects = sorted([*rejects, *(Reject(**reject) for reject in stats.pop("rejects"))], key=lambda reject: reject.row)
     return Record(
         shard_name=name,
@@ -343,43 +343,40 @@ def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
     }
 
 
-def _write_tokens(path: Path, batch: pa.RecordBatch, stats: dict[str, Any]) -> storage.Stamp:
-    schema = batch.schema.with_metadata({_STATS: json.dumps(stats).encode()})
-    with storage.commit_file(path) as (temporary, stamp), pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(batch.cast(schema) if batch.schema.metadata else pa.RecordBatch.from_arrays(batch.columns, schema=schema))
-    return stamp()
-
-
-def _stats_of(path: Path) -> dict[str, Any] | None:
-    """What a token file says of itself; None where it is not there, or not whole."""
+def _found(folder: CacheFolder, file: str) -> tuple[dict[str, Any] | None, storage.Stamp]:
+    """What a token file says of itself, and its stamp; None where it is not there, or not whole."""
+    nothing = None, storage.Stamp(num_bytes=0, checksum="")
     try:
-        with pa.memory_map(str(path)) as mapped:
-            batch = pa.ipc.open_file(mapped).get_batch(0)
-        stats = json.loads((batch.schema.metadata or {})[_STATS])
+        data = folder.content(file)
+        batch = pa.ipc.open_file(data).get_batch(0)
+        stats = json.loads((batch.schema.metadata or {})[STATS])
     except FileNotFoundError:
-        return None
+        return nothing
     except (pa.ArrowInvalid, OSError, KeyError, ValueError) as error:
-        logger.warning("%s: written again, it is damaged: %s", path, error)
-        return None
+        logger.warning("%s: written again, it is damaged: %s", folder.tokens(file), error)
+        return nothing
     if documents_hash(batch) != stats["content"]:
-        logger.warning("%s: written again, it is damaged: its tokens have another hash than was committed", path)
-        return None
-    return stats
+        logger.warning("%s: written again, it is damaged: its tokens have another hash than was committed", folder.tokens(file))
+        return nothing
+    return stats, storage.Stamp(num_bytes=data.size, checksum=xxh3_128_hexdigest(data))
 
 
-def _write_quarantine(job: _Job, ranges: Sequence[Range], manifest: Path) -> str:
+def _write_quarantine(job: _Job) -> str:
     """One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows."""
-    path = manifest.with_suffix(".quarantine.jsonl")
-    with storage.commit_file(path) as (temporary, _), open(temporary, "w", encoding="utf-8") as out:
-        for piece in ranges:
-            record = read_record(job.record_path(piece))
+    name = f"{job.key}.quarantine.jsonl"
+    with (
+        storage.commit_file(job.folder.at("manifests", name), job.folder.options) as (temporary, _),
+        open(temporary, "w", encoding="utf-8") as out,
+    ):
+        for piece in job.ranges:
+            record = job.record(piece)
             assert record is not None, "every range was committed"
             for reject in record.rejects:
                 if not reject.benign:
                     raw = raw_row(job.source, piece.shard, reject, job.form.columns[0])
                     row = {"file": record.shard_name, "row": reject.row, "reason": reject.reason, "detail": reject.detail, "raw": raw}
                     out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return path.name
+    return name
 
 
 def _identity(tokenizer: Tokenizer) -> TokenizerIdentity:

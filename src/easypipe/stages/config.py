@@ -10,6 +10,7 @@ from typing import Literal
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.loader.loader import LoadStageConfig
+from easypipe.stages.caching import CacheConfig, check_cache
 from easypipe.stages.mix import MixStageConfig
 from easypipe.stages.pack import PackStageConfig
 from easypipe.stages.save import SaveStageConfig
@@ -43,10 +44,12 @@ class PipelineConfig:
 
     default_tokenizer: for datasets without one, where the tokenize stage names none either.
     seed: of every order in the pipeline; None draws one, logs it and keeps it in `pipeline.get_context().seed`.
-    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE, else the user's cache folder.
+    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE, else the user's cache folder. A URL
+        (`s3://`, `gs://`) keeps tokens there, and what is of this machine alone in the user's cache folder.
     streaming: read forward and tokenize on the way: no row is counted, no token kept. docs/streaming.md says what is different then.
     num_streams: with streaming, the canonical streams that the rows of a batch belong to; it divides the batch size, and decides the order.
         None takes the largest divisor of the batch size up to 8. As many processes can share the reading.
+    cache: how a cache_dir (or a dataset's cache_path) that is a URL is read and reached.
     executor: who tokenizes. "local": threads of this process. "ray": tasks on a Ray cluster (the extra `ray`) whose machines all see the
         sources and cache_dir; the tokens are the same, byte for byte.
     """
@@ -55,6 +58,7 @@ class PipelineConfig:
     default_tokenizer: TokenizerConfig | str | None = None
     seed: int | None = None
     cache_dir: str | Path | None = None
+    cache: CacheConfig | None = None
     streaming: bool = False
     num_streams: int | None = None
     executor: Literal["local", "ray"] = "local"
@@ -91,6 +95,10 @@ class PipelineConfig:
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
         problems += problems_of(self)
+        try:
+            check_cache(self.cache, self.cache_dir, [dataset.cache_path for dataset in self.datasets], streaming=self.streaming)
+        except ConfigError as error:
+            problems.append(error)
         if self.mix is not None:
             try:
                 self.mix.check_names(names)

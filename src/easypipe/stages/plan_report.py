@@ -206,11 +206,11 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
 
 def _stands(source: ShardedSource) -> bool:
     """Whether its token cache can be opened as it is. A source of one's own that does not say where that is has to know itself."""
-    path = getattr(source, "cache_path", None)
+    path, folder = getattr(source, "cache_path", None), getattr(source, "folder", None)
     if path is None:
         return True
     try:
-        TokenCache(path)
+        TokenCache(path, folder=folder)
     except (CacheError, FileNotFoundError):
         return False
     return True

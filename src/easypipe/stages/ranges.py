@@ -10,15 +10,17 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from easypipe.core.config import digest
-from easypipe.core.errors import CacheError, SourceError, StorageError, place
+from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource
-from easypipe.core.storage import commit_json, exists, read_json
+from easypipe.core.storage import commit_json, read_bytes
+from easypipe.sources.cache_folder import CacheFolder
 from easypipe.sources.manifest import FORMAT, Part, check_format
 from easypipe.transforms.tokenizer import Tokenizer
 
@@ -110,21 +112,23 @@ def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
     yield rows
 
 
-def record_path(cache_dir: Path, recipe: str, key: str) -> Path:
-    return cache_dir / "ranges" / recipe / f"{key}.json"
+def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:
+    return folder.at("ranges", recipe, f"{key}.json")
 
 
-def write_record(path: Path, record: Record) -> None:
-    commit_json(path, dataclasses.asdict(record))
+def write_record(path: Path | str, record: Record, storage_options: dict[str, Any] | None = None) -> None:
+    commit_json(path, dataclasses.asdict(record), storage_options)
 
 
-def read_record(path: Path) -> Record | None:
+def read_record(path: Path | str, storage_options: dict[str, Any] | None = None) -> Record | None:
     """None where there is none that this version can read: the range is then tokenized again."""
-    if not exists(path):
+    try:
+        data = read_bytes(path, storage_options)
+    except MissingFileError:
         return None
     try:
-        values: dict[str, Any] = read_json(path)
+        values: dict[str, Any] = json.loads(data)
         check_format(values, path)
         return Record(**{**values, "rejects": tuple(Reject(**reject) for reject in values["rejects"])})
-    except (CacheError, StorageError, KeyError, TypeError):
+    except (CacheError, ValueError, KeyError, TypeError):
         return None

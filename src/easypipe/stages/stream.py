@@ -242,7 +242,7 @@ class ForwardDocuments:
             texts = source.form.read(source.source, shard, start, stop).texts.slice(0, PROVED_ROWS)
             ends = np.cumsum([len(text) for text in texts.to_pylist()])
             kept = max(1, int(np.searchsorted(ends, PROVED_BYTES, side="right"))) if len(texts) else 0
-            source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context))
+            source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context).local)
             self._proved = True
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:

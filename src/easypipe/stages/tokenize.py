@@ -25,8 +25,9 @@ from easypipe.core.protocols import (
 )
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER
 from easypipe.sources.cache import TokenCache, cache_schema
+from easypipe.sources.cache_folder import CacheFolder, folder_of
 from easypipe.sources.limit import select
-from easypipe.stages.cache_writer import OnError, manifest_path, pending, prepare, prepare_part
+from easypipe.stages.cache_writer import OnError, manifest_key, pending, prepare, prepare_part
 from easypipe.stages.caching import TemporaryFolder, cache_folder_of
 from easypipe.stages.formats import kept_columns
 from easypipe.stages.forms import RowForm, TextForm, form_of
@@ -79,7 +80,7 @@ class TokenizedShardedSource(ShardedDataSource):
         tokenizer: Tokenizer,
         *,
         dataset: str,
-        cache_dir: Path | TemporaryFolder,
+        cache_dir: Path | CacheFolder,
         content_field: str = "text",
         on_error: OnError = "error",
         max_bad_rows: int | None = None,
@@ -101,14 +102,13 @@ class TokenizedShardedSource(ShardedDataSource):
         self.dataset = dataset
         self.content_field = self.form.label
         self.on_error: OnError = on_error
-        self._folder = cache_dir  # holds a temporary one
-        self._cache_dir = cache_dir.path if isinstance(cache_dir, TemporaryFolder) else Path(cache_dir)
+        self._folder = folder_of(cache_dir)  # holds a temporary one
         self._batch_size = batch_size
         self._progress = progress
         self._options: dict[str, Any] = {
             "dataset": dataset,
             "form": self.form,
-            "cache_dir": self._cache_dir,
+            "cache_dir": self._folder,
             "on_error": on_error,
             "max_bad_rows": max_bad_rows,
             "num_workers": num_workers,
@@ -152,17 +152,21 @@ class TokenizedShardedSource(ShardedDataSource):
         return documents, tuple(sorted((*texts.rejects, *documents.rejects), key=lambda reject: reject.row))
 
     @property
-    def cache_path(self) -> Path:
+    def folder(self) -> CacheFolder:
+        """That its token cache is in."""
+        return self._folder
+
+    @property
+    def cache_path(self) -> Path | str:
         """Where the manifest of its token cache stands, or will. Reads no rows."""
-        recipe = self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._cache_dir))
-        return manifest_path(self._cache_dir, ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"])
+        recipe = self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._folder.local))
+        return self._folder.manifest(manifest_key(ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"]))
 
     def materialize(self) -> TokenCache:
         """The token cache of all rows: opened, finished or made on the first call, the same object afterwards. See `prepare` for errors."""
         with self._lock:
             if self._cache is None:
                 self._cache = prepare(self.source, self.tokenizer, progress=self._progress, **self._options)
-                self._cache.folder = self._folder
             return self._cache
 
     @property

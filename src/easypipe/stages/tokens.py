@@ -39,9 +39,9 @@ def require_documents(name: str, source: ShardedSource, context: PipelineContext
     if INPUT_IDS not in source.schema.names:
         raise StageOrderError(at="", problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}")
     own = next((dataset for dataset in context.config.datasets if dataset.name == name), None)
-    folder = cache_folder_of(own, source, context)
+    context = in_folder(context, cache_folder_of(own, source, context))
     tokens = token_info(source) or _named_tokenizer(name, context)
-    return AdoptedTokens(name, source, tokens, in_folder(context, folder), folder=folder)
+    return AdoptedTokens(name, source, tokens, context)
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:

@@ -1,0 +1,288 @@
+"""Token caches in buckets: byte-equal batches however they are read, commits that others go on from, no more staged than allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe import CacheError, ConfigError, DatasetConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig, StorageError
+from easypipe.core import remote, storage
+from easypipe.loader.documents import gather_documents
+from easypipe.sources.cache import TokenCache
+from easypipe.sources.cache_folder import RemoteFolder
+from easypipe.sources.staging import BLOCK
+from easypipe.stages.cache_writer import pending, prepare, prepare_part
+from easypipe.stages.caching import CacheConfig, cache_folder
+from easypipe.transforms.tokenizer import load_tokenizer
+from laws import assert_same_batches
+from pipelines import config, tokenizer
+from stores import SECRET, Store, faulty
+from strategies import examples
+from token_support import CountingTokenizer, WithIdentity, texts
+
+TESTS = Path(__file__).resolve().parents[1]
+READINGS = ("shards", "ranges")
+
+
+def remote_folder(store: Store, url: str, tmp_path: Path, **options: Any) -> RemoteFolder:
+    """url: of the cache; tmp_path: stands for a machine."""
+    return RemoteFolder(url, tmp_path / "local", options=store.options, **options)
+
+
+def source() -> WithIdentity:
+    return WithIdentity(*(texts(60, seed=seed) for seed in range(3)))
+
+
+def batches(tmp_path: Path, **options: Any) -> list[dict[str, np.ndarray]]:
+    made = config(tmp_path, **options)
+    mix = MixStageConfig(weights={"code": 0.6, "docs": 0.4}, stop_strategy="all_exhausted")
+    loader = Pipeline(made).source().tokenize().mix(mix).pack(PackStageConfig(seq_length=64)).load({"batch_size": 4})
+    return [{name: np.asarray(column) for name, column in batch.items()} for batch in loader.build()]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_batches_are_those_of_a_local_cache(tmp_path: Path, store: Store, reading: str) -> None:
+    here = batches(tmp_path)
+    url = f"{store.new()}/cache"
+    cache = CacheConfig(reading=reading, storage_options=store.options, staging_dir=tmp_path / "staging")
+    made = {"cache_dir": url, "cache": cache}
+    first = batches(tmp_path, **made)
+    assert assert_same_batches(here, first) > 3
+    files = store.files(url)
+    assert {name.partition("/")[0] for name in files} == {"manifests", "ranges", "tokens"}
+    assert not any(SECRET.encode() in data for data in files.values())
+    assert not any((tmp_path / "staging").iterdir()), "what is staged goes with the process, whatever ends it"
+    assert_same_batches(here, batches(tmp_path, **made))
+
+
+long_texts = [" ".join(f"{i} {j}" for j in range(50 + 700 * (i % 7))) for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenCache, str]:
+    """The same documents of up to 6,000 tokens in a local cache, and the URL of one in a bucket."""
+    here, tok = tmp_path_factory.mktemp("two"), load_tokenizer(tokenizer())
+    many = WithIdentity(long_texts, long_texts[::-1])
+    folder = RemoteFolder("memory://caches/two", here / "beside")
+    prepare(many, tok, dataset="d", cache_dir=folder)
+    local = prepare(many, tok, dataset="d", cache_dir=here / "local")
+    return local, str(folder.manifest(local.path.stem))  # type: ignore[union-attr]
+
+
+def opened(url: str, tmp_path: Path, **options: Any) -> TokenCache:
+    return TokenCache(url, folder=RemoteFolder(url.rpartition("/manifests/")[0], tmp_path, **options))
+
+
+@given(data=st.data(), reading=st.sampled_from(READINGS), room=st.sampled_from([1, 3 * BLOCK, 20 * BLOCK, 1 << 30]))
+@examples(40)
+def test_whatever_is_read_in_whatever_order(two: tuple[TokenCache, str], tmp_path_factory: Any, data: Any, reading: str, room: int) -> None:
+    local, url = two
+    cache = opened(url, tmp_path_factory.mktemp("read"), reading=reading, staging_bytes=room)
+    assert cache.fingerprint == local.fingerprint
+    everything = np.arange(local.num_docs)
+    np.testing.assert_array_equal(cache.lengths(everything), local.lengths(everything))
+    np.testing.assert_array_equal(cache.has_eos(everything), local.has_eos(everything))
+    for docs in data.draw(st.lists(st.lists(st.integers(0, local.num_docs - 1), max_size=9), max_size=6)):
+        asked = np.array(docs, np.int64)
+        mine = gather_documents([cache], np.zeros(asked.size, np.int32), asked, with_mask=False)
+        theirs = gather_documents([local], np.zeros(asked.size, np.int32), asked, with_mask=False)
+        np.testing.assert_array_equal(mine.ids, theirs.ids)
+    doc = data.draw(st.integers(0, local.num_docs - 1))
+    np.testing.assert_array_equal(cache.tokens(doc), local.tokens(doc))
+    start = data.draw(st.integers(0, 60))
+    stop = data.draw(st.integers(start, 60))
+    assert cache.read(1, start, stop).equals(local.read(1, start, stop))
+    cache.verify()
+    assert isinstance(cache.folder, RemoteFolder)
+    assert cache.folder.staging.used <= max(room, 0), "what nobody holds stays within staging_bytes"
+
+
+def test_staged_bytes_are_given_back_to_the_disk(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+    local, url = two
+    cache = opened(url, tmp_path, reading="shards", staging_bytes=1, staging_dir=tmp_path)
+    staging = cache.folder.staging  # type: ignore[union-attr]
+    index = os.fstat(staging._file.fileno()).st_blocks * 512
+    most = 0
+    for doc in range(local.num_docs):
+        with cache.staged(np.array([doc])):
+            most = max(most, os.fstat(staging._file.fileno()).st_blocks * 512)
+    whole = sum(part.num_bytes for part in local.manifest.parts)
+    assert staging.fetched_bytes > whole, "each part came again and again"
+    assert most < index + 2 * max(part.num_bytes for part in local.manifest.parts) + 8 * BLOCK * len(local.manifest.parts)
+    assert os.fstat(staging._file.fileno()).st_blocks * 512 < whole / 2
+
+
+def test_reading_ranges_fetches_less_than_shards(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+    _, url = two
+    fetched = {}
+    for reading in READINGS:
+        cache = opened(url, tmp_path, reading=reading)
+        before = cache.folder.staging.fetched_bytes  # type: ignore[union-attr]
+        cache.tokens(13)
+        fetched[reading] = cache.folder.staging.fetched_bytes - before  # type: ignore[union-attr]
+    assert 0 < fetched["ranges"] < fetched["shards"] / 2
+
+
+def test_staging_dir_is_where_fetched_tokens_are(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+    cache = opened(two[1], tmp_path, staging_dir=tmp_path / "fast")
+    file = cache.folder.staging._file.fileno()  # type: ignore[union-attr]
+    assert os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path / "fast"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file: cannot be written: .*Set cache.staging_dir"):
+        opened(two[1], tmp_path, staging_dir=tmp_path / "file")
+
+
+def test_a_batch_that_needs_more_room_is_named(two: tuple[TokenCache, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = opened(two[1], tmp_path, staging_bytes=1)
+    cache.tokens(0)
+    assert "cache.staging_bytes=1: the batches under way need" in caplog.text
+
+
+def test_threads_share_what_is_staged(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+    local, url = two
+    cache = opened(url, tmp_path, reading="ranges", staging_bytes=4 * BLOCK)
+    wrong: list[int] = []
+
+    def work(salt: int) -> None:
+        docs = np.random.default_rng(salt).permutation(local.num_docs).tolist()
+        wrong.extend(doc for doc in docs if not np.array_equal(cache.tokens(doc), local.tokens(doc)))
+
+    threads = [threading.Thread(target=work, args=(salt,)) for salt in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
+    folder = remote_folder(store, store.new(), tmp_path)
+    tok = load_tokenizer(tokenizer())
+    prepare(source(), tok, dataset="d", cache_dir=folder)
+    cache = prepare(source(), tok, dataset="d", cache_dir=folder)
+    part = cache.manifest.parts[0]
+    url = folder.tokens(part.file)
+    whole = storage.read_bytes(url, store.options)
+    at = cache._staged.parts[0].starts[0]  # type: ignore[union-attr]
+    storage.commit_bytes(url, whole[:at] + b"\xff" + whole[at + 1 :], store.options)
+    with pytest.raises(CacheError, match=rf"{url}: damaged: checksum .*, committed as {part.checksum}"):
+        prepare(source(), tok, dataset="d", cache_dir=folder).tokens(0)
+    with pytest.raises(CacheError, match=rf"{url}: damaged"):
+        cache.verify()
+    storage.remove(url, store.options)
+    counted = CountingTokenizer(tok)
+    again = prepare(source(), tok, dataset="d", cache_dir=folder)
+    assert counted.texts == 10, "one range is made again"
+    assert storage.read_bytes(url, store.options) == whole
+    again.verify()
+
+
+def test_another_machine_goes_on(tmp_path: Path, store: Store) -> None:
+    """Killed after any commit; a machine with nothing but the bucket finishes, and tokenizes only what is missing."""
+    tok, url = load_tokenizer(tokenizer()), store.new()
+    prepare(source(), tok, dataset="d", cache_dir=tmp_path / "here")  # the proof of the tokenizer is no business of this test
+    for stop in (2, 5, 9):
+        commits = 0
+
+        def hook(step: str, path: str, stop: int = stop) -> None:
+            nonlocal commits
+            commits += step == "committed" and path.startswith(url)
+            if commits > stop:
+                raise KeyboardInterrupt
+
+        storage.set_fault_hook(hook)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source(), tok, dataset="d", cache_dir=remote_folder(store, url, tmp_path / f"machine{stop}"), num_workers=1)
+        storage.set_fault_hook(None)
+        assert not [name for name in store.files(url) if name.startswith("manifests/")], "nothing is promised before everything is there"
+    folder = remote_folder(store, url, tmp_path / "last")
+    missing, total = pending(source(), tok, dataset="d", cache_dir=folder)
+    assert 0 < len(missing) < total
+    assert prepare_part(source(), tok, part=missing[:1], dataset="d", cache_dir=folder) == 10
+    counted = CountingTokenizer(tok)
+    cache = prepare(source(), tok, dataset="d", cache_dir=folder)
+    assert counted.texts <= 10 * (len(missing) - 1)
+    assert cache.fingerprint == prepare(source(), tok, dataset="d", cache_dir=tmp_path / "here").fingerprint
+    assert store.files(url).keys() == {name for name in store.files(url) if ".tmp-" not in name}
+
+
+def test_processes_prepare_the_same_at_once(tmp_path: Path, gs: Store) -> None:
+    """Machines (each with a folder of its own, so that no lock tells them of the others) fill one empty bucket."""
+    url = gs.new()
+    arguments = [tokenizer(), url, json.dumps(gs.options)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(TESTS / "stages" / "remote_cache_user.py"), *arguments, str(tmp_path / f"m{i}")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    ended = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ended
+    assert len({out for out, _ in ended}) == 1
+    assert len([name for name in gs.files(url) if name.startswith("manifests/")]) == 1
+    TokenCache(json.loads(ended[0][0])["manifest"], folder=remote_folder(gs, url, tmp_path)).verify()
+
+
+def test_the_first_manifest_wins(tmp_path: Path, store: Store) -> None:
+    """Its measured facts are the first writer's; one that is damaged is replaced."""
+    url, tok = store.new(), load_tokenizer(tokenizer())
+    folder = remote_folder(store, url, tmp_path)
+    cache = prepare(source(), tok, dataset="first", cache_dir=folder)
+    path = str(cache.path)
+    before = storage.read_bytes(path, store.options)
+    folder.commit_manifest(dataclasses.replace(cache.manifest, facts={"seconds": 1e9}))
+    assert storage.read_bytes(path, store.options) == before
+    storage.commit_bytes(path, b"{", store.options)
+    folder.commit_manifest(cache.manifest)
+    assert storage.read_bytes(path, store.options) == before
+
+
+def test_a_store_that_fails_in_passing(tmp_path: Path, store: Store) -> None:
+    remote.set_retry_policy(remote.RetryPolicy(attempts=4, first_wait_s=0.01, attempt_timeout_s=20, deadline_s=60))
+    try:
+        with faulty(store) as (behind, proxy):
+            proxy.faults.extend([503, None, "reset", None, None, "lost"])
+            folder = remote_folder(behind, store.new(), tmp_path)
+            prepare(source(), load_tokenizer(tokenizer()), dataset="d", cache_dir=folder).verify()
+    finally:
+        remote.set_retry_policy(None)
+
+
+def test_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^staging_bytes: 0 is no room"):
+        CacheConfig(staging_bytes=0)
+    with pytest.raises(ConfigError, match=r"^reading: "):
+        CacheConfig(reading="whole")  # type: ignore[arg-type]
+    options = CacheConfig(storage_options={"secret": SECRET})
+    assert SECRET not in repr(options)
+    here = {"datasets": (DatasetConfig(name="d", data_files="x.jsonl"),), "seed": 1, "cache_dir": tmp_path}
+    with pytest.raises(ConfigError, match=r"^cache: has no effect: no token cache is at a URL. Leave it out") as caught:
+        Pipeline(PipelineConfig(**here, cache=options))
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^cache: has no effect: streaming keeps no tokens"):
+        Pipeline(PipelineConfig(**here | {"cache_dir": "memory://caches/a"}, streaming=True, cache=options))
+    with pytest.raises(StorageError, match=r"nothing://"):
+        cache_folder("nothing://bucket/cache")
+
+
+def test_a_dataset_keeps_its_tokens_in_a_bucket_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    dataset = DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"), cache_path="memory://caches/own")
+    made = PipelineConfig(datasets=(dataset,), seed=1, cache_dir=tmp_path / "cache", default_tokenizer=tokenizer())
+    [source] = Pipeline(made).source().tokenize().get_data().values()
+    assert source.materialize().num_docs == 2  # type: ignore[attr-defined]
+    assert storage.names_in("memory://caches/own") == ["manifests", "ranges", "tokens"]
+    assert not (tmp_path / "cache" / "tokens").exists()
