@@ -169,6 +169,13 @@ def test_a_hub_that_is_not_there(tmp_path: Path, hub: Hub, monkeypatch: pytest.M
         save(tmp_path)
 
 
+def test_offline_nothing_is_pushed(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match="creating it failed: HF_HUB_OFFLINE forbids to ask the Hub"):
+        save(tmp_path)
+    assert load_saved(tmp_path / "out").manifest.num_rows
+
+
 def test_not_asked_nothing_is_pushed(tmp_path: Path, hub: Hub) -> None:
     assert save(tmp_path, push_to_hub=False).pushed == ()
     assert not hub.requests

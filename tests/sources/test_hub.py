@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,16 @@ def test_splits_and_law(hub: WebServer) -> None:
     with pytest.raises(MissingFileError) as caught:
         HuggingFaceShardedSource("org/stories", split="valid")
     assert str(caught.value) == "hf://datasets/org/stories: no split 'valid' (have: train, validation). Did you mean 'validation'?"
+
+
+def test_offline_is_said_at_once(hub: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    remote.set_retry_policy(remote.RetryPolicy(first_wait_s=30))
+    began = time.monotonic()
+    with pytest.raises(SourceError, match=r"org/stories: HF_HUB_OFFLINE forbids to ask the Hub\. Unset it"):
+        HuggingFaceShardedSource("org/stories")
+    assert time.monotonic() - began < 5
+    assert not hub.seen
 
 
 def test_no_more_than_needed_travels(hub: WebServer) -> None:

@@ -115,7 +115,7 @@ def retrying(url: str, call: Callable[[float], T], *, options: Mapping[str, Any]
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
     for link in _chain(error):
-        if isinstance(link, ChangedError | ssl.SSLCertVerificationError) or "Certificate" in type(link).__name__:
+        if isinstance(link, ChangedError | ssl.SSLCertVerificationError) or "Certificate" in type(link).__name__ or _offline(link):
             return False
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError):
             return True
@@ -124,6 +124,11 @@ def is_passing(error: BaseException) -> bool:
         if type(link).__module__.partition(".")[0] in _LIBRARIES and _PASSING_NAMES.match(type(link).__name__):
             return True
     return status_of(error) in _PASSING_STATUS
+
+
+def _offline(error: BaseException) -> bool:
+    """The Hub's client was told to ask nobody: a ConnectionError that no waiting will cure."""
+    return type(error).__name__ == "OfflineModeIsEnabled"
 
 
 def status_of(error: BaseException) -> int | None:
@@ -287,6 +292,8 @@ def _told(error: BaseException, url: str, options: Mapping[str, Any] | None, att
         return MissingFileError(at=at, problem="no such file or folder", fix="Check the URL.")
     if status in (401, 403) or isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
         return StorageError(at=at, problem=f"access denied: {text}", fix="Give credentials by storage_options or the environment.")
+    if any(map(_offline, _chain(error))):
+        return StorageError(at=at, problem="HF_HUB_OFFLINE forbids to ask the Hub", fix="Unset it, or read files that are on this machine.")
     if isinstance(error, ChangedError):
         return StorageError(at=at, problem=f"changed after the source was made: {error}", fix="Make the source again.")
     if is_passing(error):

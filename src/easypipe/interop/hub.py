@@ -201,5 +201,7 @@ class _Push:
             403: ("the token may not write there", "Use a token with write permission, of an account that may write to the repository."),
             404: ("the Hub does not know it, or the token may not see it", f"Check hub_repo_id. {ACCOUNT}."),
         }
+        if type(cause).__name__ == "OfflineModeIsEnabled":
+            return f"{doing} failed: HF_HUB_OFFLINE forbids to ask the Hub", "Unset it and run the job again: what was saved stands."
         what, fix = known.get(status or 0, (type(cause).__name__, "Run the job again: what was uploaded stays and is not sent again."))
         return f"{doing} failed{f' with HTTP {status}' if status else ''}: {what}: {said[:500]}", fix

@@ -6,9 +6,8 @@ Needs the package `array-record` (extra `arrayrecord`), which reads local files 
 from __future__ import annotations
 
 import importlib
-import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, place
 from easypipe.core.schema import INPUT_IDS
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
-from easypipe.sources.files import DataFiles, FileRef, LocalFile
-from easypipe.sources.tokens import TokenFilesConfig, no_rejects
+from easypipe.sources.base import Rows, Survey
+from easypipe.sources.files import FileRef, LocalFile
+from easypipe.sources.tokens import LaidOutSource, TokenFilesConfig, no_rejects
 
 TEXT = "text"
 CUT_BYTES = 1 << 20
@@ -89,26 +88,16 @@ class ArrayRecordFormat:
             return self._readers[file.path]
 
 
-class ArrayRecordShardedSource(FileSource):
+class ArrayRecordShardedSource(LaidOutSource):
     """Records of ArrayRecord files: the column `text`, or `input_ids` where `layout` gives the dtype of their tokens. Other options are
     those of FileSource. A record of text that is not UTF-8 is a reject (invalid_utf8).
     """
 
     reader = ArrayRecordFormat
 
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        layout: TokenFilesConfig | None = None,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir)
+    def _make_format(self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None) -> ArrayRecordFormat:
         self._layout = layout
-        self._format = ArrayRecordFormat(layout)
+        return ArrayRecordFormat(layout)
 
     def _options(self) -> list[Any]:
         return [*super()._options(), None if self._layout is None else digest(self._layout)]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -76,6 +76,15 @@ class Format(Protocol):
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         """The row as it stands in the file, for a quarantine; None where the format has no text."""
         ...
+
+
+class FileOptions(TypedDict, total=False):
+    """What every FileSource takes beside its files; see there."""
+
+    columns: Sequence[str] | None
+    on_error: OnError
+    storage_options: Mapping[str, Any] | None
+    index_dir: str | os.PathLike[str] | None
 
 
 class FileSource(ShardedDataSource):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ from easypipe.core import remote
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.protocols import Scan, Shard, ShardedDataSource
-from easypipe.sources.base import READER_VERSION, FileSource, OnError
+from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.hub_layout import choose_files
 from easypipe.sources.open import FORMATS
 from easypipe.sources.refs import FileRef, format_of
@@ -85,10 +85,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
         subset: str | None = None,
         revision: str | None = None,
         num_rows: int | None = None,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
+        **options: Unpack[FileOptions],
     ) -> None:
         name = parse_hub_name(dataset)
         if name.revision and revision and name.revision != revision:
@@ -97,14 +94,16 @@ class HuggingFaceShardedSource(ShardedDataSource):
             raise ConfigError(
                 at="split" if split else "subset", problem="has no effect beside a pattern", fix="Leave it or the pattern out."
             )
-        options = dict(storage_options or {})
-        self._token, self._endpoint = options.pop("token", None), options.pop("endpoint", None) or os.environ.get("HF_ENDPOINT")
-        if options:
-            problem = f"{sorted(options)} mean nothing to the Hub"
+        access = dict(options.get("storage_options") or {})
+        self._token, self._endpoint = access.pop("token", None), access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT")
+        if access:
+            problem = f"{sorted(access)} mean nothing to the Hub"
             raise ConfigError(at="storage_options", problem=problem, have=["token", "endpoint"], fix="Leave them out.")
         self.repo, self.split, self.subset = name.repo, split or (None if name.pattern else "train"), subset
         self._num_rows = num_rows
-        self._made: dict[str, Any] = {"columns": columns, "on_error": on_error, "index_dir": index_dir}
+        self._made: FileOptions = {"columns": options.get("columns"), "on_error": options.get("on_error", "error")}
+        if "index_dir" in options:
+            self._made["index_dir"] = options["index_dir"]
         self._lock = threading.Lock()
         self._rows: FileSource | None = None
         self._revision = name.revision or revision
@@ -131,7 +130,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
     @property
     def fingerprint(self) -> str:
         """Digest of the commit, the files and the reading options. Opens no file."""
-        options = [self._made["columns"], "error" if self._made["on_error"] == "error" else "tolerant"]
+        options = [self._made.get("columns"), "error" if self._made.get("on_error") == "error" else "tolerant"]
         files = [file.digest for file in self.files]
         return digest("hub", READER_VERSION, self.repo, self.commit, self.split, self.subset, self.kind, options, files)
 

@@ -8,12 +8,12 @@ one-dimensional .npy, raw .bin   documents end with `separator_id`, or all have 
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from easypipe.core.protocols import Reject
 from easypipe.core.schema import INPUT_IDS
 from easypipe.sources import records
-from easypipe.sources.base import FileSource, OnError, Rows, Survey
+from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
 from easypipe.sources.megatron import MegatronIndex, open_index
 from easypipe.sources.records import Layout, RecordIndex
@@ -154,7 +154,19 @@ class TokenFormat:
                 raise SourceError(at=file.path, problem=f"{name} has no effect: {why}", fix=f"Leave {name} out.")
 
 
-class TokenShardedSource(FileSource):
+class LaidOutSource(FileSource):
+    """A FileSource whose files do not say all of themselves: `layout` says the rest."""
+
+    def __init__(self, data_files: DataFiles, *, layout: TokenFilesConfig | None = None, **options: Unpack[FileOptions]) -> None:
+        super().__init__(data_files, **options)
+        self._format = self._make_format(layout, options.get("storage_options"))
+
+    @abstractmethod
+    def _make_format(self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None) -> Format:
+        """Called once, when `files` are known."""
+
+
+class TokenShardedSource(LaidOutSource):
     """Documents of token files, in the one column `input_ids`. layout: as in TokenFilesConfig. Other options are those of FileSource.
 
     Raises SourceError for a file without a layout, of another format, truncated, or with another number of bytes than it says.
@@ -162,21 +174,11 @@ class TokenShardedSource(FileSource):
 
     reader = TokenFormat
 
-    def __init__(
-        self,
-        data_files: DataFiles,
-        *,
-        layout: TokenFilesConfig | None = None,
-        columns: Sequence[str] | None = None,
-        on_error: OnError = "error",
-        storage_options: Mapping[str, Any] | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        super().__init__(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir)
+    def _make_format(self, layout: TokenFilesConfig | None, storage_options: Mapping[str, Any] | None) -> TokenFormat:
         self._layout = layout or TokenFilesConfig()
         found = {file.path: _index_beside(file, storage_options) for file in self.files}
         self._indexes = {path: index for path, index in found.items() if index is not None}
-        self._format = TokenFormat(self._layout, self._indexes)
+        return TokenFormat(self._layout, self._indexes)
 
     def _options(self) -> list[Any]:
         return [*super()._options(), digest(self._layout), sorted(index.digest for index in self._indexes.values())]
