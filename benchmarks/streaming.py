@@ -103,7 +103,7 @@ def main() -> None:
         report.facts["peak RssAnon, MB, with JAX and the peers"] = memory.peak / 1e6
     report.target("MB/s of text, JSONL", report.figure("easypipe, JSONL"), at_least=60)
     report.target("MB/s of text, JSONL.zst", report.figure("easypipe, JSONL.zst"), at_least=60)
-    report.target("times the peer", report.ratio("easypipe, JSONL", "datasets streaming + tokenizers"), at_least=20)
+    report.facts["times the peer"] = report.ratio("easypipe, JSONL", "datasets streaming + tokenizers")
     report.finish(options.out)
 
 

@@ -1,7 +1,12 @@
 """Parquet text → tokenized parquet (zstd): `tokenize_and_save` against `datasets.map(batched, num_proc=2)` + `to_parquet`, same files.
 
-Both write every document's ids. The peer keeps its Arrow copy of the text between rounds (its first, untimed round makes it); easypipe
-starts every round without tokens in its cache. `--memory 1000` measures RssAnon instead, on real text and on text without repetitions.
+easypipe's time runs from parquet files to a committed folder (synced, checksummed) that `load_saved` reads back; it starts every round
+without tokens in its cache. The peer keeps its Arrow copy of the text between rounds (its first, untimed round makes it). Encoding alone,
+from Arrow memory and into nothing, is timed in the same rounds: what no pipeline around that tokenizer can pass.
+
+--tokenizer: gpt2, which gigatoken encodes, or wordpiece, which only `tokenizers` supports, trained here on the text.
+--cold: one run each in a new process, imports and proofs included, with no cache but the system's.
+--memory 1000: RssAnon instead, on real text and on text without repetitions.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -59,21 +65,80 @@ def _reference(path: str) -> Any:
     return Tokenizer.from_file(path)
 
 
+@functools.cache
+def _parallel(path: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(path)
+
+
 def ours_ids(out: Path) -> pa.ChunkedArray:
     return pq.read_table(sorted(out.rglob("*.parquet")), columns=["input_ids"]).column(0)
+
+
+def encode_alone(columns: list[pa.LargeStringArray], tokenizer: Path, fast: bool, threads: int) -> None:
+    """Every column to ids in memory, by the tokenizer's own library. gigatoken: a tokenizer for each thread; `tokenizers` has its own."""
+    if not fast:
+        encoder = _parallel(str(tokenizer / "tokenizer.json"))
+        for column in columns:
+            encoder.encode_batch_fast(column.to_pylist())
+        return
+    waiting = list(columns)
+
+    def work(number: int) -> None:
+        engine = _engine(str(tokenizer / "tokenizer.json"), number)
+        while waiting:
+            try:
+                column = waiting.pop()
+            except IndexError:  # another thread took the last one
+                return
+            engine.encode(column)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+@functools.cache
+def _engine(path: str, number: int) -> Any:
+    from easypipe.transforms.fast import FastEngine
+
+    return FastEngine(Path(path).read_text(encoding="utf-8"))
+
+
+def wordpiece(scratch: Path, texts: list[str]) -> Path:
+    """A WordPiece of 30,000 on the text: what gigatoken refuses to load."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(texts[:2000], trainers.WordPieceTrainer(vocab_size=30_000, special_tokens=["[UNK]"], show_progress=False))
+    folder = scratch / "wordpiece"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def prepared(options: Any, scratch: Path) -> tuple[list[str], Path, list[Path], float]:
+    """(documents, tokenizer, parquet files, megabytes of text)."""
+    texts = documents(options.text)
+    tokenizer = tokenizer_folder(scratch, texts) if options.tokenizer == "gpt2" else wordpiece(scratch, texts)
+    files = text_parquet(scratch, texts, options.megabytes * 1_000_000)
+    return texts, tokenizer, files, sum(_text_bytes(file) for file in files) / 1e6
 
 
 def compare(options: Any) -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    texts = documents(options.text)
-    report = Report("tokenizing", "MB/s")
+    fast = options.tokenizer == "gpt2"
+    report = Report("tokenizing" if fast else f"tokenizing_{options.tokenizer}", "MB/s")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        tokenizer = tokenizer_folder(scratch, texts)
-        files = text_parquet(scratch, texts, options.megabytes * 1_000_000)
-        megabytes = sum(_text_bytes(file) for file in files) / 1e6
+        texts, tokenizer, files, megabytes = prepared(options, scratch)
+        columns = [chunk.cast(pa.large_string()) for file in files for chunk in pq.read_table(file).column("text").chunks]
         unique = sum(len(text.encode()) for text in texts) / 1e6
 
         def run_ours() -> float:
@@ -89,7 +154,13 @@ def compare(options: Any) -> None:
             for made in ours if name == "easypipe" else ("theirs",):
                 shutil.rmtree(scratch / made, ignore_errors=True)
 
-        alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs}, options.rounds, clear)
+        def alone(threads: int) -> float:
+            encode_alone(columns, tokenizer, fast, threads)
+            return megabytes
+
+        own = {f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n) for n in (1, 2)} if fast else {}
+        own = own or {"encode_batch_fast alone, all cores": functools.partial(alone, 0)}
+        alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs, **own}, options.rounds, clear)
         mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
         report.facts |= {
             "text MB": round(megabytes, 1),
@@ -97,7 +168,31 @@ def compare(options: Any) -> None:
             "tokenizer": tokenizer.name,
             "same tokens as the peer": _same(mine, other),
         }
-    report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=20)
+    report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=40 if fast else 1.3)
+    shares = {name: report.ratio("easypipe", name) for name in own}
+    first, *others = shares
+    report.target(f"share of {first}", shares[first], at_least=0.6 if fast else 0.9)
+    report.facts |= {f"share of {name}": shares[name] for name in others}
+    report.finish(options.out)
+
+
+def cold(options: Any) -> None:
+    """New processes in alternation: imports, proofs and empty caches are part of it."""
+    report = Report("tokenizing_cold", "MB/s")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        _, tokenizer, files, megabytes = prepared(options, scratch)
+
+        def run(peer: bool) -> float:
+            task = {"files": [str(file) for file in files], "tokenizer": str(tokenizer), "scratch": str(scratch / "run"), "peer": peer}
+            done = subprocess.run([sys.executable, __file__, "--child", json.dumps(task)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            return megabytes
+
+        contenders = {"easypipe": functools.partial(run, False), "datasets.map + to_parquet": functools.partial(run, True)}
+        alternate(report, contenders, options.rounds, lambda name: shutil.rmtree(scratch / "run", ignore_errors=True))
+    report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=10)
     report.finish(options.out)
 
 
@@ -170,8 +265,12 @@ def measured(files: list[Path], tokenizer: Path, scratch: Path) -> dict[str, Any
 
 def child(task: dict[str, Any]) -> None:
     start = time.perf_counter()
+    files, tokenizer, scratch = [Path(file) for file in task["files"]], Path(task["tokenizer"]), Path(task["scratch"])
     with AnonymousMemory() as held:
-        ours([Path(file) for file in task["files"]], Path(task["tokenizer"]), Path(task["scratch"]))
+        if task.get("peer"):
+            theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
+        else:
+            ours(files, tokenizer, scratch)
     print(
         json.dumps(
             {
@@ -185,13 +284,17 @@ def child(task: dict[str, Any]) -> None:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--megabytes", type=int, default=100, help="text to tokenize")
+    parser.add_argument("--tokenizer", choices=["gpt2", "wordpiece"], default="gpt2", help="which tokenizer")
+    parser.add_argument("--cold", action="store_true", help="new processes, imports included")
     parser.add_argument("--memory", type=int, metavar="MB", help="measure memory on so much text instead of speed")
-    parser.add_argument("--child", help="used by --memory for the process it measures")
+    parser.add_argument("--child", help="used by --memory and --cold for the process they measure")
     options = parser.parse_args()
     if options.child:
         child(json.loads(options.child))
     elif options.memory:
         memory(options)
+    elif options.cold:
+        cold(options)
     else:
         compare(options)
 

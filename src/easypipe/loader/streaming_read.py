@@ -187,8 +187,8 @@ class Cursor:
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
         self._pass_docs = 0
         self._available = 0
-        self._wish = 0
-        self._chunk_docs = 0.0  # of a chunk, as far as is known
+        self._wish, self._wish_tokens = 0, None
+        self._chunk_docs = self._chunk_tokens = 0.0  # of a chunk, as far as is known
 
     @property
     def place(self) -> Place:
@@ -252,9 +252,9 @@ class Cursor:
         found, self._bad_chunks = self._bad_chunks, []
         return found
 
-    def wish(self, count: int) -> None:
-        """About so many documents will be taken next."""
-        self._wish = count
+    def wish(self, count: int, tokens: int | None = None) -> None:
+        """About so many documents will be taken next, or those that hold so many tokens where they are fewer."""
+        self._wish, self._wish_tokens = count, tokens
         self._read_ahead()
 
     def drop(self) -> int:
@@ -298,7 +298,9 @@ class Cursor:
         loaded = future.result()
         self._count(loaded, min(place.taken, loaded.num_docs))
         self._pass_docs += loaded.num_docs
+        num_tokens = int(loaded.offsets[-1])
         self._chunk_docs = max(1.0, (self._chunk_docs or loaded.num_docs) * 0.75 + loaded.num_docs * 0.25)
+        self._chunk_tokens = max(1.0, (self._chunk_tokens or num_tokens) * 0.75 + num_tokens * 0.25)
         if loaded.num_docs or loaded.num_bad:
             self._held.append((place, loaded))
             self._available += loaded.num_docs - place.taken
@@ -327,8 +329,11 @@ class Cursor:
 
     def _read_ahead(self) -> None:
         """Asks for the next chunk, and for as many behind it as the wish takes. A file whose end is unknown is thought to go on."""
-        missing = self._wish - self._available
-        wanted = FIRST_AHEAD if not self._chunk_docs else math.ceil(missing / self._chunk_docs)
+        wanted = FIRST_AHEAD
+        if self._chunk_docs:
+            wish = self._wish / self._chunk_docs
+            wish = wish if self._wish_tokens is None else min(wish, self._wish_tokens / self._chunk_tokens)
+            wanted = math.ceil(wish - self._available / self._chunk_docs)
         wanted = max(1, min(MOST_AHEAD, wanted))
         while len(self._ahead) < wanted:
             if self._ahead:

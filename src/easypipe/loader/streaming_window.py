@@ -91,7 +91,8 @@ class Windows:
         )
         if not self.ended:
             for cursor, weight, active in zip(self._cursors, spec.weights, self.state.active, strict=True):
-                cursor.wish((spec.window_docs or WINDOW_DOCS) * weight // sum(spec.weights) if active else 0)
+                docs, tokens = spec.window_docs or WINDOW_DOCS, spec.window_tokens if spec.window_docs is None else None
+                cursor.wish(docs * weight // sum(spec.weights) if active else 0, tokens)
         self._end_row = -1  # where the last epoch ended that was seen to
 
     def make(self) -> Window:
