@@ -131,8 +131,10 @@ def _places(ids: NDArray[np.uint32], runs: list[tuple[int, int]], table: NDArray
         return np.zeros(0, np.int64)
     if table is not None:
         return np.flatnonzero(table[np.minimum(ids, len(table) - 1)] & (ids < len(table)))
-    least, most = int(ids.min()), int(ids.max())  # special tokens are mostly the first or the last of a vocabulary
-    places = [np.flatnonzero((ids >= a) & (ids < b)) for a, b in runs if a <= most and least < b]
+    most = int(ids.max())  # special tokens are mostly the first or the last of a vocabulary: one look, or two, tell
+    runs = [(a, b) for a, b in runs if a <= most]
+    least = int(ids.min()) if runs else 0
+    places = [np.flatnonzero((ids >= a) & (ids < b)) for a, b in runs if least < b]
     return np.concatenate(places) if places else np.zeros(0, np.int64)
 
 

