@@ -238,6 +238,8 @@ class TokenCache(ShardedDataSource):
         except FileNotFoundError as error:
             raise CacheError(at=str(file), problem="missing from the token cache", fix=again) from error
         except (pa.ArrowInvalid, OSError) as error:
+            if "Cannot allocate memory" in str(error):  # Arrow gives no errno
+                again = f"A process maps a limited number of files, and this cache has {len(self._parts):,}: raise sysctl vm.max_map_count."
             raise CacheError(at=str(file), problem=f"cannot be read: {error}", fix=again) from error
         return self._checked_batch(batch, part)
 
