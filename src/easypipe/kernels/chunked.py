@@ -37,7 +37,7 @@ from easypipe.kernels.stats import (
 
 TILE = (1024, 4096)  # tokens and columns of a strict tile: 16 MiB of float32 logits
 HIDDEN_BYTES = 64 << 20  # a float32 gradient of the hidden states, where they are not float32 themselves
-VOCAB_BLOCK = 8192  # columns of the head's gradient that are updated at once, where XLA cannot add a product in place
+VOCAB_BLOCK = 1024  # columns of the head's gradient that are updated at once, where XLA cannot add a product in place
 
 
 def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None) -> list[str]:
