@@ -102,7 +102,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "data_files": Effect("output", "sources/test_files.py::test_paths_globs_folders_lists", "what is read"),
         "name": Effect("output", "test_pipeline.py::test_configs_that_are_refused", "how weights, reports and errors call it"),
         "type": Effect("output", "sources/test_files.py::test_format_of", "the format, where names do not tell it"),
-        "split": Effect("output", "sources/test_hub.py::test_splits_and_law", "which split of a dataset of the Hub, or of a DatasetDict"),
+        "split": Effect(
+            "output",
+            "sources/test_splits.py::test_a_part_is_what_datasets_makes_of_it",
+            "which split of a dataset of the Hub, or of a DatasetDict, or which part of one",
+            "the same; a part of line files is found by counting their rows, as where tokens are cached",
+        ),
         "subset": Effect("output", "sources/test_hub.py::test_layouts", "which configuration of a dataset of the Hub"),
         "revision": Effect("output", "sources/test_hub.py::test_the_commit_is_kept", "which commit of a dataset of the Hub"),
         "token_files": Effect(

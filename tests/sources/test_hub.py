@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from easypipe.core.protocols import ShardedSource
 from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.hub_layout import choose_files
 from easypipe.sources.open import open_files
@@ -122,6 +124,21 @@ def test_no_more_than_needed_travels(hub: WebServer) -> None:
     assert hub.sent - before < 0.25 * sum(len(parquet(*part)) for part in ((0, 3000), (3000, 2000)))
     limited = HuggingFaceShardedSource("org/stories", num_rows=10)
     assert len(limited.shards) == 1  # the second file is not even opened
+
+
+def test_parts_of_a_split(hub: WebServer, tmp_path: Path) -> None:
+    def source(split: str) -> ShardedSource:
+        dataset = DatasetConfig(name="d", data_files="org/stories", type="huggingface", split=split)
+        return Pipeline(PipelineConfig(datasets=[dataset], cache_dir=tmp_path, seed=1)).source().get_data()["d"]
+
+    assert texts(source("train[:1%]")) == [f"row {i}" for i in range(50)]
+    assert texts(source("train[2998:3002]")) == [f"row {i}" for i in range(2998, 3002)]
+    assert texts(source("validation[-3:]")) == [f"row {i}" for i in range(9007, 9010)]
+    first = source("train[:10]")
+    assert texts(first) == [f"row {i}" for i in range(10)]
+    assert "00001" not in str(first.shards)
+    with pytest.raises(MissingFileError, match=r"no split 'valid'.*Did you mean 'validation'"):
+        source("valid[:1%]")
 
 
 def test_the_commit_is_kept(hub: WebServer) -> None:

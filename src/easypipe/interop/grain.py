@@ -93,7 +93,11 @@ class LoaderIterator(grain.DatasetIterator):
 
     def _set_next_index(self, index: int) -> None:
         if isinstance(self._loader, StreamLoader):
-            raise NotImplementedError(f"{self}: streams are read forward, so no batch can be named that was not reached")
+            raise ConfigError(
+                at="next index",
+                problem=f"{index}, but streams are read forward: no batch can be named that was not reached",
+                fix="Keep get_state() where the iteration is to go on, and give it to set_state(); or leave streaming out.",
+            )
         self.set_state({STATE_KEY: self._loader.state_at(index).to_json()})
 
     def _end(self) -> None:

@@ -14,6 +14,7 @@ from easypipe.sources.objects import is_dataset_object, open_object
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import TOKEN_EXTENSIONS, format_of
 from easypipe.sources.saved_datasets import is_saved_dataset, saved_dataset_files
+from easypipe.sources.splits import Part, parse_split
 
 WHOLE = "train"  # how `datasets` calls all rows of files that name no splits
 
@@ -38,6 +39,8 @@ def is_tokens(dataset: Any) -> bool:
 def check_input(dataset: Any) -> None:
     """What type, split, subset and revision mean together. Raises ConfigError for those that would have no effect."""
     files = dataset.data_files
+    if dataset.split is not None:
+        parse_split(dataset.split)
     if dataset.token_files is not None and not is_tokens(dataset):
         raise ConfigError(
             at="token_files", problem="has no effect: these are no files of tokens", fix="Set type='tokens', or leave it out."
@@ -59,7 +62,7 @@ def check_input(dataset: Any) -> None:
             )
     if dataset.split is None or is_object(files) or (isinstance(files, str | Path) and is_saved_dataset(files)):
         return
-    if dataset.split != WHOLE:
+    if parse_split(dataset.split)[0] != WHOLE:
         raise ConfigError(
             at="split",
             problem=f"{dataset.split!r}, but these rows name no splits: all of them are {WHOLE!r}",
@@ -67,18 +70,24 @@ def check_input(dataset: Any) -> None:
         )
 
 
+def split_of(dataset: Any) -> tuple[str | None, Part | None]:
+    """The name of the split, and the part of it, that a dataset asks for."""
+    return (None, None) if dataset.split is None else parse_split(dataset.split)
+
+
 def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
-    """The source of an input that is no plain file and no plain rows; None for those."""
+    """The source of an input that is no plain file and no plain rows, all of its split; None for those."""
     files = dataset.data_files
+    split, part = split_of(dataset)
     if is_object(files):
-        return open_object(files, name=str(dataset.name), split=dataset.split)
+        return open_object(files, name=str(dataset.name), split=split)
     if is_hub(dataset):
         return HuggingFaceShardedSource(
             files,
-            split=dataset.split,
+            split=split,
             subset=dataset.subset,
             revision=dataset.revision,
-            num_rows=dataset.num_rows,
+            num_rows=dataset.num_rows if part is None else part.first_rows,
             on_error=dataset.on_error,
             storage_options=dataset.storage_options,
             index_dir=index_dir,
@@ -97,5 +106,5 @@ def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
             raise ConfigError(
                 at=f"datasets.{dataset.name}.type", problem=f"{dataset.type!r}, but {files} is a folder of `datasets`", fix="Leave it out."
             )
-        return open_files(saved_dataset_files(files, dataset.split), type="arrow", on_error=dataset.on_error)
+        return open_files(saved_dataset_files(files, split), type="arrow", on_error=dataset.on_error)
     return None

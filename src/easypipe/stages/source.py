@@ -16,11 +16,12 @@ from easypipe.sources.forward import ForwardSource, open_forward
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
+from easypipe.sources.splits import PartialSource
 from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.stages.caching import index_folder
 from easypipe.stages.chat_rows import check_chat
 from easypipe.stages.formats import check_formats, formatted
-from easypipe.stages.inputs import check_input, is_object, open_input
+from easypipe.stages.inputs import check_input, is_object, open_input, split_of
 from easypipe.stages.saved import is_saved, load_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -37,7 +38,8 @@ class DatasetConfig:
     name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by position.
     type: the format, where the file names do not tell it. `tokens` reads `.npy`, raw `.bin` and Megatron's `.bin` with `.idx`;
         `huggingface` reads a dataset of the Hub.
-    split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a folder. Plain files are all `train`.
+    split: of a dataset of the Hub (None takes `train`), or of a DatasetDict, in memory or in a folder. Plain files are all `train`. A part
+        of one is written as `datasets` does: `train[:10%]`, `train[100:200]`, `train[-5%:]`; num_rows counts in it.
     subset: the configuration of a dataset of the Hub; None takes its default.
     revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a commit when the source is opened.
     token_files: how documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord files, that records are tokens, of its dtype.
@@ -171,8 +173,12 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
         source = saved
     else:
         options: dict[str, Any] = {"on_error": dataset.on_error, "storage_options": dataset.storage_options}
-        forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if context.config.streaming else None
+        lines = context.config.streaming and split_of(dataset)[1] is None  # a part needs its rows counted
+        forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
         source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context))
-    if dataset.num_rows is not None and not isinstance(source, ForwardSource):
+    part = split_of(dataset)[1]
+    if part is not None:
+        source = PartialSource(source, part)
+    if dataset.num_rows is not None and (part is not None or not isinstance(source, ForwardSource)):
         source = LimitedSource(source, dataset.num_rows)
     return formatted(source, dataset)

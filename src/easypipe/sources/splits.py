@@ -1,0 +1,166 @@
+"""Parts of a split, as `datasets` writes them: `train[:10%]`, `train[100:200]`, `train[-5%:]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, scan
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.sources.limit import select
+
+_WORDS = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `start` to `stop` of a split, over its files in order. Bounds are rows, or percent of all rows (`10%`), from the end where they
+    are negative; percent are rounded to the nearest row.
+    """
+
+    text: str
+    start: str | None
+    stop: str | None
+
+    @property
+    def first_rows(self) -> int | None:
+        """As many as are asked for from the first on; None where that follows only from how many there are."""
+        head = self.start in (None, "0", "0%")
+        return int(self.stop) if head and self.stop is not None and self.stop.isdigit() else None
+
+    def rows(self, num_rows: int) -> tuple[int, int]:
+        """(first, behind the last). Raises ConfigError where that is none of `num_rows`."""
+        start, stop = _bound(self.start, num_rows, 0), _bound(self.stop, num_rows, num_rows)
+        if start >= stop:
+            raise ConfigError(at="split", problem=f"{self.text!r} holds none of the {num_rows} rows", fix="Correct its bounds.")
+        return start, stop
+
+
+def parse_split(text: str) -> tuple[str, Part | None]:
+    """The name of a split, and the part of it that is asked for. Raises ConfigError for what is neither."""
+    found = _WORDS.fullmatch(text)
+    if found is None:
+        several = "+" in text
+        raise ConfigError(
+            at="split",
+            problem=f"{text!r} names {'several splits' if several else 'no split'}",
+            fix="Make each a dataset of its own." if several else "Write a name, or a part of it: train[:10%], train[100:200].",
+        )
+    name, start, stop = found["name"], found["start"], found["stop"]
+    for bound in (start, stop):
+        if bound is not None and bound.endswith("%") and abs(int(bound[:-1])) > 100:
+            raise ConfigError(at="split", problem=f"{text!r}: {bound} of the rows are more than all", fix="Give at most 100%.")
+    return name, None if found.end("name") == len(text) else Part(text, start, stop)
+
+
+def _bound(bound: str | None, num_rows: int, default: int) -> int:
+    if bound is None:
+        return default
+    row = round(num_rows * int(bound[:-1]) / 100) if bound.endswith("%") else int(bound)
+    return min(max(row + num_rows if bound.startswith("-") else row, 0), num_rows)
+
+
+class PartialSource(ShardedDataSource):
+    """The rows of one part of a source, over its shards in order; implements ScanningSource.
+
+    A shard that begins in the middle of a file is named `file[first:last]`, and its rows count from 0. Opening it counts all rows.
+    Raises SourceError where rows cannot be counted, ConfigError for a part that holds none.
+    """
+
+    def __init__(self, source: ShardedSource, part: Part) -> None:
+        self.source, self.part = source, part
+        self._known: tuple[tuple[Shard, int, int], ...] | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.source.schema
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return tuple(shard for shard, _, _ in self._pieces)
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("part", self.part.start, self.part.stop, self.source.fingerprint)
+
+    @property
+    def cacheable(self) -> bool:
+        return getattr(self.source, "cacheable", True)
+
+    @property
+    def tokens(self) -> Any:
+        """Whose tokens these are, where the source says it."""
+        return getattr(self.source, "tokens", None)
+
+    def shard_identity(self, shard: int) -> str:
+        source: Any = self.source
+        _, inner, first = self._pieces[shard]
+        identity = getattr(source, "shard_identity", None)
+        whole = identity(inner) if identity is not None else digest(source.fingerprint, inner)
+        return digest(whole, first) if first else whole
+
+    def select(self, columns: Sequence[str]) -> PartialSource:
+        """The same rows with only `columns`, where the source can leave out the others; else the source as it is."""
+        return PartialSource(select(self.source, columns), self.part)
+
+    def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
+        inner, first = self._place(shard, stop)
+        return _counted_from(self.source.read(inner, first + start, first + stop), first)
+
+    def scan(self, shard: int, start: int, stop: int) -> Scan:
+        inner, first = self._place(shard, stop)
+        batch, rejects = scan(self.source, inner, first + start, first + stop)
+        return Scan(_counted_from(batch, first), tuple(replace(reject, row=reject.row - first) for reject in rejects))
+
+    def raw(self, shard: int, row: int) -> str | None:
+        raw = getattr(self.source, "raw", None)
+        _, inner, first = self._pieces[shard]
+        return None if raw is None else raw(inner, first + row)
+
+    def _place(self, shard: int, stop: int) -> tuple[int, int]:
+        here, inner, first = self._pieces[shard]
+        if stop > (here.num_rows or 0):
+            raise SourceError(
+                at=here.name, problem=f"row {stop - 1} was asked for", fix=f"The part of the split has rows 0:{here.num_rows}."
+            )
+        return inner, first
+
+    @property
+    def _pieces(self) -> tuple[tuple[Shard, int, int], ...]:
+        """(shard, its number in the source, the row of that at which it begins)."""
+        if self._known is None:
+            self._known = tuple(_cut(self.source.shards, self.part))
+        return self._known
+
+
+def _counted_from(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
+    if not first or ROW_NUMBER not in batch.schema.names:
+        return batch
+    at = batch.schema.get_field_index(ROW_NUMBER)
+    numbers = pa.array(batch.column(at).to_numpy() - first, batch.schema.field(at).type)
+    return batch.set_column(at, batch.schema.field(at), numbers)
+
+
+def _cut(shards: Sequence[Shard], part: Part) -> list[tuple[Shard, int, int]]:
+    unknown = next((shard for shard in shards if shard.num_rows is None), None)
+    if unknown is not None:
+        fix = "Take the first rows by num_rows, or leave streaming out."
+        raise SourceError(at=unknown.name, problem=f"its rows are not counted, so nobody knows which {part.text!r} is", fix=fix)
+    counts = [shard.num_rows or 0 for shard in shards]
+    start, stop = part.rows(sum(counts))
+    pieces, before = [], 0
+    for number, (shard, count) in enumerate(zip(shards, counts, strict=True)):
+        a, b = max(start - before, 0), min(stop - before, count)
+        before += count
+        if a >= b:
+            continue
+        name = f"{shard.name}[{a}:{b}]" if a else shard.name
+        cuts = (0, *(cut - a for cut in shard.cuts if a < cut < b))
+        pieces.append((replace(shard, name=name, num_rows=b - a, cuts=cuts, num_bytes=shard.num_bytes * (b - a) // count), number, a))
+    return pieces
