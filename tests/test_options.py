@@ -92,7 +92,8 @@ def functions_of(source: str) -> set[str]:
 def test_cache_dir_is_where_everything_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "elsewhere"))
     pipeline = Pipeline(config(tmp_path, cache_dir=tmp_path / "own")).source().tokenize().mix(MixStageConfig(stop_strategy="all_exhausted"))
-    next(iter(pipeline.pack(PackStageConfig(seq_length=32)).load().build()))
+    loader = pipeline.pack(PackStageConfig(seq_length=32)).load().build()
+    assert len(list(loader)) == len(loader)  # which looks at the whole plan
     kept = {path.name for path in (tmp_path / "own").iterdir()}
     assert {"manifests", "ranges", "tokens", "indexes", "plans"} <= kept
     assert not (tmp_path / "elsewhere").exists()

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
-from easypipe import ConfigError, DatasetConfig, MixStageConfig, PackStageConfig, Pipeline, StageOrderError, load_tokenizer
+from easypipe import ConfigError, DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, StageOrderError, load_tokenizer
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
+from easypipe.plan.window import Planner
 from easypipe.stages.mix import block_weights
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 from strategies import examples
@@ -112,6 +113,25 @@ def test_plan_checkpoints_are_kept_and_give_the_same_rows(tmp_path: Path) -> Non
     again = mixed(tmp_path).pack(PackStageConfig(seq_length=64)).get_data()["mixed"]
     assert again.plan().checkpoints()[-1].first_row == rows
     assert again.read(0, 0, rows).equals(first.read(0, 0, rows))
+
+
+@pytest.mark.parametrize("oversize", ["split", "error"])
+def test_the_first_batch_needs_one_window_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oversize: str) -> None:
+    """All are looked at before it only where a document that is longer than a row is an error."""
+    monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
+    planned: list[int] = []
+    window = Planner.window
+    monkeypatch.setattr(Planner, "window", lambda self, state: (planned.append(state.index), window(self, state))[1])
+    loader = (
+        mixed(tmp_path)
+        .pack(PackStageConfig(seq_length=512, oversize=oversize))
+        .load(LoadStageConfig(batch_size=1, prefetch_enabled=False))
+        .build()
+    )  # type: ignore[arg-type]
+    next(iter(loader))
+    windows = len(set(planned))
+    assert len(loader) > 10
+    assert windows > 10 if oversize == "error" else windows <= 2
 
 
 def test_pack_without_mix_packs_each_dataset(tmp_path: Path) -> None:

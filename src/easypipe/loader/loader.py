@@ -88,6 +88,7 @@ class Loader:
     def __len__(self) -> int:
         """Batches from the first to the last. Raises TypeError where they never end."""
         num_rows = self.rows.num_rows
+        self.remember()
         if num_rows is None:
             raise TypeError(
                 "this loader never ends, so it has no len(): its num_epochs is None, or its mixture restarts. "
@@ -140,9 +141,13 @@ class Loader:
         chosen = choose(step, row, count)
         start = steps.start(step)
         explained = explain_rows(self.rows, step, self._order(start, start + count), chosen, self._decoder)
+        self.remember()
+        return explained
+
+    def remember(self) -> None:
+        """Keeps what was planned so far beside the token cache, so that a later process finds rows near it. `len` and `explain` do too."""
         if self._remember is not None:
             self._remember()
-        return explained
 
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight."""

@@ -38,18 +38,20 @@ class LoadStage(BaseStage):
         return {name: _stepped(source, self.config) for name, source in data.items()}
 
     def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader | StreamLoader:
-        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs."""
+        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs; all of it where a
+        document that is longer than a row is an error.
+        """
         if context.config.streaming:
             return open_stream(name, source, context, self._options(name, source), self._collate(source))
         options = self._options(name, source)
         rows = self._rows(name, source, context, options.num_epochs)
-        if isinstance(rows, PlannedRows) and rows.num_rows is not None:  # the whole plan is scanned once; later processes find checkpoints
-            _mixture(name, source, context).remember(rows.plan)
-        _require_a_batch(name, rows.num_rows, options)
+        _require_a_batch(name, rows, options)
         remember = None
         if isinstance(rows, PlannedRows):
             mixture, plan = _mixture(name, source, context), rows.plan
             remember = lambda: mixture.remember(plan)  # noqa: E731
+            if plan.spec.pack is not None and plan.spec.pack.oversize == "error" and rows.num_rows is not None:
+                remember()
         return Loader(
             rows,
             options,
@@ -117,9 +119,11 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
     return source
 
 
-def _require_a_batch(name: str, num_rows: int | None, options: LoadStageConfig) -> None:
+def _require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     """A loader that never yields is a mistake, and training on it ends before it begins."""
-    if num_rows is not None and num_rows < (options.batch_size if options.drop_last else 1):
+    needed = options.batch_size if options.drop_last else 1
+    num_rows = rows.available(0, needed)
+    if num_rows < needed:
         raise ConfigError(
             at="load.batch_size",
             problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",

@@ -32,8 +32,6 @@ from easypipe.sources.cache import TokenCache
 from easypipe.stages.schedule import MixSchedule
 from easypipe.stages.tokens import Documents, token_info
 
-COUNTED_DOCS = 1 << 20  # documents whose EOS flags are looked at together
-
 
 class _Choice(NamedTuple):
     pack: PackSpec | None
@@ -179,5 +177,7 @@ def _with_eos(cache: TokenCache) -> Callable[[NDArray[np.int64]], NDArray[np.int
 
 
 def _count_without_eos(cache: TokenCache) -> int:
-    spans = range(0, cache.num_docs, COUNTED_DOCS)
-    return sum(int((~cache.has_eos(np.arange(a, min(a + COUNTED_DOCS, cache.num_docs), dtype=np.int64))).sum()) for a in spans)
+    from easypipe.sources.address import count_zeros  # numba is loaded when tokens are first needed
+
+    buffers = cache.buffers()
+    return int(count_zeros(buffers.first_doc, buffers.eos_address))
