@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import platformdirs
 
 from easypipe.core.errors import ConfigError
@@ -58,18 +58,19 @@ def bucket(size: int) -> int:
 
 
 def device_kind() -> str:
-    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh` (also one without hardware), else of the default device."""
+    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh`, with or without hardware, or the default one."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.device_kind
-    return (jax.config.jax_default_device or jax.local_devices()[0]).device_kind
+    default = getattr(jax.config, "jax_default_device", None)  # a device, the name of a platform, or None
+    return (jax.devices(default)[0] if default is None or isinstance(default, str) else default).device_kind
 
 
 def blocks_for(
     device: str, implementation: str, tokens: int, width: int, vocab: int, dtype: Any, *, default: Callable[[], Mapping[str, int]]
 ) -> dict[str, int]:
     """The block sizes of the first entry whose bucket holds the shape, the user's entries first; else those of `default()`."""
-    key = device, implementation, bucket(tokens), bucket(width), bucket(vocab), np.dtype(dtype).name
+    key = device, implementation, bucket(tokens), bucket(width), bucket(vocab), jnp.dtype(dtype).name
     for table in (_user_entries(), _package_entries()):
         if key in table:
             return dict(table[key].blocks)
@@ -92,7 +93,7 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
-    """Writes `entries` into the table at `path`, over what stood there for the same device, implementation, bucket and dtype. Returns all of it."""
+    """Writes `entries` into the table at `path`, over those with the same key, and returns all of it."""
     known = {entry.key: entry for entry in (read_table(path) if path.exists() else ())}
     known |= {entry.key: entry for entry in entries}
     merged = [known[key] for key in sorted(known)]
@@ -129,7 +130,7 @@ def _parse(text: str, name: str) -> list[Entry]:
 
 @functools.cache
 def _package_entries() -> dict[tuple, Entry]:
-    text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
+    text = resources.files("easypipe.kernels").joinpath(TABLE).read_text(encoding="utf-8")
     return {entry.key: entry for entry in _parse(text, TABLE)}
 
 

@@ -1,0 +1,270 @@
+"""Block sizes of the TPU kernels: what VMEM holds, and the bytes that follow. (FLOPs: 2·T·D·V forward, 6·T·D·V backward, in any blocks.)
+
+Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / B) times, the hidden states once for each TensorCore.
+
+Backward, resident. Hidden states and their gradient stay in VMEM; head and its gradient pass once. Nothing is moved twice.
+Backward, streaming. C columns of the head and their gradient stay while the tokens stream past: hidden states are read, their gradient
+is read and written, so 10·T·D bytes (in bfloat16) for each of ceil(V / C) blocks.
+
+In both, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs room too, enough to keep the matrix unit
+busy. `least_bytes` is what the same schedules would move if that room were as small as the hardware's tiles allow.
+
+T tokens · D width · V vocabulary
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from easypipe.core.errors import ConfigError
+
+MIB = 1 << 20
+LANES = 128  # the last dimension of a block is a multiple of this, or the whole array's
+ROW_SIZES = (512, 256, 128)  # tokens of a tile, as available
+FORWARD_COLUMNS = (512, 256, 128)
+WIDTH_SHARES = (1024, 896, 1280, 768, 640, 512)  # of the width in one streaming step: the first that divides it, else all of it
+COLUMN_STEP = 256  # columns whose logits are in float32 at once in the backward pass
+WIDTH_STEP = 256  # of the width at once in its two products
+FEWEST_COLUMNS = 640  # with which a streaming backward pass is bound by the matrix unit on every generation
+RESERVED = 2 * MIB  # of VMEM, for the compiler
+SLACK = MIB  # of it, that a kernel may take beyond its accounting
+STATE = 4  # bytes of a gradient in the making: float32, whole or in two halves
+PER_TOKEN = 8 * 4  # bytes of what is known of a token, or found out about it
+
+
+class Device(NamedTuple):
+    vmem: int  # bytes of one TensorCore
+    cores: int  # TensorCores that one device (as jax counts them) has, and one kernel is spread over
+
+
+V5E, V5P, V6E, V7X = Device(128 * MIB, 1), Device(64 * MIB, 2), Device(128 * MIB, 1), Device(64 * MIB, 1)
+DEVICES = {  # by jax's device_kind
+    "TPU v5 lite": V5E,
+    "TPU v5e": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6 lite": V6E,
+    "TPU v6e": V6E,
+    "TPU7x": V7X,
+}
+UNKNOWN = Device(64 * MIB, 1)  # the least of the generations above: also where a program is lowered without naming its device
+TOO_SMALL = ("TPU v2", "TPU v3", "TPU v4")  # 16 MiB of VMEM
+
+
+class Blocks(NamedTuple):
+    """Sizes of tiles, in tokens, numbers of the width, and columns of the vocabulary."""
+
+    parts: int  # shares of the vocabulary in the forward pass, one for each core
+    tokens: int  # that stay in VMEM in the forward pass
+    rows: int  # of these in one tile
+    columns: int
+    back_parts: int  # cores that the backward pass is spread over
+    back_rows: int
+    back_columns: int
+    back_width: int  # of the gradient of the hidden states, in one streaming step
+    resident: int  # 1: hidden states and their gradient stay in VMEM in the backward pass
+
+
+class Sizes(NamedTuple):
+    """Of one problem. `item` and `out`: bytes of a number of the inputs and of the gradients."""
+
+    tokens: int
+    width: int
+    vocab: int
+    item: int
+    out: int
+
+
+def device_of(kind: str) -> Device:
+    return DEVICES.get(kind, UNKNOWN)
+
+
+def sizes_of(tokens: int, width: int, vocab: int, dtype: Any, grad_dtype: Any = None) -> Sizes:
+    return Sizes(tokens, width, vocab, jnp.dtype(dtype).itemsize, jnp.dtype(grad_dtype or dtype).itemsize)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def rounded(size: int, multiple: int = LANES) -> int:
+    return cdiv(size, multiple) * multiple
+
+
+@functools.lru_cache(maxsize=256)
+def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
+    """The sizes that move the fewest bytes among those that fit, with tiles that fill the matrix unit.
+
+    Raises ConfigError where not even the smallest fit.
+    """
+    forward = min(
+        _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS), key=lambda blocks: forward_bytes(blocks, sizes), default=None
+    )
+    backward = _plan_backward(device, sizes)
+    if forward is None or backward is None:
+        raise ConfigError(
+            at="pallas_tpu",
+            problem=f"no tile of width {sizes.width} fits {device.vmem // MIB} MiB of VMEM",
+            fix="Choose implementation 'chunked'.",
+        )
+    return Blocks(*forward[:4], *backward[4:])
+
+
+def forward_vmem(blocks: Blocks, sizes: Sizes) -> int:
+    """Bytes of VMEM of the forward kernel."""
+    width = rounded(sizes.width)
+    stays = blocks.tokens * width * sizes.item
+    streams = 2 * width * blocks.columns * sizes.item
+    per_token = 2 * 2 * PER_TOKEN * blocks.tokens
+    tile = 2 * blocks.rows * blocks.columns * 4 + 16 * blocks.rows * LANES * 4  # logits, and columns of one number per token
+    exact = 7 * (blocks.rows + blocks.columns) * width if sizes.item == 4 else 0  # float32 products split their operands
+    return stays + streams + per_token + tile + exact
+
+
+def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
+    """Bytes of VMEM of the backward kernel, of the layout of the head that needs more."""
+    rows, columns, width = blocks.back_rows, blocks.back_columns, rounded(sizes.width)
+    if blocks.resident:
+        head = (2 * sizes.item + 4 + 2 * sizes.out) * columns * width
+        hidden = (sizes.item + STATE) * sizes.tokens * width
+    else:
+        head = (sizes.item + 4 + sizes.out) * columns * width
+        hidden = 2 * sizes.item * rows * width + 4 * STATE * rows * rounded(blocks.back_width)
+    dz = 2 * sizes.item * rows * columns
+    per_token = 2 * PER_TOKEN * rows + 4 * PER_TOKEN * columns
+    logits = 6 * rows * COLUMN_STEP * 4
+    products = 2 * max(rows, columns) * WIDTH_STEP * 4 + 4 * rows * WIDTH_STEP * 4
+    exact = 3 * (rows + columns) * WIDTH_STEP * 4 + rows * width * 10 if sizes.item == 4 else 0
+    operand = rows * width  # of the hidden states, while the logits' product runs
+    return head + hidden + dz + per_token + logits + products + exact + operand
+
+
+def forward_bytes(blocks: Blocks, sizes: Sizes) -> int:
+    """Bytes that the forward kernel moves between HBM and VMEM."""
+    passes = cdiv(sizes.tokens, blocks.tokens) if cdiv(cdiv(sizes.vocab, blocks.columns), blocks.parts) > 1 else 1
+    hidden = blocks.parts * sizes.tokens * sizes.width * sizes.item
+    return hidden + passes * sizes.width * sizes.vocab * sizes.item + blocks.parts * sizes.tokens * (4 + PER_TOKEN)
+
+
+def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
+    """Bytes that the backward kernels move between HBM and VMEM, and the state's first zeros."""
+    hidden, head = sizes.tokens * sizes.width, sizes.vocab * sizes.width
+    turns = cdiv(sizes.vocab, blocks.back_columns)
+    known = turns * sizes.tokens * PER_TOKEN
+    if blocks.resident:
+        return hidden * (sizes.item + sizes.out) + head * (sizes.item + sizes.out) + known
+    between = 2 * 4 * turns * blocks.back_columns * sizes.width if blocks.back_parts > 1 else 0
+    tokens = hidden * STATE + turns * hidden * (sizes.item + 2 * STATE)
+    return tokens + head * (blocks.back_parts * sizes.item + sizes.out) + between + known
+
+
+def least_bytes(device: Device, sizes: Sizes) -> tuple[int, int]:
+    """(forward, backward): what these schedules would move at least, if what streams took no more of VMEM than one tile of 128."""
+    forward = min(forward_bytes(blocks, sizes) for blocks in _forward_choices(device, sizes, (LANES,), (LANES,)))
+    resident = _resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256, LANES))
+    backward = (*resident, *_streaming_choices(device, sizes, ROW_SIZES, (LANES,)))
+    return forward, min(backward_bytes(blocks, sizes) for blocks in backward)
+
+
+def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
+    """What is worth measuring: the plan, and each of its two halves in other tiles that fit."""
+    plan = plan_blocks(device, sizes)
+    forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS)]
+    halves = (*_resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256)), *_streaming_choices(device, sizes, ROW_SIZES, WIDTH_SHARES))
+    backward = [Blocks(*plan[:4], *blocks[4:]) for blocks in halves]
+    return list(dict.fromkeys([plan, *forward, *backward]))
+
+
+def row_block(device: Device, vocab: int, dtype: Any) -> int:
+    """Rows of logits with their whole vocabulary that stay in VMEM, read and written while their neighbours are worked on."""
+    size = jnp.dtype(dtype).itemsize
+    least = 32 // size
+    rows = (device.vmem // 2) // (4 * size * rounded(vocab)) // least * least
+    if rows == 0:
+        raise ConfigError(
+            at="pallas_tpu",
+            problem=f"{least} rows of a vocabulary of {vocab} do not fit {device.vmem // MIB} MiB of VMEM",
+            fix="Shard the vocabulary, or choose the rule 'strict'.",
+        )
+    return min(rows, 8 * least)
+
+
+def even_split(size: int, most: int, parts: int) -> int | None:
+    """The largest block, a multiple of 128 and at most `most`, of which `size` has a multiple of `parts`. None where there is none."""
+    units = cdiv(size, LANES)
+    for block in range(min(most // LANES, units), 0, -1):
+        count = cdiv(units, block)
+        if count % parts == 0:
+            even = cdiv(units, count)
+            return even * LANES if cdiv(units, even) == count else block * LANES
+    return None
+
+
+def as_blocks(values: Mapping[str, int]) -> Blocks:
+    """Raises ConfigError for names that are not those of Blocks."""
+    if set(values) != set(Blocks._fields):
+        fix = f"Give each of {', '.join(Blocks._fields)}, and no other."
+        raise ConfigError(at="pallas_tpu.blocks", problem=f"have {', '.join(values)}", fix=fix)
+    return Blocks(**values)
+
+
+def _forward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
+    """Largest tiles first, each with as many tokens as fit."""
+    parts = device.cores if sizes.vocab > LANES else 1
+    for rows in row_sizes:
+        if rows > LANES and rows // 2 >= sizes.tokens:
+            continue
+        for columns in column_sizes:
+            if columns > LANES and parts * columns > sizes.vocab:
+                continue
+            per_token = forward_vmem(Blocks(parts, 1, 0, 0, 0, 0, 0, 0, 0), sizes)
+            room = device.vmem - RESERVED - forward_vmem(Blocks(parts, 0, rows, columns, 0, 0, 0, 0, 0), sizes)
+            most = min(room // per_token // rows * rows, rounded(sizes.tokens, rows))
+            if most > 0:
+                even = cdiv(sizes.tokens, cdiv(sizes.tokens, most))
+                yield Blocks(parts, rounded(even, rows), rows, columns, 0, 0, 0, 0, 0)
+
+
+def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
+    for blocks in _resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256)):
+        return blocks
+    found = list(_streaming_choices(device, sizes, ROW_SIZES[1:], WIDTH_SHARES))
+    for blocks in found:  # 256 rows for the sake of the matrix unit, unless 128 leave room for more columns where these are too few
+        if blocks.back_columns >= min(FEWEST_COLUMNS, sizes.vocab):
+            return blocks
+    return max(found, key=lambda blocks: (blocks.back_parts, blocks.back_columns), default=None)
+
+
+def _resident_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
+    if device.cores > 1:  # each core would have a whole gradient of the hidden states of its own
+        return
+    for columns in column_sizes:
+        for rows in row_sizes:
+            blocks = Blocks(0, 0, 0, 0, 1, rows, columns, sizes.width, 1)
+            if sizes.tokens % rows == 0 and backward_vmem(blocks, sizes) <= device.vmem - RESERVED:
+                yield blocks
+
+
+def _streaming_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], shares: tuple[int, ...]) -> Iterator[Blocks]:
+    """Every core wherever the tiles can be dealt out evenly."""
+    share = next((part for part in shares if sizes.width % part == 0), sizes.width)
+    for parts in sorted({device.cores, 1}, reverse=True):
+        dealt = False
+        for most_rows in row_sizes:
+            rows = even_split(sizes.tokens, most_rows, parts)
+            if rows is None:
+                continue
+            per_column = backward_vmem(Blocks(0, 0, 0, 0, parts, rows, 1 << 20, share, 0), sizes) >> 20
+            columns = rounded(min(sizes.vocab, device.vmem // per_column))
+            while columns and backward_vmem(Blocks(0, 0, 0, 0, parts, rows, columns, share, 0), sizes) > device.vmem - RESERVED:
+                columns -= LANES
+            columns = even_split(sizes.vocab, columns, parts) if columns else None
+            if columns is not None:
+                dealt = True
+                yield Blocks(0, 0, 0, 0, parts, rows, columns, share, 0)
+        if dealt:
+            return

@@ -1,0 +1,183 @@
+"""The TPU kernels without a TPU: jax's interpreter runs them, on two cores where they use two, looks for races and fills what was never
+written with NaN; the reference in float64 says what they should give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from easypipe.core.errors import ConfigError
+from easypipe.kernels import pallas_tpu, reference, rows
+from easypipe.kernels.pallas_tpu_blocks import V5E, V7X, Blocks, plan_blocks, sizes_of
+from easypipe.kernels.stats import Objective
+from strategies import examples
+
+SIDE = 128  # the smallest tile
+
+
+def inputs(tokens: int, width: int, vocab: int, dtype: Any, *, layout: str = "dv", bias: bool = False, seed: int = 0):
+    """Hidden, head, bias, labels (some of them no local column), and three cotangents, 0 for some tokens."""
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), dtype)
+    head = jnp.asarray(rng.normal(size=(width, vocab)) / np.sqrt(width), dtype)
+    labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
+    cotangents = rng.normal(size=(3, tokens)) * np.array([[1.0], [1.0], [0.01]]) * (rng.random(tokens) < 0.8)
+    offsets = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
+    return hidden, head if layout == "dv" else head.T, offsets, labels, [jnp.asarray(g, jnp.float32) for g in cotangents]
+
+
+def blocks(parts=1, tokens=256, columns=SIDE, back_width=SIDE, back_rows=SIDE, back_columns=256, resident=0) -> Blocks:
+    return Blocks(parts, tokens, SIDE, columns, parts, back_rows, back_columns, back_width, resident)
+
+
+def watched(parts: int, **options: Any) -> pltpu.InterpretParams:
+    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=parts, uninitialized_memory="nan", **options)
+
+
+def no_races() -> bool:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place where jax says it
+
+    return not interpret_pallas_call.races.races_found
+
+
+def close(ours: Any, exact: Any, tolerance: float) -> None:
+    exact = np.asarray(exact, np.float64)
+    np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=tolerance, atol=tolerance * np.abs(exact).max(initial=1.0))
+
+
+def check(
+    tokens, width, vocab, dtype, block, *, layout: Any = "dv", soft_cap: float | None = None, bias: bool = False, interpret: Any = None
+):
+    hidden, head, offsets, labels, cotangents = inputs(tokens, width, vocab, dtype, layout=layout, bias=bias)
+    interpret = interpret or watched(max(block.parts, block.back_parts))
+    options: Any = {"layout": layout, "soft_cap": soft_cap}
+    with jax.enable_x64(True):
+        exact_inputs = [None if array is None else array.astype(jnp.float64) for array in (hidden, head, offsets)]
+        exact = reference.stats(*exact_inputs, labels, **options)
+        exact_grads = reference.gradients(*exact_inputs, labels, exact.lse, *(g.astype(jnp.float64) for g in cotangents), **options)
+        lse = exact.lse.astype(jnp.float32)
+    ours = jax.jit(lambda *given: pallas_tpu.stats(*given, **options, block=block, interpret=interpret))(hidden, head, offsets, labels)
+    for one, other in zip(ours, exact, strict=True):
+        assert one.dtype == jnp.float32
+        close(one, other, 2e-6)
+    gradients = jax.jit(lambda *given: pallas_tpu.gradients(*given, **options, block=block, interpret=interpret))
+    for one, other, like in zip(
+        gradients(hidden, head, offsets, labels, lse, *cotangents), exact_grads, (hidden, head, offsets), strict=True
+    ):
+        if like is None:
+            assert one is None
+        else:
+            assert one.dtype == like.dtype
+            assert one.shape == like.shape
+            close(one, other, 2e-6 if dtype == jnp.float32 else 8e-3)
+    assert no_races()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocab", "dtype", "block", "options"),
+    [
+        pytest.param(130, 256, 200, jnp.float32, blocks(tokens=SIDE, back_columns=SIDE), {"bias": True}, id="ragged, streaming"),
+        pytest.param(256, 96, 200, jnp.bfloat16, blocks(back_width=96, resident=1), {"layout": "vd", "soft_cap": 2.0}, id="resident"),
+        pytest.param(200, 128, 250, jnp.bfloat16, blocks(2, back_columns=SIDE), {"layout": "vd", "bias": True}, id="two cores"),
+    ],
+)
+def test_stats_and_gradients(tokens, width, vocab, dtype, block, options):
+    check(tokens, width, vocab, dtype, block, **options)
+
+
+@examples(1)
+@given(tokens=st.integers(1, 300), width=st.integers(1, 200), vocab=st.integers(2, 400), device=st.sampled_from([V5E, V7X]))
+def test_any_shape_with_the_blocks_that_are_planned(tokens, width, vocab, device):
+    check(tokens, width, vocab, jnp.float32, plan_blocks(device, sizes_of(tokens, width, vocab, jnp.float32)), interpret=watched(1))
+
+
+def test_gradients_in_float32_where_they_are_asked_for():
+    hidden, head, _, labels, cotangents = inputs(128, 64, 256, jnp.bfloat16)
+    arguments = hidden, head, None, labels, jnp.full(128, 6.0, jnp.float32), *cotangents
+    options: Any = {"layout": "dv", "soft_cap": None, "grad_dtype": jnp.float32}
+    ours = pallas_tpu.gradients(*arguments, **options, block=blocks(back_width=64), interpret=watched(1))
+    exact = reference.gradients(*arguments, **options)
+    assert ours.hidden.dtype == ours.lm_head.dtype == jnp.float32
+    close(ours.hidden, exact.hidden, 1e-5)
+    close(ours.lm_head, exact.lm_head, 1e-5)
+
+
+def test_tokens_without_a_cotangent_add_nothing():
+    hidden, head, _, labels, _ = inputs(130, 64, 256, jnp.float32)
+    zero = jnp.zeros(130, jnp.float32)
+    for resident, count in ((0, 130), (1, 128)):
+        grads = pallas_tpu.gradients(
+            hidden[:count], head, None, labels[:count], zero[:count], *(zero[:count],) * 3,
+            layout="dv", soft_cap=None, block=blocks(back_width=64, resident=resident), interpret=watched(1),
+        )  # fmt: skip
+        assert not grads.hidden.any()
+        assert not grads.lm_head.any()
+
+
+def test_the_sum_over_columns_is_kept_in_float32_between_them():
+    """A bfloat16 that 1,000 small numbers are added to one at a time would stand still."""
+    from easypipe.kernels.pallas_tpu_backward import _joined, _split, _State
+
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(64, 128)), jnp.float32)
+    high, low = _split(x)
+    again = _joined(_State(high, low, None), slice(None))
+    np.testing.assert_array_equal(high, x.astype(jnp.bfloat16))
+    units = np.abs(np.asarray(again).view(np.int32) - np.asarray(x).view(np.int32))
+    assert units.max() <= 1
+    ties = jnp.asarray(np.arange(0x3F808000, 0x3F908000, 0x10000, dtype=np.int32).view(np.float32))[None]
+    again = _joined(_State(*_split(ties), None), slice(None))
+    assert np.abs(np.asarray(again).view(np.int32) - np.asarray(ties).view(np.int32)).max() == 1
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "dtype", "soft_cap"), [(20, 5000, jnp.bfloat16, None), (9, 130, jnp.float32, 2.0)])
+def test_rows(tokens, vocab, dtype, soft_cap):
+    rng = np.random.default_rng(2)
+    logits = jnp.asarray(rng.normal(size=(tokens, vocab)) * 3, dtype)
+    labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
+    weights = jnp.asarray(rng.random(tokens), jnp.float32)
+    objective, interpret = Objective(1e-2, 0.1, vocab), watched(1)
+    exact_dx, exact = rows.row_step(logits.astype(jnp.float32), labels, weights, objective=objective, soft_cap=soft_cap)
+    dx, stats = pallas_tpu.row_step(logits, labels, weights, objective=objective, soft_cap=soft_cap, interpret=interpret)
+    alone = pallas_tpu.row_stats(logits, labels, soft_cap=soft_cap, interpret=interpret)
+    for one, two, other in zip(stats, alone, exact, strict=True):
+        close(one, other, 2e-6)
+        np.testing.assert_array_equal(one, two)
+    assert dx.dtype == dtype
+    close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
+    g = [jnp.asarray(rng.normal(size=tokens), jnp.float32) for _ in range(3)]
+    dx = pallas_tpu.row_gradients(logits, labels, stats.lse, *g, soft_cap=soft_cap, interpret=interpret)
+    exact_dx = rows.row_gradients(logits.astype(jnp.float32), labels, stats.lse, *g, soft_cap=soft_cap)
+    close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
+    assert no_races()
+
+
+def test_refusals_name_every_reason():
+    hidden, head = jax.ShapeDtypeStruct((8, 16), jnp.float64), jax.ShapeDtypeStruct((16, 1 << 24), jnp.bfloat16)
+    reasons = pallas_tpu.refusals(hidden, head, None, layout="dv", soft_cap=None)
+    assert len(reasons) == 2
+    assert "bfloat16 and float64" in reasons[0]
+    assert "16777216" in reasons[1]
+    wide = jax.ShapeDtypeStruct((8, 1 << 20), jnp.bfloat16), jax.ShapeDtypeStruct((1 << 20, 256), jnp.bfloat16)
+    (reason,) = pallas_tpu.refusals(*wide, None, layout="dv", soft_cap=None)
+    assert "no tile of width 1048576 fits 64 MiB of VMEM" in reason
+    fine = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    assert pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None) == []
+
+
+def test_an_old_tpu_is_refused(monkeypatch):
+    monkeypatch.setattr(pallas_tpu.tuning, "device_kind", lambda: "TPU v4")
+    fine = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    (reason,) = pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None)
+    assert "TPU v4 has 16 MiB of VMEM" in reason
+
+
+def test_a_vocabulary_too_wide_for_a_row_is_refused():
+    with pytest.raises(ConfigError, match="rows of a vocabulary of 4194304 do not fit 64 MiB"):
+        pallas_tpu.row_stats(jax.ShapeDtypeStruct((8, 1 << 22), jnp.bfloat16), jnp.zeros(8, jnp.int32), soft_cap=None)
