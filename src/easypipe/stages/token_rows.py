@@ -24,7 +24,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # at most, of one range
 AUDITED_BYTES = 1 << 13  # expected for a range, or a thousandth of its bytes where that is more
-CALL_BYTES = 4 << 20  # of text encoded at a time, so that the encoder's memory is looked at often
+CALL_BYTES = 8 << 20  # of text encoded at a time: a call costs milliseconds, and the encoder's memory is looked at between two
 LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
 
@@ -38,10 +38,14 @@ class Documents:
     added: int
     truncated: int
     tokens: int
-    content: str  # XXH3-128 of offsets, tokens, EOS marks, row numbers and loss mask
     trained: int | None = None  # stored tokens that are targets; None where there is no mask
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+
+    @property
+    def content(self) -> str:
+        """XXH3-128 of offsets, tokens, EOS marks, row numbers and loss mask; who stores nothing need not ask."""
+        return documents_hash(self.batch)
 
 
 def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
@@ -94,7 +98,6 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         added=added,
         truncated=lost,
         tokens=tokens,
-        content=documents_hash(batch),
         **_counted(strings, tokenizer),
     )
 
@@ -146,7 +149,6 @@ def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         added=special,
         truncated=lost,
         tokens=len(ids),
-        content=documents_hash(batch),
         trained=int(mask.sum()),
         **_counted(strings[kept], tokenizer),
     )
