@@ -1,0 +1,141 @@
+"""The kernels for NVIDIA GPUs, interpreted on the CPU against the reference in float64; and the program that is lowered for CUDA."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from easypipe.kernels import pallas_gpu, reference, rows
+from easypipe.kernels.pallas_gpu_rows import RowBlock
+from easypipe.kernels.stats import Objective, loss_cotangents
+
+SMALL = {"slab_mib": 0, "row_columns": 64}  # slabs of 128 tokens or columns, rows in several steps
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+def inputs(tokens, width, vocab, layout, bias, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    head = rng.normal(size=(width, vocab) if layout == "dv" else (vocab, width))
+    labels = rng.integers(-1, vocab + 1, tokens)  # some beyond either end: columns of another shard
+    cotangents = rng.normal(size=(3, tokens)) * (rng.random(tokens) < 0.8)  # ignored tokens: all three are 0
+    arrays = (jnp.asarray(rng.normal(size=(tokens, width)), dtype), jnp.asarray(head, dtype))
+    bias_V = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
+    return (*arrays, bias_V, jnp.asarray(labels, jnp.int32)), tuple(jnp.asarray(cotangents, jnp.float32))
+
+
+def wide(arrays) -> Any:
+    return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays)
+
+
+def error(ours, exact):
+    """Of the whole array, relative to it."""
+    exact = np.asarray(exact, np.float64)
+    return np.linalg.norm(np.asarray(ours, np.float64) - exact) / max(1e-30, np.linalg.norm(exact))
+
+
+# tokens, width, vocab: one slab is everything; two whole slabs; a rest of whole vectors and one of less, in both directions
+CASES = [
+    (3, 5, 7, "vd", True, None, jnp.float32),
+    (256, 16, 264, "dv", False, 3.0, jnp.bfloat16),
+    (203, 8, 333, "vd", True, 3.0, jnp.bfloat16),
+    (203, 8, 333, "dv", False, None, jnp.float32),
+]
+
+
+@pytest.mark.parametrize(("tokens", "width", "vocab", "layout", "bias", "soft_cap", "dtype"), CASES)
+def test_the_strict_kernels_equal_the_reference(tokens, width, vocab, layout, bias, soft_cap, dtype):
+    with jax.enable_x64(True):
+        arrays, cotangents = inputs(tokens, width, vocab, layout, bias, dtype)
+        options = {"layout": layout, "soft_cap": soft_cap}
+        exact = reference.stats(*wide(arrays), **options)
+        rounding = 1e-5 if dtype == jnp.float32 else 2e-2
+        run = options | {"block": SMALL, "interpret": True}
+        ours = jax.jit(functools.partial(pallas_gpu.stats, **run))(*arrays)
+        for value, wanted in zip(ours, exact, strict=True):
+            assert value.shape == (tokens,)
+            assert value.dtype == jnp.float32
+            np.testing.assert_allclose(value, wanted, rtol=rounding, atol=rounding * float(jnp.abs(exact.best).max() + vocab**0.5))
+        gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(*arrays, ours.lse, *cotangents)
+        wanted: Any = reference.gradients(*wide(arrays), exact.lse, *wide(cotangents), **options)
+        for like, value, target in zip((arrays[0], arrays[1], arrays[2]), gradients, wanted, strict=True):
+            assert (value is None) == (like is None)
+            if value is not None and like is not None:
+                assert value.dtype == dtype
+                assert value.shape == like.shape
+                assert error(value, target) < (1e-4 if dtype == jnp.float32 else 5e-2) or np.linalg.norm(target) < 1e-6
+
+
+@pytest.mark.parametrize(("vocab", "soft_cap"), [(1, None), (64, 5.0), (200, None)])
+def test_the_rows_equal_those_of_xla(vocab, soft_cap):
+    rng = np.random.default_rng(vocab)
+    logits = jnp.asarray(rng.normal(size=(7, vocab)) * 8, jnp.float32)
+    labels = jnp.asarray(rng.integers(-1, vocab + 1, 7), jnp.int32)
+    weights = jnp.asarray([1, 0, 2, 0.5, 1, 1, 0], jnp.float32)
+    objective = Objective(z_loss=0.01, label_smoothing=0.1, vocab=vocab)
+    options = {"block": RowBlock(columns=64, num_warps=4), "interpret": True, "soft_cap": soft_cap}
+    dx, stats = pallas_gpu.row_step(logits, labels, weights, objective=objective, **options)
+    wanted_dx, wanted = rows.row_step(logits, labels, weights, objective=objective, soft_cap=soft_cap)
+    for value, target in zip((dx, *stats), (wanted_dx, *wanted), strict=True):
+        np.testing.assert_allclose(value, target, rtol=2e-5, atol=2e-5)
+    assert not np.asarray(dx)[np.asarray(weights) == 0].any(), "a token without weight has no gradient, not even a small one"
+    np.testing.assert_allclose(jnp.stack(pallas_gpu.row_stats(logits, labels, **options)), jnp.stack(stats), rtol=1e-6)
+    apart = pallas_gpu.row_gradients(logits, labels, stats.lse, *loss_cotangents(stats.lse, weights, objective), **options)
+    np.testing.assert_allclose(apart, dx, rtol=1e-6, atol=1e-7)
+
+
+def test_float32_gradients_are_given_where_they_are_asked_for():
+    arrays, cotangents = inputs(16, 4, 24, "vd", True, jnp.bfloat16)
+    run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, grad_dtype=jnp.float32, interpret=True)
+    gradients = jax.eval_shape(run, *arrays, cotangents[0], *cotangents)
+    assert {value.dtype for value in gradients} == {jnp.dtype("float32")}
+
+
+SHAPES = [(4096, 4096, 128256), (16384, 2048, 248320), (32768, 4096, 128256), (8192, 2048, 32768), (16384, 1000, 50257)]
+
+
+@pytest.mark.parametrize(("tokens", "width", "vocab"), SHAPES)
+@pytest.mark.parametrize("layout", ["dv", "vd"])
+def test_a_slab_keeps_within_its_budget_and_is_never_all_of_the_logits(tokens, width, vocab, layout):
+    budget = pallas_gpu.DEFAULT_BLOCKS["slab_mib"] << 20
+    assert pallas_gpu.temporary_bytes(tokens, width, vocab, 2, layout, budget) <= budget
+    group, columns = pallas_gpu.group_and_columns(tokens, width, vocab, 2, layout, budget)
+    assert group * columns <= tokens * vocab / 2
+    assert pallas_gpu.slab_tokens(tokens, vocab, 2, budget) <= tokens / 2 + 1
+
+
+def test_a_refusal_names_every_reason():
+    half, double = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 4), np.float64)
+    assert pallas_gpu.refusals(half, half, None, layout="dv", soft_cap=None) == []
+    reasons = pallas_gpu.refusals(double, half, None, layout="dv", soft_cap=None)
+    assert len(reasons) == 2
+    assert "float64" in reasons[0]
+    assert "cast one" in reasons[1]
+
+
+@pytest.mark.parametrize("layout", ["dv", "vd"])
+def test_the_program_for_cuda_holds_the_kernels_and_no_logits(layout):
+    tokens, width, vocab = 512, 64, 2048
+
+    def loss(hidden, head, labels):
+        stats = pallas_gpu.stats(hidden, head, None, labels, layout=layout, soft_cap=None)
+        cotangents = loss_cotangents(stats.lse, jnp.ones(tokens), Objective(vocab=vocab))
+        return stats.lse - stats.target, pallas_gpu.gradients(
+            hidden, head, None, labels, stats.lse, *cotangents, layout=layout, soft_cap=None
+        )
+
+    shapes = [(tokens, width), (width, vocab) if layout == "dv" else (vocab, width)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes] + [jax.ShapeDtypeStruct((tokens,), jnp.int32)]
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=H200)  # newer jax asks for the device
+    with jax.sharding.use_abstract_mesh(mesh):
+        checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+        text = jax.export.export(jax.jit(loss), platforms=["cuda"], disabled_checks=checks)(*arguments).mlir_module()
+    assert "easypipe_row_stats" in text
+    assert "easypipe_row_gradients" in text
+    assert re.findall(rf"tensor<({tokens}x{vocab}|{vocab}x{tokens})x", text) == []
