@@ -124,6 +124,19 @@ def test_damaged_parquet(tmp_path: Path) -> None:
         read_all(open_files(put(tmp_path / "b.parquet", data[:100] + b"\xff\xff\xff\x00PAR1")))
 
 
+def test_of_row_groups_that_are_read_together_the_damaged_one_is_named(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"row {i} of many" for i in range(40)]})
+    pq.write_table(table, tmp_path / "whole.parquet", compression="snappy", use_dictionary=False, row_group_size=10)
+    assert [row["text"] for row in read_all(open_files(tmp_path / "whole.parquet"))] == table.column("text").to_pylist()
+    start = pq.ParquetFile(tmp_path / "whole.parquet").metadata.row_group(2).column(0).data_page_offset
+    data = bytearray((tmp_path / "whole.parquet").read_bytes())
+    data[start : start + 60] = bytes(60)
+    source = open_files(put(tmp_path / "a.parquet", bytes(data)))
+    assert source.read(0, 0, 20).num_rows == 20
+    with pytest.raises(SourceError, match=r"a\.parquet, row group 2: damaged parquet: .*Copy or write the file again"):
+        source.read(0, 0, 40)
+
+
 def test_encrypted_parquet(tmp_path: Path) -> None:
     refused(put(tmp_path / "a.parquet", b"PARE" + bytes(40) + b"PARE"), "{path}: is an encrypted parquet file. Decrypt it first.")
 
@@ -361,6 +374,10 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
     path = put(tmp_path / "a.dat", "x")
     with pytest.raises(SourceError, match=r"a\.dat: its extension names no format \(have: \.parquet, .*Give the format by type="):
         open_files(path)
+    with pytest.raises(SourceError, match=r"a\.jsonl\.xz: \.xz files are not read \(have: \.gz, \.zst, \.zstd, \.bz2\)\. Unpack it"):
+        open_files(put(tmp_path / "a.jsonl.xz", "x"))
+    with pytest.raises(SourceError, match=r"a\.idx: an index holds no tokens\. Name the file beside it: a\.bin\."):
+        open_files(put(tmp_path / "a.idx", "x"))
     assert len(read_all(open_files(path, type="txt"))) == 1
     with pytest.raises(
         ConfigError,
