@@ -393,3 +393,24 @@ def test_the_sft_example_runs_as_it_is_written(tmp_path: Path, monkeypatch: pyte
         share = float(np.mean(np.asarray(batch[LABELS]) >= 0))
         assert 0.05 < share < 0.7
     assert steps > 2
+
+
+def test_a_cut_conversation_gets_its_eos_from_packing_and_the_ledger_says_so(tmp_path: Path) -> None:
+    rows = [{"messages": talk("hello", "a long answer " * 20)}, {"messages": talk("hi", "yes")}]
+    tokenizer = load_tokenizer(chat_tokenizer())
+    config = PipelineConfig(
+        datasets=[dataset(rows, tokenizer_kwargs={"max_length": 60}, train_on="all")], pack=PackStageConfig(seq_length=128),
+        load=LoadStageConfig(batch_size=1, drop_last=False), seed=3, cache_dir=tmp_path,
+    )  # fmt: skip
+    pipeline = Pipeline.from_config(config).source().tokenize()
+    stored = documents(pipeline.get_data()["chat"])
+    assert len(stored[0][0]) == 60
+    assert stored[0][0][-1] != tokenizer.eos_token_id
+    packed = pipeline.pack()
+    batch = next(iter(packed.load().build()))
+    ids, labels = (np.asarray(batch[name])[0].tolist() for name in (INPUT_IDS, LABELS))
+    at = next(i for i in range(len(ids)) if ids[i : i + 60] == stored[0][0])
+    assert (ids[at + 60], labels[at + 59]) == (tokenizer.eos_token_id, tokenizer.eos_token_id)  # a target, as the token before it is one
+    ledger = packed.ledger()
+    assert ledger.find("tokenize", "chat", "tokens").out["truncated"] > 0
+    assert ledger.find("pack", "chat", "tokens").into["EOS"] == 1  # the other document ends with its own
