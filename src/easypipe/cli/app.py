@@ -14,6 +14,7 @@ from rich.logging import RichHandler
 from easypipe import __version__
 from easypipe.cli.cache import cache
 from easypipe.cli.explain import explain
+from easypipe.cli.kernels import kernels
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
 from easypipe.cli.quickstart import quickstart
@@ -38,6 +39,7 @@ app.command()(plan)
 app.command()(explain)
 app.command()(verify)
 app.add_typer(cache, name="cache")
+app.add_typer(kernels, name="kernels")
 app.command()(train)
 
 

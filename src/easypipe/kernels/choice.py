@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ import jax
 from jax import Array
 
 from easypipe.kernels.stats import Layout, vocab_size
+from easypipe.kernels.tuning import blocks_for, device_kind
 
 Implementation = Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"]
 Rule = Literal["fast", "strict"]
 FAVOURITES: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}  # by platform; elsewhere "chunked"
-FAVOURITES = {platform: name for platform, name in FAVOURITES.items() if importlib.util.find_spec(f"{__package__}.{name}")}
 ANYWHERE = "cpu"  # stands for every platform without a favourite
 
 CHUNK_TOKENS = {"tpu": 4096, "cuda": 4096, ANYWHERE: 512}
@@ -107,12 +106,16 @@ def candidates(refusals: dict[str, list[str]], implementation: Implementation | 
     return (*favourites, (ANYWHERE, "chunked"))
 
 
-def chunk_tokens(plan: Plan, platform: str, lm_head: Array) -> int:
-    """Tokens of a chunk under *fast*, on this device."""
+def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> int:
+    """Tokens of a chunk under *fast*, on this device. XLA's alone can be tuned (`easypipe kernels tune`): a kernel's are as many as fit."""
     if plan.chunk_size is not None:
         return plan.chunk_size
-    fitting = LOGITS_BYTES // (vocab_size(lm_head, plan.layout) * lm_head.dtype.itemsize)
-    return min(CHUNK_TOKENS[platform], max(128, fitting // 128 * 128))
+    vocab, count = vocab_size(lm_head, plan.layout), CHUNK_TOKENS[platform]
+    if platform == ANYWHERE:
+        shape, default = (*hidden.shape, vocab), {"chunk_tokens": count}
+        count = blocks_for(device_kind(), "chunked", *shape, lm_head.dtype, default=lambda: default)["chunk_tokens"]
+    fitting = LOGITS_BYTES // (vocab * lm_head.dtype.itemsize)
+    return min(count, max(128, fitting // 128 * 128))
 
 
 def fast_fits(vocab_on_device: int, itemsize: int) -> bool:

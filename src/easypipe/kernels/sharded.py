@@ -81,7 +81,7 @@ def stats_and_gradients(inputs: Inputs, weights: Array, objective: Objective, pl
                     weights,
                     **options,
                     objective=objective,
-                    chunk_size=chunk_tokens(plan, platform, lm_head),
+                    chunk_size=chunk_tokens(plan, platform, hidden, lm_head),
                     kernel=module,
                     vocab_axes=plan.vocab_axes(),
                     grad_dtype=accumulator_dtype(hidden, lm_head) if plan.summed_axes(inputs.labels.ndim) else None,

@@ -1,0 +1,57 @@
+"""`easypipe kernels tune` and `easypipe kernels table`: block sizes of the loss kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from easypipe.cli.show import aligned, console
+
+kernels = typer.Typer(help="Block sizes of the loss kernels: measure them, see them.", no_args_is_help=True)
+
+Table = Annotated[Path | None, typer.Option("--table", metavar="FILE", help="Else the user's own table, which is looked up first.")]
+
+
+@kernels.command("tune")
+def tune_(
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one device and step.")] = 4096,
+    width: Annotated[int, typer.Option(min=1, help="Of the hidden states.")] = 1024,
+    vocab: Annotated[int, typer.Option(min=1, help="Columns of the head on one device.")] = 50257,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each choice; the fastest counts.")] = 5,
+    table: Table = None,
+) -> None:
+    """Measure forward and backward of the loss on this device with different block sizes, and write the fastest into a table."""
+    from easypipe.kernels import tune, tuning  # jax is imported by what needs it
+
+    def show(trial: tune.Trial) -> None:
+        sizes = ", ".join(f"{name} {size}" for name, size in trial.blocks.items())
+        took = f"{trial.ms:,.2f} ms" if trial.ms is not None else f"does not run: {trial.failure}"
+        console.print(f"{sizes}: {took}", highlight=False, markup=False, soft_wrap=True)
+
+    path = table or tuning.user_table()
+    entry = tune.tune(tokens, width, vocab, dtype, repeats=repeats, on_trial=show)
+    tuning.extend_table(path, [entry])
+    sizes = ", ".join(f"{name} {size}" for name, size in entry.blocks.items())
+    shape = f"tokens up to {entry.tokens:,}, width {entry.width:,}, vocabulary {entry.vocab:,}"
+    line = f"{entry.device}, {entry.implementation}, {entry.dtype}, {shape}: {sizes} ({entry.ms:,.2f} ms): {path}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@kernels.command("table")
+def table_(table: Table = None) -> None:
+    """Show the block sizes that are known: those of a table, else the user's and then easypipe's own. "model": computed, not measured."""
+    from easypipe.kernels import tuning
+
+    own = tuning.user_table()
+    entries = tuning.read_table(table) if table else [*(tuning.read_table(own) if own.exists() else ()), *tuning.package_table()]
+    lines = [("device", "implementation", "tokens", "width", "vocab", "dtype", "source", "ms", "blocks")]
+    for one in entries:
+        sizes = " ".join(f"{name}={size}" for name, size in one.blocks.items())
+        ms = "" if one.ms is None else f"{one.ms:,.2f}"
+        lines.append(
+            (one.device, one.implementation, f"{one.tokens:,}", f"{one.width:,}", f"{one.vocab:,}", one.dtype, one.source, ms, sizes)
+        )
+    console.print(aligned(lines, left=(0, 1, 5, 6, 8)), highlight=False, markup=False, soft_wrap=True)
