@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -381,3 +382,34 @@ def test_streaming_says_what_it_does_not_keep(tmp_path: Path, caplog: pytest.Log
     assert "dataset d: load() leaves columns behind, save() before it writes them: tag" in caplog.text
     with pytest.raises(SourceError, match=r"streaming does not count the lines of these files. Leave streaming out"):
         Pipeline(PipelineConfig(**values, streaming=True)).source().transform(Expand(lambda row: [row], most=2, version="1"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_columns_that_nothing_reads_may_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture, ending: str) -> None:
+    for i, value in enumerate((1, "one")):
+        table = pa.table({"text": [f"text {i}"], "x": [value], "keep": [i]})
+        if ending == "parquet":
+            pq.write_table(table, tmp_path / f"{i}.parquet")
+        else:
+            jsonl(tmp_path / f"{i}.jsonl", table.to_pylist())
+
+    def tokenized(**options: Any) -> Any:
+        dataset = DatasetConfig(name="d", data_files=str(tmp_path / f"*.{ending}"), **options)
+        return Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().get_data()["d"]
+
+    assert tokenized(additional_fields=["keep"]).materialize().num_docs == 2
+    assert re.search(r"dataset d: .*1\.\w+, column 'x': is large_string here and int64 in .*It reads text, keep alone", caplog.text)
+    assert tokenized(format_fields={"text": "body"}, content_field="body").materialize().num_docs == 2
+    for options in ({"additional_fields": ["x"]}, {"format_callback": dict, "format_version": "1"}):
+        with pytest.raises(SourceError, match=r"column 'x': is large_string here and int64 in .*rewrite one of the files"):
+            tokenized(**options)
+
+
+def test_options_of_columns_are_named_where_they_fail(tmp_path: Path) -> None:
+    data = jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    for options, message in (
+        ({"format_fields": {"txt": "body"}}, "datasets.d.format_fields: no column 'txt' (have: text). Did you mean 'text'?"),
+        ({"format_callback": "nowhere:f"}, "datasets.d.format_callback: 'nowhere:f': 'nowhere' cannot be imported"),
+    ):
+        with pytest.raises((ConfigError, SourceError), match=re.escape(message)):
+            Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=str(data), **options)])).source()

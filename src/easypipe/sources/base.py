@@ -141,9 +141,13 @@ class FileSource(ShardedDataSource):
 
     def select(self, columns: Sequence[str]) -> FileSource:
         """The same rows with only `columns`: no other column is read, and what is wrong in another column spoils no row."""
-        opened = self._open()
         twin = copy.copy(self)
         twin.columns = _names(columns)
+        try:
+            opened = self._open()
+        except SourceError:
+            twin._lock = threading.Lock()  # files that differ in other columns may agree in these, which opening them anew tells
+            return twin
         twin._opened = twin._only(opened)
         return twin
 

@@ -11,11 +11,14 @@ from easypipe.sources.arrayrecord import ArrayRecordShardedSource
 from easypipe.sources.arrow import ArrowShardedSource
 from easypipe.sources.base import FileSource, OnError
 from easypipe.sources.csv import CsvShardedSource
-from easypipe.sources.files import EXTENSIONS, DataFiles, format_of, resolve
+from easypipe.sources.files import COMPRESSIONS, EXTENSIONS, DataFiles, format_of, resolve
 from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.parquet import ParquetShardedSource
+from easypipe.sources.refs import TOKEN_EXTENSIONS
 from easypipe.sources.tokens import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.txt import TextShardedSource
+
+UNREAD = (".xz", ".lzma", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar")  # compressions and archives that people have
 
 FORMATS: dict[str, type[FileSource]] = {
     "parquet": ParquetShardedSource,
@@ -52,8 +55,7 @@ def open_files(
         for file in resolve(data_files, storage_options):
             by_format.setdefault(format_of(file.path), file.path)
         if None in by_format:
-            endings = [ending for endings in EXTENSIONS.values() for ending in endings]
-            raise SourceError(at=by_format[None], problem="its extension names no format", have=endings, fix="Give the format by type=.")
+            raise _unknown(by_format[None])
         if len(by_format) > 1:
             raise SourceError(
                 at=str(data_files),
@@ -70,3 +72,15 @@ def open_files(
         )
     source: Any = FORMATS[type]
     return source(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir)
+
+
+def _unknown(path: str) -> SourceError:
+    """What to do about a file whose extension names no format."""
+    stem, ending = os.path.splitext(path)
+    if ending.lower() in UNREAD:
+        problem = f"{ending} files are not read"
+        return SourceError(at=path, problem=problem, have=COMPRESSIONS, fix="Unpack it, or compress it as one of those.")
+    if ending.lower() == ".idx":
+        return SourceError(at=path, problem="an index holds no tokens", fix=f"Name the file beside it: {os.path.basename(stem)}.bin.")
+    endings = [ending for known in (EXTENSIONS, TOKEN_EXTENSIONS) for endings in known.values() for ending in endings]
+    return SourceError(at=path, problem="its extension names no format", have=endings, fix="Give the format by type=.")

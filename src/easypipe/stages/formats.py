@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import (
     ATTENTION_MASK,
@@ -63,20 +63,41 @@ def require_free(name: str, at: str) -> None:
         raise ConfigError(at=at, problem=f"{name!r} is a column that tokens have themselves", fix=fix)
 
 
+def read_columns(dataset: Any) -> list[list[str]]:
+    """The columns of the files that a dataset reads, as they are called there; the first list that there is. None for a callback, which
+    may read any.
+    """
+    if dataset.format_callback is not None:
+        return []
+    new = [dataset.content_field] if dataset.prompt_field is None else [dataset.prompt_field, dataset.completion_field]
+    new += [*dataset.additional_fields, *([dataset.tools_field] if dataset.tools_field is not None else [])]
+    old = {name: before for before, name in (dataset.format_fields or {}).items()}
+    names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
+    return [names] if dataset.tools_field is not None else [[*names, "tools"], names]  # a column `tools` is read where there is one
+
+
 def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
-    """The rows with `format_fields` applied, then `format_callback`. Reads no rows."""
+    """The rows with `format_fields` applied, then `format_callback`. Reads no rows. Errors name the option."""
     steps: list[Any] = []
     schema = source.schema
     if dataset.format_fields is not None:
         steps.append(Rename(dataset.format_fields))
-        schema = steps[-1].schema(schema)
+        try:
+            schema = steps[-1].schema(schema)
+        except (ConfigError, SourceError) as error:
+            at = f"datasets.{dataset.name}.format_fields"
+            raise type(error)(at=at, problem=error.problem, have=error.have, fix=error.fix) from None
     if dataset.format_callback is not None:
         types: dict[str, Any] = dict(dataset.format_columns or {})
         pair = (dataset.prompt_field, dataset.completion_field)
         for column in (dataset.content_field,) if pair == (None, None) else pair:  # making the text is what callbacks are for
             if column is not None and column not in schema.names:
                 types.setdefault(column, pa.large_string())
-        steps.append(Map(dataset.format_callback, columns=types, batched=dataset.format_batched, version=dataset.format_version))
+        try:
+            steps.append(Map(dataset.format_callback, columns=types, batched=dataset.format_batched, version=dataset.format_version))
+        except ConfigError as error:
+            at = f"datasets.{dataset.name}.format_callback"
+            raise ConfigError(at=at, problem=error.problem, have=error.have, fix=error.fix) from None
     return TransformedSource(source, steps, on_error=dataset.on_error) if steps else source
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.sources.forward import ForwardSource, open_forward
-from easypipe.sources.limit import LimitedSource
+from easypipe.sources.limit import LimitedSource, select
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.splits import PartialSource
 from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.stages.caching import index_folder
 from easypipe.stages.chat_rows import check_chat
-from easypipe.stages.formats import check_formats, formatted
+from easypipe.stages.formats import check_formats, formatted, read_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
 from easypipe.stages.saved import is_saved, load_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
+
+log = logging.getLogger("easypipe")
 
 READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines from an array
 
@@ -176,9 +179,27 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
         lines = context.config.streaming and split_of(dataset)[1] is None  # a part needs its rows counted
         forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
         source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context))
+    source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]
     if part is not None:
         source = PartialSource(source, part)
     if dataset.num_rows is not None and (part is not None or not isinstance(source, ForwardSource)):
         source = LimitedSource(source, dataset.num_rows)
     return formatted(source, dataset)
+
+
+def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> ShardedSource:
+    """The source; where its files differ in columns that nothing of this dataset reads, without those, which a warning names."""
+    try:
+        _ = source.schema
+    except SourceError as conflict:
+        for names in read_columns(dataset) if hasattr(source, "select") else ():
+            narrowed: ShardedSource = select(source, names)
+            try:
+                _ = narrowed.schema
+            except SourceError:
+                continue
+            log.warning("dataset %s: %s: %s. It reads %s alone", dataset.name, conflict.at, conflict.problem, ", ".join(names))
+            return narrowed
+        raise
+    return source

@@ -147,7 +147,7 @@ class Map(ColumnTransform):
     def _require_known(self, made: Mapping[str, Any], schema: pa.Schema, row: int | None) -> None:
         for name in made:
             if name not in schema.names:
-                fix = f"Name it with its type: columns={{{name!r}: 'string'}}."
+                fix = f"Name it with its type: columns={{{name!r}: 'string'}}, which are format_columns in a dataset's options."
                 problem = f"{self.function.name} returned a column {name!r} that nobody announced"
                 raise SourceError(at=place(repr(self), row=row), problem=problem, have=schema.names, fix=fix)
 
