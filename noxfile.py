@@ -63,6 +63,15 @@ def laws(session: nox.Session) -> None:
     session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_EXAMPLES": "10"})
 
 
+@nox.session(python="3.12")
+def aot_gpu(session: nox.Session) -> None:
+    """Compiles the loss for an H200 on a machine without one: the jax of the H200 machines, and 4.4 GB of CUDA wheels."""
+    session.install(".[test,cuda13]", "jax==0.11.2")
+    # Without a GPU nothing can be tried out; cuBLAS is what autotuning chooses for products of this size.
+    flags = {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
+    session.run("pytest", "-s", "-q", "tests/kernels/test_aot_gpu.py", *session.posargs, env=TEST_ENV | flags)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Builds the site into site/, offline; a warning is an error. The examples in it are run by tests/test_docs.py."""

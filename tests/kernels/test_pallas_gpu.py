@@ -63,7 +63,7 @@ def test_the_strict_kernels_equal_the_reference(tokens, width, vocab, layout, bi
             assert value.dtype == jnp.float32
             np.testing.assert_allclose(value, wanted, rtol=rounding, atol=rounding * float(jnp.abs(exact.best).max() + vocab**0.5))
         gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(*arrays, ours.lse, *cotangents)
-        wanted: Any = reference.gradients(*wide(arrays), exact.lse, *wide(cotangents), **options)
+        wanted: Any = reference.gradients(*(*wide(arrays), exact.lse, *wide(cotangents)), **options)
         for like, value, target in zip((arrays[0], arrays[1], arrays[2]), gradients, wanted, strict=True):
             assert (value is None) == (like is None)
             if value is not None and like is not None:
