@@ -56,7 +56,8 @@ def main() -> None:
         return 1.0
 
     alternate(report, {name: functools.partial(run, name) for name in losses}, options.rounds)
-    temporaries = {name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()}
+    analyses: dict[str, Any] = {name: program.memory_analysis() for name, program in programs.items()}
+    temporaries = {name: analysis.temp_size_in_bytes for name, analysis in analyses.items()}
     for name in losses:
         report.facts[f"{name}: loss"] = values[name]
         report.facts[f"{name}: temporaries, MiB"] = temporaries[name] / 2**20

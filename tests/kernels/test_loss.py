@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easypipe.core.errors import ConfigError
 from easypipe.kernels import chunked, reference
 from easypipe.kernels.api import fused_cross_entropy, fused_linear_cross_entropy, sequence_log_probs, token_log_probs
 from easypipe.kernels.stats import Objective
@@ -62,7 +63,7 @@ def test_the_oracle_is_the_textbook_formula():
             return (weights * losses).sum() / jnp.where(kept, weights, 0.0).sum()
 
         arguments = given.hidden, given.head, given.bias, given.weights
-        loss, grads = jax.value_and_grad(textbook, argnums=(0, 1, 2, 3))(*map(jnp.asarray, arguments))
+        loss, grads = jax.jit(jax.value_and_grad(textbook, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, arguments))
         want = oracle(given, z_loss=0.1, label_smoothing=0.2, logit_soft_cap=3.0)
         np.testing.assert_allclose(want.loss, loss, rtol=1e-12)
         for grad, name in zip(grads, ("hidden", "head", "bias", "weights"), strict=True):
@@ -79,11 +80,13 @@ def test_the_grid_of_options(way):
         for number, (z_loss, label_smoothing, cap, bias, reduction) in enumerate(GRID):
             if reduction == "none" and way.get("rule") == "fast":
                 continue
+            if way["implementation"] == "reference" and number % 5:  # jax's own derivatives: a sample of them will do
+                continue
             parity = number.bit_count() % 2 == 1  # weights and layout: every pair with every other option
             given = case(bias=bias, weights=parity)
             options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "logit_soft_cap": cap, "reduction": reduction}
             cotangent = np.linspace(-1, 2, 13) if reduction == "none" else -0.37
-            extra = {} if way["implementation"] == "reference" else {"chunk_size": 8}
+            extra = {} if way["implementation"] == "reference" or number % 4 else {"chunk_size": 8}
             layout = "vd" if number % 3 == 0 else "dv"
             assert_equal(
                 *ours(given, cotangent=cotangent, layout=layout, jit=False, **options, **way, **extra),
@@ -92,7 +95,7 @@ def test_the_grid_of_options(way):
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=NAMES[1:])
-@examples(6)
+@examples(4)
 @given(
     tokens=st.integers(1, 40),
     width=st.integers(1, 9),
@@ -114,12 +117,12 @@ def test_any_shape(way, tokens, width, vocab, chunk_size, ignored, options):
         assert_equal(*ours(given, layout="vd", chunk_size=chunk_size, **options, **way), oracle(given, **options))
 
 
-@pytest.mark.parametrize("block", [None, (8, 16), (5, 7), (13, 19), (1, 19), (13, 1)])
+@pytest.mark.parametrize("block", [(8, 16), (5, 7)])
 @pytest.mark.parametrize("hidden_bytes", [0, 1 << 30], ids=["two passes", "one pass"])
 def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
-    """float32 inputs and float64 gradients asked for, or one pass would always do."""
+    """In bfloat16, whose sums in float32 decide over one pass or two; labels of other shards among them."""
     monkeypatch.setattr(chunked, "HIDDEN_BYTES", hidden_bytes)
-    with jax.enable_x64(True), jax.disable_jit():
+    with jax.disable_jit():
         given = case()
         for layout, bias, cap in (("dv", given.bias, None), ("vd", None, 3.0)):
             head = given.head if layout == "dv" else given.head.T
@@ -130,8 +133,8 @@ def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
             for ours_, theirs in zip(chunked.stats(*arrays, labels, layout=layout, soft_cap=cap, block=block), want, strict=True):
                 np.testing.assert_allclose(ours_, theirs, rtol=1e-6, atol=1e-6)
             both = [
-                module.gradients(*arrays, labels, want.lse, *cotangents, layout=layout, soft_cap=cap, block=block, grad_dtype=dtype)
-                for module, dtype in ((chunked, None), (reference, None))
+                module.gradients(*arrays, labels, want.lse, *cotangents, layout=layout, soft_cap=cap, block=block)
+                for module in (chunked, reference)
             ]
             for ours_, theirs in zip(jax.tree.leaves(both[0]), jax.tree.leaves(both[1]), strict=True):
                 assert ours_.dtype == theirs.dtype == jnp.bfloat16
@@ -139,7 +142,7 @@ def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
 
 
 @pytest.mark.parametrize("vocab_block", [None, 7, 19])
-@pytest.mark.parametrize("chunk_size", [1, 6, 13, 99])
+@pytest.mark.parametrize("chunk_size", [6, 13])
 def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, chunk_size):
     with jax.enable_x64(True), jax.disable_jit():
         given = case()
@@ -231,7 +234,7 @@ def test_a_label_outside_the_vocabulary_is_refused_outside_jit_and_ignored_insid
     labels[[2, 5]] = 19, -1
     within, without = (given._replace(labels=array) for array in (labels, np.where((labels < 0) | (labels > 18), IGNORE, labels)))
     hidden, head = jnp.asarray(given.hidden, jnp.float32), jnp.asarray(given.head, jnp.float32)
-    with pytest.raises(ValueError, match=r"labels: 2 outside the vocabulary of 19, the first 19 at \[2\] \(ignore_index is -100\)"):
+    with pytest.raises(ConfigError, match=r"labels: 2 outside the vocabulary of 19, the first 19 at \[2\] \(ignore_index is -100\)"):
         fused_linear_cross_entropy(hidden, head, labels, **way)
     loss = jax.jit(lambda labels: fused_linear_cross_entropy(hidden, head, labels, **way))
     np.testing.assert_array_equal(loss(within.labels), loss(without.labels))
@@ -241,11 +244,12 @@ def test_ignore_index_may_be_a_token_of_the_vocabulary():
     given = case(bias=False, weights=False)
     padded = np.where(given.labels == IGNORE, 0, np.maximum(given.labels, 1))
     hidden, head = jnp.asarray(given.hidden), jnp.asarray(given.head)
-    want = fused_linear_cross_entropy(hidden, head, np.where(padded == 0, IGNORE, padded))
-    assert float(fused_linear_cross_entropy(hidden, head, padded, ignore_index=0)) == float(want)
+    loss = jax.jit(fused_linear_cross_entropy, static_argnames="ignore_index")
+    want = loss(hidden, head, np.where(padded == 0, IGNORE, padded))
+    assert float(loss(hidden, head, padded, ignore_index=0)) == float(want)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "chunked", None])
+@pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_the_loss_of_logits_is_that_of_their_factors(implementation):
     with jax.enable_x64(True), jax.disable_jit():
         for number, (z_loss, label_smoothing, cap, bias, reduction) in enumerate(GRID):
@@ -281,14 +285,14 @@ def test_log_probs_for_preferences():
             log_p = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head), np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
             return dpo(jnp.where(labels == IGNORE, 0.0, log_p).sum(-1))
 
-        want = jax.value_and_grad(textbook, argnums=(0, 1))(hidden, head)
-        for implementation in ("chunked", "reference", None):
+        want = jax.jit(jax.value_and_grad(textbook, argnums=(0, 1)))(hidden, head)
+        for implementation in ("chunked", "reference"):
             got = jax.jit(
                 jax.value_and_grad(lambda h, w, i=implementation: dpo(sequence_log_probs(h, w, labels, implementation=i)), argnums=(0, 1))
             )(hidden, head)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-13)
-        assert token_log_probs(hidden, head, labels).shape == (4, 6)
+        assert jax.eval_shape(lambda: token_log_probs(hidden, head, labels)).shape == (4, 6)
 
 
 @pytest.mark.parametrize("way", WAYS[1:], ids=NAMES[1:])

@@ -104,8 +104,9 @@ def test_the_rule_and_the_chunk_are_those_that_fit(monkeypatch):
     assert not choice.fast_fits(1 << 23, 2)
     plan = choice.Plan((("cpu", "chunked"),), "dv", None)
     heads = [jax.ShapeDtypeStruct((8, vocab), jnp.bfloat16) for vocab in (50257, 128_256, 248_320, 1 << 20)]
-    assert [choice.chunk_tokens(plan, "cuda", head) for head in heads] == [4096, 4096, 4096, 1024]
-    assert choice.chunk_tokens(plan, "cpu", heads[0]) == 512
+    hidden = jax.ShapeDtypeStruct((9999, 8), jnp.bfloat16)
+    assert [choice.chunk_tokens(plan, "cuda", hidden, head) for head in heads] == [4096, 4096, 4096, 1024]
+    assert choice.chunk_tokens(plan, "cpu", hidden, heads[0]) == 512
     assert "512x8192" in lowered("cpu", shape=(2048, 8, 8192))
     monkeypatch.setattr(choice, "LOGITS_BYTES", 1 << 20)
     assert "x8192" not in lowered("cpu", shape=(2048, 1, 8192)).replace("1x8192", ""), "the logits of 256 tokens do not fit: strict"

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.kernels import choice
@@ -83,15 +84,13 @@ def _call(request: Request, layout: Layout) -> Call:
     counted = (labels != request.ignore_index) & (labels >= 0) & (labels < vocab)
     weights = jnp.ones(labels.shape, dtype) if request.weights is None else request.weights.astype(dtype)
     weights = jnp.where(counted, weights, 0)
-    arrays = [array for array in (hidden, lm_head, bias, labels, weights) if array is not None]
-    hidden, lm_head, bias, labels, weights, counted = (
-        None if array is None else varying_like(array, *arrays)
-        for array in (hidden, lm_head, bias, jnp.where(counted, labels, -1), weights, counted)
-    )
+    # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be told of it before our rules begin.
+    arrays: Any = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1)), weights, counted  # pyright: ignore[reportArgumentType]
+    inputs, weights, counted = jax.tree.map(lambda array: varying_like(array, *jax.tree.leaves(arrays)), arrays)
     refusals = {name: list(_refusals(request, name, layout)) for name in FAVOURITES.values()} if request.implementation is None else {}
     implementation: Any = "chunked" if labels.size == 0 and request.implementation != "reference" else request.implementation
     plan = Plan(choice.candidates(refusals, implementation), layout, request.soft_cap, request.sharding, request.chunk_size)
-    return Call(Inputs(hidden, lm_head, bias, labels), weights, counted, plan, _rule(request, layout), vocab)
+    return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)
 
 
 def _rule(request: Request, layout: Layout) -> Rule:
@@ -201,7 +200,7 @@ def _mesh(request: Request, layout: Layout | None) -> Iterator[str]:
 def _labels(request: Request, layout: Layout | None) -> Iterator[str]:
     """Only where their values are known."""
     labels = request.labels
-    if isinstance(labels, jax.core.Tracer) or not labels.is_fully_addressable:
+    if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
     values, vocab = np.asarray(labels), _vocab(request, layout or "dv")
     wrong = (values != request.ignore_index) & ((values < 0) | (values >= vocab))
@@ -215,7 +214,7 @@ def _labels(request: Request, layout: Layout | None) -> Iterator[str]:
 
 def _runs(request: Request, layout: Layout) -> Iterator[str]:
     name = request.implementation
-    if name not in FAVOURITES.values():
+    if name is None or name not in FAVOURITES.values():
         return
     for reason in _refusals(request, name, layout):
         yield f"implementation: {name!r} cannot run: {reason}"

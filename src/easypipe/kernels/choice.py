@@ -112,8 +112,8 @@ def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> in
         return plan.chunk_size
     vocab, count = vocab_size(lm_head, plan.layout), CHUNK_TOKENS[platform]
     if platform == ANYWHERE:
-        shape, default = (*hidden.shape, vocab), {"chunk_tokens": count}
-        count = blocks_for(device_kind(), "chunked", *shape, lm_head.dtype, default=lambda: default)["chunk_tokens"]
+        (tokens, width), default = hidden.shape, {"chunk_tokens": count}
+        count = blocks_for(device_kind(), "chunked", tokens, width, vocab, lm_head.dtype, default=lambda: default)["chunk_tokens"]
     fitting = LOGITS_BYTES // (vocab * lm_head.dtype.itemsize)
     return min(count, max(128, fitting // 128 * 128))
 

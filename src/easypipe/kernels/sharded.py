@@ -44,7 +44,7 @@ def stats(inputs: Inputs, plan: Plan) -> LogitStats:
         local = by_platform(plan, run, hidden_TD, inputs.lm_head, inputs.bias, labels_T)
         return _shaped(merge_shards(local, plan.vocab_axes()), inputs.labels)
 
-    return _over_tokens(on_device, inputs, (), plan, lambda tokens, _: LogitStats(*(tokens,) * 4))
+    return _over_tokens(on_device, inputs, (), plan, lambda tokens, _: _of_stats(tokens))
 
 
 def gradients(inputs: Inputs, lse: Array, cotangents: tuple[Array, Array, Array], plan: Plan) -> Gradients:
@@ -99,7 +99,7 @@ def stats_and_gradients(inputs: Inputs, weights: Array, objective: Objective, pl
         grads = grads._replace(hidden=grads.hidden.reshape(inputs.hidden.shape))
         return _shaped(merged, inputs.labels), _reduced(grads, inputs, plan)
 
-    return _over_tokens(on_device, inputs, (weights,), plan, lambda tokens, grads: (LogitStats(*(tokens,) * 4), grads))
+    return _over_tokens(on_device, inputs, (weights,), plan, lambda tokens, grads: (_of_stats(tokens), grads))
 
 
 def row_stats(logits: Array, labels: Array, plan: Plan) -> LogitStats:
@@ -114,7 +114,7 @@ def row_stats(logits: Array, labels: Array, plan: Plan) -> LogitStats:
 
     leading = plan.token_axes(labels.ndim)
     return _on_mesh(
-        on_device, (logits, labels), (P(*leading, plan.vocab_axes() or None), P(*leading)), LogitStats(*(P(*leading),) * 4), labels, plan
+        on_device, (logits, labels), (P(*leading, plan.vocab_axes() or None), P(*leading)), _of_stats(P(*leading)), labels, plan
     )
 
 
@@ -167,6 +167,10 @@ def _on_mesh(on_device: Callable[..., Any], arrays: tuple[Any, ...], in_specs: A
     # Every collective is written out, so replication need not be inferred (check_vma).
     results = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
     return jax.tree.map(cut, out_specs, results, is_leaf=lambda leaf: isinstance(leaf, P)) if ragged else results
+
+
+def _of_stats(tokens: P) -> Any:
+    return LogitStats(*(tokens,) * 4)  # pyright: ignore[reportArgumentType]
 
 
 def _of_tokens(spec: P, leading: tuple[tuple[str, ...] | None, ...]) -> bool:
