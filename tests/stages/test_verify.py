@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from easypipe import ConfigError, MissingFileError, Pipeline
+from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
 from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.storage import TEMPORARY
 from easypipe.stages.saved import MANIFEST
+from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.verify import verify
 from pipelines import config, jsonl, tokenizer
+from stores import Store
 
 
 def values(tmp_path: Path, **options: Any) -> dict[str, Any]:
@@ -163,21 +165,66 @@ def test_a_saved_manifest_that_lies(tmp_path: Path) -> None:
     assert files(out) == before
 
 
-def test_a_remote_folder_is_verified_and_not_repaired(tmp_path: Path) -> None:
-    import fsspec
+def broken_in(store: Store, url: str, name: str) -> None:
+    """One byte of a file that has `name` in it is another."""
+    victim = sorted(file for file in store.files(url) if name in file)[1]
+    data = bytearray(store.files(url)[victim])
+    data[len(data) // 2] ^= 1
+    store.filesystem.pipe_file(f"{url}/{victim}", bytes(data))
 
-    url = f"memory://{tmp_path.name}/out"
-    saved(tmp_path, output_dir=url)
-    [whole] = verify(url)
+
+def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) -> None:
+    url = f"{store.new()}/out"
+    save = {"output_dir": url, "num_shards": 3, "storage_options": store.options}
+    chain = Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save()
+    chain.build()
+    before = store.files(url)
+    [whole] = verify(url, store.options)
     assert (whole.ok, whole.files) == (True, 3)
-    fs = fsspec.filesystem("memory")
-    victim = next(name for name in fs.ls(f"/{tmp_path.name}/out", detail=False) if "part-" in name)
-    data = fs.cat_file(victim)
-    fs.pipe_file(victim, data[:-1])
-    [broken] = verify(url)
-    assert "bytes, committed with" in broken.problems[0].what
-    with pytest.raises(ConfigError, match="only local folders are repaired"):
-        Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(url)
+    broken_in(store, url, "part-")
+    [broken] = verify(url, store.options)
+    assert "damaged: checksum" in broken.problems[0].what
+    assert all(one.ok for one in chain.repair(url))
+    assert store.files(url) == before
+
+
+def test_a_token_cache_in_a_bucket_is_repaired(tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"{store.new()}/cache"
+    made = values(tmp_path, cache_dir=url) | {"cache": {"storage_options": store.options}}
+    chain = Pipeline.from_config(made).source().tokenize().mix()
+    chain.ledger()
+    before = store.files(url)
+    assert [one.dataset for one in verify(url, store.options)] in (["code", "docs"], ["docs", "code"])
+    assert all(one.ok for one in verify(url, store.options))
+    broken_in(store, url, "tokens/")
+    [broken] = [one for one in verify(url, store.options) if not one.ok]
+    assert "damaged: checksum" in broken.problems[0].what
+    manifest = f"{url}/{next(name for name in before if name.startswith('manifests/'))}"
+    assert len(verify(manifest, store.options)) == 1
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": made}))
+    assert main(["verify", url, "--repair", str(tmp_path / "run.yaml")]) == 0
+    assert store.files(url) == before
+    store.filesystem.pipe_file(manifest, b"{")
+    again = Pipeline.from_config(made).source().tokenize().mix()
+    assert all(one.ok for one in again.repair(url))
+    after = {name: data for name, data in store.files(url).items() if f"{url}/{name}" != manifest}
+    assert after == {name: data for name, data in before.items() if f"{url}/{name}" != manifest}
+
+
+def test_a_repair_that_fails_in_a_bucket_leaves_everything(tmp_path: Path, s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"{s3.new()}/cache"
+    chain = Pipeline.from_config(values(tmp_path, cache_dir=url) | {"cache": {"storage_options": s3.options}}).source().tokenize().mix()
+    chain.ledger()
+    broken_in(s3, url, "tokens/")
+    before = s3.files(url)
+
+    def fails(self: object) -> None:
+        raise StorageError(at="here", problem="the disk is full")
+
+    monkeypatch.setattr(TokenizedShardedSource, "materialize", fails)
+    with pytest.raises(StorageError, match="the disk is full"):
+        chain.repair(url)
+    assert s3.files(url) == before
 
 
 def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from easypipe.cli.prepare import Overrides
 from easypipe.cli.show import console, progress
 from easypipe.jobs import chain
 from easypipe.stages import verify as check
+from easypipe.stages.config import PipelineConfig
 
 
 def verify(
@@ -26,9 +27,11 @@ def verify(
     overrides: Overrides = None,
 ) -> None:
     """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and where; exit code 1 if anything is."""
-    found = check.verify(path)
-    if repair is not None and not all(one.ok for one in found):
-        found = _repaired(path, found, repair, overrides or [])
+    data = None if repair is None else described(repair, overrides or []).data
+    storage_options = None if data is None else _options_for(path, data)
+    found = check.verify(path, storage_options)
+    if data is not None and not all(one.ok for one in found):
+        found = _repaired(path, found, data, storage_options)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(one) | {"ok": one.ok} for one in found], indent=1))
     else:
@@ -37,13 +40,23 @@ def verify(
         raise typer.Exit(1)
 
 
-def _repaired(path: str, found: tuple[check.Verification, ...], config: Path, overrides: list[str]) -> tuple[check.Verification, ...]:
+def _options_for(path: str, data: PipelineConfig) -> dict[str, Any] | None:
+    """Those of the config's save or cache, whichever is for `path`; what a config leaves out the environment has to say."""
+    place = check.place_of(path)
+    saves = [dataset.save_path for dataset in data.datasets] + [None if data.save is None else data.save.output_dir]
+    if data.save is not None and any(check.place_of(folder).startswith(place) for folder in saves if folder is not None):
+        return data.save.storage_options
+    return None if data.cache is None else data.cache.storage_options
+
+
+def _repaired(
+    path: str, found: tuple[check.Verification, ...], data: PipelineConfig, storage_options: dict[str, Any] | None
+) -> tuple[check.Verification, ...]:
     _show(found)
-    data = described(config, overrides).data
-    cache = check.cache_folder_of(path)
+    cache = check.cache_folder_of(path, storage_options)
     if cache is not None:
-        data = dataclasses.replace(data, cache_dir=cache)
-    console.print(f"making good what is broken, from {config}", highlight=False)
+        data = dataclasses.replace(data, cache_dir=str(cache[0].at()))
+    console.print("making good what is broken", highlight=False)
     with progress() as listener:
         pipeline = chain(data, progress=listener, save=cache is None)
         return pipeline.repair(path)

@@ -6,6 +6,8 @@ cache_dir/locks/
   <key>.reader.lock     shared by every open reader of the manifest <key>; exclusive for whoever removes it
   <key>.writer.lock     exclusive for the one process that prepares the manifest <key>
 
+A folder that rows are saved into is locked itself: no file is left in it.
+
 flock(2): a lock belongs to an open file, so two readers in one process are two as well. Over NFS the server has to support locks.
 """
 
@@ -148,12 +150,32 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
         yield waited
 
 
+@contextlib.contextmanager
+def saving(folder: Path) -> Generator[None]:
+    """While rows are saved into `folder`, which is made: whoever else wants to waits, and then finds what stands there.
+
+    Raises StorageError where it cannot be made. Warns, and goes on, where the file system has no locks for folders.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(at=str(folder), problem=f"cannot be written: {error}", fix="Check the path and permissions.") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(folder, exclusive=True, what="another process that saves there"))
+        except StorageError as error:
+            log.warning("%s: written without locks, others may save there at the same time: %s", folder, error)
+        yield
+
+
 def remove(path: Path) -> None:
     """Removes a lock file; only for whoever holds it alone."""
     path.unlink(missing_ok=True)
 
 
 def _open(path: Path) -> int:
+    if path.is_dir():
+        return os.open(path, os.O_RDONLY)
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:

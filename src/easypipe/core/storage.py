@@ -206,37 +206,16 @@ def commit_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] 
 
 
 def create_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None) -> bool:
-    """Commits `data` only where there is no file yet; False where there is one that holds other bytes.
+    """Commits `data` at a URL only where there is no file yet; False where there is one that holds other bytes.
 
-    Locally and on S3, GCS and whatever of fsspec knows `mode="create"` this is one step (a link; If-None-Match; ifGenerationMatch=0), so of
-    several writers one wins. Other stores are asked first and then written.
+    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one step, so of several writers one wins. Other stores of fsspec are asked
+    first and then written.
     """
-    if not is_remote(path):
-        return _link(_local(path), data)
     _step("rename", str(path))
     try:
         _upload(path, storage_options, len(data), lambda fs, name, timeout_s: _create(fs, name, data, timeout_s))
     except FileExistsError:
         return read_bytes(path, storage_options) == data  # an attempt whose answer was lost has made it
-    _step("committed", str(path))
-    return True
-
-
-def _link(path: Path, data: bytes) -> bool:
-    temporary = path.with_name(f"{TEMPORARY}{_owner()}-{secrets.token_hex(4)}-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        _sync(temporary)
-        _step("rename", str(path))
-        os.link(temporary, path)
-        _sync(path.parent)
-    except FileExistsError:
-        return path.read_bytes() == data
-    except OSError as error:
-        raise StorageError(at=str(path), problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     _step("committed", str(path))
     return True
 

@@ -113,7 +113,11 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:
     """Raises CacheError for another format version or a file that is no manifest, MissingFileError where there is none."""
-    values = read_json(path, storage_options)
+    return parse_manifest(read_json(path, storage_options), path)
+
+
+def parse_manifest(values: Any, path: str | Path) -> Manifest:
+    """values: the JSON of the manifest that is at `path`. Raises CacheError as `read_manifest` does."""
     check_format(values, path)
     try:
         return Manifest(

@@ -23,6 +23,7 @@ class Run:
     manifest: SavedManifest | None  # of a complete run
     replaces: Sequence[str]  # shard files of an older run, removed after the commit
     claimed: bool
+    takes_over: bool = False  # somebody's claim stands there, and is to be replaced
     edges: tuple[int, ...] | None = None  # the rows of its shards, where an earlier process planned them
     storage_options: dict[str, Any] | None = field(default=None, repr=False)
 
@@ -46,7 +47,18 @@ class Run:
         storage.commit_json(self._record_path(shard.name), asdict(shard), self.storage_options)
 
     def commit(self, manifest: SavedManifest) -> None:
-        """The manifest last; then what was only needed on the way, and what it replaces, goes."""
+        """The manifest last; then what was only needed on the way, and what it replaces, goes.
+
+        Raises ConfigError where another run has taken the folder meanwhile: its shards would go, and this manifest name what is gone.
+        """
+        if storage.is_remote(self.folder):
+            found = open_run(self.folder, self.fingerprint, overwrite=False, storage_options=self.storage_options)
+            if not found.claimed and found.manifest is None:
+                raise ConfigError(
+                    at=f"save.output_dir={self.folder}",
+                    problem="was emptied while rows were written there",
+                    fix="Save again, alone.",
+                )
         storage.commit_json(join(self.folder, MANIFEST), manifest.to_json(), self.storage_options)
         self.tidy()
 
@@ -58,13 +70,22 @@ class Run:
                 storage.remove(join(self.folder, name), self.storage_options)
 
     def claim(self, edges: Sequence[int]) -> None:
-        """Says whose the folder is and which rows its shards hold, before the first one is written.
+        """Says whose the folder is and which rows its shards hold, before the first one is written. The first to say so has it: raises
+        ConfigError where another run was quicker.
 
         The edges are kept because sizes on disk are measured: the next process may have another version of the codec.
         """
         if not self.claimed or self.edges is None:
             claim = {"fingerprint": self.fingerprint, "replaces": list(self.replaces), "edges": [int(edge) for edge in edges]}
-            storage.commit_json(join(self.folder, RUN), claim, self.storage_options)
+            path, data = join(self.folder, RUN), storage.json_bytes(claim)
+            if self.claimed or self.takes_over or not storage.is_remote(self.folder):  # a local folder is locked
+                storage.commit_bytes(path, data, self.storage_options)
+            elif not storage.create_bytes(path, data, self.storage_options):
+                raise ConfigError(
+                    at=f"save.output_dir={self.folder}",
+                    problem="another run began to write there at the same time",
+                    fix="Choose another folder, or save again when it has ended.",
+                )
         if not storage.is_remote(self.folder):
             storage.sweep(self.folder.removeprefix("file://"))
 
@@ -127,7 +148,15 @@ def open_run(
     if claim is not None:
         replaces |= {name for name in names if name.startswith(prefix_of(claim["fingerprint"]))}
     replaces = sorted(name for name in replaces if not name.startswith(prefix_of(fingerprint)))
-    return Run(folder=folder, fingerprint=fingerprint, manifest=None, replaces=replaces, claimed=False, storage_options=storage_options)
+    return Run(
+        folder=folder,
+        fingerprint=fingerprint,
+        manifest=None,
+        replaces=replaces,
+        claimed=False,
+        takes_over=claim is not None,
+        storage_options=storage_options,
+    )
 
 
 def _manifest(folder: str, names: Sequence[str], overwrite: bool, storage_options: dict[str, Any] | None) -> SavedManifest | None:

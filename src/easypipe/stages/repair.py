@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import tempfile
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from easypipe.core import storage
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
-from easypipe.sources.manifest import read_manifest, write_manifest
+from easypipe.sources.cache_folder import CacheFolder
+from easypipe.sources.manifest import parse_manifest, read_manifest
 from easypipe.stages import saved
+from easypipe.stages.adopt import AdoptedTokens
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.pack import PackedShardedSource
 from easypipe.stages.save import SaveStage
+from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import Documents, require_documents
-from easypipe.stages.verify import Verification, cache_folder_of, verify
+from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
 from easypipe.stages.write_folder import write_folder
 
 log = logging.getLogger("easypipe")
@@ -36,57 +42,61 @@ def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Ve
     A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its save() writes there. What a pipeline
     does not make stays broken, and is told of. Raises ConfigError where `path` is neither, and what preparing and saving raise.
     """
-    if storage.is_remote(path):
-        raise ConfigError(at=str(path), problem="only local folders are repaired", fix="Save the data again with overwrite=True.")
-    broken = [found for found in verify(path) if not found.ok]
-    place = cache_folder_of(path)
+    options = _options_for(place_of(path), steps, context)
+    broken = [found for found in verify(path, options) if not found.ok]
+    place = cache_folder_of(path, options)
     if place is not None:
-        _repair_cache(place, broken, steps, context)
+        _repair_cache(place[0], broken, steps, context)
     else:
         for found in broken:
             _repair_saved(found, steps, context)
-    return verify(path)
+    return verify(path, options)
 
 
-def _repair_cache(cache_dir: Path, broken: Sequence[Verification], steps: Steps, context: PipelineContext) -> None:
-    wanted = {Path(found.path): _files(found) for found in broken if found.kind == "token cache" and _files(found)}
+def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str, Any] | None:
+    """The storage_options with which the pipeline writes to a URL."""
+    for stage, data in steps:
+        if isinstance(stage, SaveStage) and any(place_of(target.folder).startswith(place) for target in stage._targets(data, context)):
+            return stage.config.storage_options
+    return None if context.cache is None else context.cache.options
+
+
+def _repair_cache(folder: CacheFolder, broken: Sequence[Verification], steps: Steps, context: PipelineContext) -> None:
+    here = place_of(folder.at())
+    wanted = {found.path: _files(found) for found in broken if found.kind == "token cache" and _files(found)}
     stale = {file for found in broken if found.kind == "records" for file in _files(found)}
-    sources = [(name, source, getattr(source, "cache_path", None)) for name, source in _documents(steps, context)]
-    folders = {path.parent.parent for _, _, path in sources if path is not None}
-    if cache_dir not in folders:
-        fix = f"Set cache_dir={cache_dir}, or give the config that filled it."
-        raise ConfigError(at="cache_dir", problem=f"no dataset has its tokens in {cache_dir}", have=sorted(map(str, folders)), fix=fix)
-    for name, source, path in sources:
-        if path is None or path.parent.parent != cache_dir or not (path in wanted or (stale and path.exists())):
+    sources = [
+        (name, source, str(source.cache_path), place_of(source.folder.at()))
+        for name, source in _documents(steps, context)
+        if isinstance(source, TokenizedShardedSource | AdoptedTokens)
+    ]
+    if here not in {there for *_, there in sources}:
+        fix = f"Set cache_dir={here}, or give the config that filled it."
+        have = sorted({there for *_, there in sources})
+        raise ConfigError(at="cache_dir", problem=f"no dataset has its tokens in {here}", have=have, fix=fix)
+    for name, source, path, there in sources:
+        if there != here or not (path in wanted or (stale and storage.exists(path, folder.options))):
             continue
-        with _aside({*wanted.get(path, ()), *stale, path}) as kept:
-            log.info("dataset %s: making good %s", name, path.stem)
+        with _aside({*wanted.get(path, ()), *stale, path}, folder.options) as kept:
+            log.info("dataset %s: making good %s", name, path)
             source.materialize()
-        _keep_the_old_facts(path, kept.get(path))
-        stale = {file for file in stale if not file.exists()}
+        _keep_the_old_facts(path, kept.get(path), folder.options)
+        stale = {file for file in stale if not storage.exists(file, folder.options)}
 
 
-def _files(found: Verification) -> set[Path]:
-    return {Path(problem.file.removeprefix("file://")).expanduser().absolute() for problem in found.problems if problem.file is not None}
+def _files(found: Verification) -> set[str]:
+    return {place_of(problem.file) for problem in found.problems if problem.file is not None}
 
 
-def _keep_the_old_facts(path: Path, before: bytes | None) -> None:
+def _keep_the_old_facts(path: str, before: bytes | None, options: dict[str, Any] | None) -> None:
     """A manifest that only measured other seconds this time is put back as it was."""
-    if before is None:
-        return
-    new = read_manifest(path)
-    old_path = path.with_name(f"{storage.TEMPORARY}compare-{path.name}")
     try:
-        old_path.write_bytes(before)
-        old = read_manifest(old_path)
-    except EasypipeError:
+        old = None if before is None else parse_manifest(json.loads(before), path)
+    except (EasypipeError, ValueError):  # that is what was broken
         return
-    finally:
-        old_path.unlink(missing_ok=True)
-    if dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old:
-        storage.commit_bytes(path, before)
-    else:
-        write_manifest(path, new)
+    new = read_manifest(path, options)
+    if before is not None and old is not None and dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old:
+        storage.commit_bytes(path, before, options)
 
 
 def _documents(steps: Steps, context: PipelineContext) -> Iterable[tuple[str, Documents]]:
@@ -99,39 +109,53 @@ def _documents(steps: Steps, context: PipelineContext) -> Iterable[tuple[str, Do
 
 
 def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -> None:
-    folder = Path(found.path.removeprefix("file://")).expanduser().absolute()
-    files = _files(found)
-    manifest = folder / saved.MANIFEST
+    folder, files = place_of(found.path), _files(found)
+    manifest = saved.join(folder, saved.MANIFEST)
     for stage, data in steps:
         if not isinstance(stage, SaveStage):
             continue
         for target in stage._targets(data, context):
-            if Path(target.folder.removeprefix("file://")).expanduser().absolute() != folder:
+            if place_of(target.folder) != folder:
                 continue
             # Without a manifest nobody knows which bytes are right, so everything is written again beside what stands.
-            lost = manifest in files and manifest.exists()
-            with _aside(files):
+            lost = manifest in files and storage.exists(manifest, target.storage_options)
+            with _aside(files, target.storage_options):
                 write_folder(dataclasses.replace(target, overwrite=target.overwrite or lost), context)
 
 
 @contextlib.contextmanager
-def _aside(files: Iterable[Path]) -> Generator[dict[Path, bytes]]:
-    """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields the bytes of the JSON files."""
-    moved: dict[Path, Path] = {}
-    kept: dict[Path, bytes] = {}
-    try:
-        for file in files:
-            if file.exists():
-                if file.suffix == ".json":
-                    kept[file] = file.read_bytes()
-                moved[file] = file.with_name(f"{storage.TEMPORARY}{storage._owner()}-repair-{file.name}")
-                os.replace(file, moved[file])
-        yield kept
-    except BaseException:
-        for file, there in moved.items():
-            if not file.exists():
-                os.replace(there, file)
-        raise
-    finally:
-        for there in moved.values():
-            there.unlink(missing_ok=True)
+def _aside(files: Iterable[str], options: dict[str, Any] | None) -> Generator[dict[str, bytes]]:
+    """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields the bytes of the JSON files.
+
+    What was in a bucket is kept in a temporary folder of this machine meanwhile.
+    """
+    moved: dict[str, Path] = {}
+    kept: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory(prefix="easypipe-repair-") as folder:
+        try:
+            for i, file in enumerate(files):
+                if not storage.exists(file, options):
+                    continue
+                if file.endswith(".json"):
+                    kept[file] = storage.read_bytes(file, options)
+                if storage.is_remote(file):
+                    moved[file] = Path(folder) / str(i)
+                    with open(moved[file], "wb") as copy:
+                        copy.writelines(storage.chunks(file, options))
+                    storage.remove(file, options)
+                else:
+                    moved[file] = Path(file).with_name(f"{storage.TEMPORARY}{storage._owner()}-repair-{Path(file).name}")
+                    os.replace(file, moved[file])
+            yield kept
+        except BaseException:
+            for file, there in moved.items():
+                if storage.exists(file, options):
+                    continue
+                if storage.is_remote(file):
+                    storage.commit_bytes(file, there.read_bytes(), options)
+                else:
+                    os.replace(there, file)
+            raise
+        finally:
+            for there in moved.values():
+                there.unlink(missing_ok=True)

@@ -20,8 +20,10 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SEGMENT_IDS
 from easypipe.sources.cache import cache_schema
+from easypipe.sources.cache_folder import CacheFolder
 from easypipe.sources.manifest import Manifest, Part, read_manifest
 from easypipe.stages import saved
+from easypipe.stages.caching import CacheConfig, cache_folder
 from easypipe.stages.decoding import same_tokenizer_again
 from easypipe.stages.folder import RUN
 from easypipe.stages.ranges import Record, read_record
@@ -69,26 +71,35 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> t
     Reads every byte. Raises ConfigError where there is nothing that can be verified.
     """
     text = str(path)
-    cache_dir = cache_folder_of(path)
-    if cache_dir is not None:
-        local = Path(text.removeprefix("file://")).expanduser().absolute()
-        if local != cache_dir:
-            return (_cache(local),)
-        return (*(_cache(manifest) for manifest in manifests(cache_dir)), *_records(cache_dir))
+    place = cache_folder_of(path, storage_options)
+    if place is not None:
+        folder, key = place
+        if key is not None:
+            return (_cache(folder, key),)
+        names = storage.names_in(folder.at("manifests"), storage_options)
+        keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        return (*(_cache(folder, key) for key in keys), *_records(folder))
     folders = _saved_folders(text, storage_options)
     if not folders:
         raise ConfigError(at=text, problem="is neither a token cache nor a folder that save() wrote", fix="Give one of those.")
     return tuple(_saved(folder, storage_options) for folder in folders)
 
 
-def cache_folder_of(path: str | Path) -> Path | None:
-    """The folder of the token cache that `path` is, or is a manifest of."""
-    if storage.is_remote(path):
+def cache_folder_of(path: str | Path, storage_options: dict[str, Any] | None = None) -> tuple[CacheFolder, str | None] | None:
+    """(the token cache that `path` is or is a manifest of, the key of that manifest)."""
+    text = place_of(path)
+    root, _, name = text.rpartition("/manifests/")
+    key = name.removesuffix(".json") if root and name.endswith(".json") and storage.exists(text, storage_options) else None
+    if key is None and "manifests" not in storage.names_in(text, storage_options):
         return None
-    local = Path(str(path).removeprefix("file://")).expanduser().absolute()
-    if local.parent.name == "manifests" and local.suffix == ".json" and local.is_file():
-        return local.parent.parent
-    return local if (local / "manifests").is_dir() else None
+    return cache_folder(text if key is None else root, CacheConfig(storage_options=storage_options)), key
+
+
+def place_of(path: str | Path) -> str:
+    """A path or URL in the one spelling under which places are compared."""
+    if storage.is_remote(path):
+        return str(path).rstrip("/")
+    return str(Path(str(path).removeprefix("file://")).expanduser().absolute())
 
 
 def manifests(cache_dir: Path) -> list[Path]:
@@ -99,21 +110,22 @@ def manifests(cache_dir: Path) -> list[Path]:
 # Token caches
 
 
-def _cache(path: Path) -> Verification:
+def _cache(folder: CacheFolder, key: str) -> Verification:
+    path = folder.manifest(key)
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, folder.options)
     except EasypipeError as error:
         problem = Problem(at=str(path), what=f"the manifest {error.problem}", file=str(path))
         return Verification(
             path=str(path), kind="token cache", dataset="?", files=0, num_bytes=0, rows=0, tokens=0, problems=(problem,)
         )  # fmt: skip
-    folder = path.parent.parent / "tokens"
     parts = [part for part in manifest.parts if part.file]
-    problems = [*_books(path, manifest)]
+    problems = [*_books(str(path), key, manifest)]
     for part in parts:
         problems += _part(manifest, part, folder)
-    if manifest.quarantine and not (path.parent / manifest.quarantine).is_file():
-        problems.append(Problem(at=str(path.parent / manifest.quarantine), what="the quarantine file is missing", file=str(path)))
+    quarantine = folder.at("manifests", manifest.quarantine)
+    if manifest.quarantine and not storage.exists(quarantine, folder.options):
+        problems.append(Problem(at=str(quarantine), what="the quarantine file is missing", file=str(path)))
     more, notes = _probe(manifest.tokenizer.name, manifest.tokenizer.fingerprint)
     return Verification(
         path=str(path),
@@ -128,7 +140,7 @@ def _cache(path: Path) -> Verification:
     )
 
 
-def _books(path: Path, m: Manifest) -> Iterator[Problem]:
+def _books(path: str, key: str, m: Manifest) -> Iterator[Problem]:
     """What a manifest says against itself."""
     wrong: list[str] = []
     docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
@@ -154,27 +166,25 @@ def _books(path: Path, m: Manifest) -> Iterator[Problem]:
     content = [[part.shard, part.start, part.stop, part.content] for part in m.parts]
     if digest("tokens", m.tokenizer.fingerprint, content) != m.fingerprint:
         wrong.append("its fingerprint is not that of its parts")
-    if path.stem != m.key:
+    if key != m.key:
         wrong.append(f"it is the manifest {m.key}")
     for what in wrong:
-        yield Problem(at=str(path), what=f"the manifest is damaged: {what}", file=str(path))
+        yield Problem(at=path, what=f"the manifest is damaged: {what}", file=path)
 
 
-def _part(m: Manifest, part: Part, folder: Path) -> Iterator[Problem]:
-    file = folder / part.file
+def _part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Problem]:
+    file = folder.tokens(part.file)
     at = f"{file} (rows {part.start}:{part.stop} of {m.shard_names[part.shard] if 0 <= part.shard < len(m.shard_names) else '?'})"
-    found = _bytes(str(file), part.num_bytes, part.checksum, None)
+    found = _bytes(str(file), part.num_bytes, part.checksum, folder.options)
     if found is not None:
         yield Problem(at=at, what=found, file=str(file))
         return
     try:
-        with pa.memory_map(str(file)) as mapped:
-            batch = pa.ipc.open_file(mapped).get_batch(0)
-            wrong = _contents(m, part, batch)
+        wrong = _contents(m, part, pa.ipc.open_file(folder.content(part.file)).get_batch(0))
     except (pa.ArrowInvalid, OSError) as error:
         wrong = f"cannot be read: {error}"
     if wrong:  # its bytes are those that were committed, so the manifest is what changed
-        yield Problem(at=at, what=f"{wrong}, though its checksum is right", file=str(folder.parent / "manifests" / f"{m.key}.json"))
+        yield Problem(at=at, what=f"{wrong}, though its checksum is right", file=str(folder.manifest(m.key)))
 
 
 def _contents(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
@@ -192,39 +202,40 @@ def _contents(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     return None
 
 
-def _records(cache_dir: Path) -> Iterator[Verification]:
+def _records(folder: CacheFolder) -> Iterator[Verification]:
     """Records of ranges: what a later preparation would take over."""
-    paths = sorted(path for path in (cache_dir / "ranges").glob("*/*.json") if not path.name.startswith(storage.TEMPORARY))
-    known: dict[str, storage.Stamp] = {}
+    recipes = storage.names_in(folder.at("ranges"), folder.options)
+    paths = [
+        folder.at("ranges", recipe, name) for recipe in recipes for name in storage.names_in(folder.at("ranges", recipe), folder.options)
+    ]
+    known: dict[str, tuple[str, tuple[int, int]] | None] = {}
     problems: list[Problem] = []
     for path in paths:
-        record = read_record(path)
+        record = read_record(path, folder.options)
         if record is None:
             problems.append(Problem(at=str(path), what="the record of a range cannot be read", file=str(path)))
-        elif record.file and (what := _record(record, cache_dir, known)):
+        elif record.file and (what := _record(record, folder, known)):
             problems.append(Problem(at=str(path), what=what, file=str(path)))
     if problems:
         yield Verification(
-            path=str(cache_dir / "ranges"), kind="records", dataset="", files=len(paths), num_bytes=0, rows=0, tokens=0,
+            path=str(folder.at("ranges")), kind="records", dataset="", files=len(paths), num_bytes=0, rows=0, tokens=0,
             problems=tuple(problems),
         )  # fmt: skip
 
 
-def _record(record: Record, cache_dir: Path, known: dict[str, storage.Stamp]) -> str | None:
+def _record(record: Record, folder: CacheFolder, known: dict[str, tuple[str, tuple[int, int]] | None]) -> str | None:
     """None also where the tokens themselves are gone or damaged: that is told of their manifest, and a preparation notices."""
-    file = cache_dir / "tokens" / record.file
-    if not file.is_file():
+    if record.file not in known:
+        try:
+            data = folder.content(record.file)
+            batch = pa.ipc.open_file(data).get_batch(0)
+            known[record.file] = xxhash.xxh3_128(data).hexdigest(), (batch.num_rows, len(batch.column(INPUT_IDS).flatten()))
+        except (pa.ArrowInvalid, OSError):
+            known[record.file] = None
+    there = known[record.file]
+    if there is None or there[0] != record.checksum or there[1] == (record.docs, record.tokens):
         return None
-    stamp = known.setdefault(record.file, storage.checksum(file))
-    try:
-        with pa.memory_map(str(file)) as mapped:
-            batch = pa.ipc.open_file(mapped).get_batch(0)
-            found = (batch.num_rows, len(batch.column(INPUT_IDS).flatten()))
-    except (pa.ArrowInvalid, OSError):
-        return None
-    if stamp.checksum == record.checksum and found != (record.docs, record.tokens):
-        return f"says {record.docs} documents of {record.tokens} tokens, its file holds {found[0]} of {found[1]}"
-    return None
+    return f"says {record.docs} documents of {record.tokens} tokens, its file holds {there[1][0]} of {there[1][1]}"
 
 
 def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]:

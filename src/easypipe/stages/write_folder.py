@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core import storage
+from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import PipelineContext, ProgressEvent, ShardedSource
@@ -80,6 +81,13 @@ class Target:
 
 def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
     """Raises ConfigError where the folder holds something else, StorageError where writing fails."""
+    if storage.is_remote(target.folder):  # no lock reaches there: see Run.claim and Run.commit
+        return _write_folder(target, context)
+    with locks.saving(Path(target.folder.removeprefix("file://")).expanduser()):
+        return _write_folder(target, context)
+
+
+def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
     began = time.perf_counter()
     source = rows_of(target.source)
     if target.format == "jsonl":
