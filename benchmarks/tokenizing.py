@@ -149,10 +149,14 @@ def compare(options: Any) -> None:
             theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
             return megabytes
 
-        def clear(name: str) -> None:  # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the text
-            ours = ("ours/out", "ours/cache/tokens", "ours/cache/ranges", "ours/cache/manifests")
-            for made in ours if name == "easypipe" else ("theirs",):
-                shutil.rmtree(scratch / made, ignore_errors=True)
+        made = {  # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the text
+            "easypipe": ("ours/out", "ours/cache/tokens", "ours/cache/ranges", "ours/cache/manifests"),
+            "datasets.map + to_parquet": ("theirs",),
+        }
+
+        def clear(name: str) -> None:
+            for folder in made.get(name, ()):
+                shutil.rmtree(scratch / folder, ignore_errors=True)
 
         def alone(threads: int) -> float:
             encode_alone(columns, tokenizer, fast, threads)
