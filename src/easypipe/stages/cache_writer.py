@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ class Options(TypedDict, total=False):
     cache_dir: a folder of this machine, or a CacheFolder. form: what the rows are; None: text in the column `content_field`.
     on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
         file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
+    ranges_of: `ranges.ranges_of`, or something that remembers what it gave.
     num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size: texts encoded at a time; 1,000.
     """
 
@@ -61,6 +62,7 @@ class Options(TypedDict, total=False):
     form: RowForm | None
     on_error: OnError
     max_bad_rows: int | None
+    ranges_of: Callable[[ShardedSource, str], Sequence[Range]]
     num_workers: int | None
     batch_size: int
 
@@ -195,7 +197,7 @@ class _Job:
             form=form,
             folder=folder,
             recipe=recipe,
-            ranges=ranges_of(source, recipe),
+            ranges=options.get("ranges_of", ranges_of)(source, recipe),
             on_error=on_error,
             max_bad_rows=budget,
             batch_size=options.get("batch_size", 1000),

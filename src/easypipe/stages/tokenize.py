@@ -31,7 +31,7 @@ from easypipe.stages.cache_writer import OnError, manifest_key, pending, prepare
 from easypipe.stages.caching import TemporaryFolder, cache_folder_of
 from easypipe.stages.formats import kept_columns
 from easypipe.stages.forms import RowForm, TextForm, form_of
-from easypipe.stages.ranges import ranges_of
+from easypipe.stages.ranges import Range, ranges_of
 from easypipe.stages.token_rows import Documents
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from easypipe.transforms.tokenizer_options import with_options
@@ -113,7 +113,9 @@ class TokenizedShardedSource(ShardedDataSource):
             "max_bad_rows": max_bad_rows,
             "num_workers": num_workers,
             "batch_size": batch_size,
+            "ranges_of": self._ranges_of,
         }
+        self._ranges: tuple[str, Sequence[Range]] | None = None
         self._lock = threading.Lock()
         self._cache: TokenCache | None = None
 
@@ -160,7 +162,13 @@ class TokenizedShardedSource(ShardedDataSource):
     def cache_path(self) -> Path | str:
         """Where the manifest of its token cache stands, or will. Reads no rows."""
         recipe = self.form.recipe(self.tokenizer, refuted=self.tokenizer.refuted(self._folder.local))
-        return self._folder.manifest(manifest_key(ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"]))
+        return self._folder.manifest(manifest_key(self._ranges_of(self.source, recipe), self.on_error, self._options["max_bad_rows"]))
+
+    def _ranges_of(self, source: ShardedSource, recipe: str) -> Sequence[Range]:
+        """Remembered: thousands of shards are cut once in a process, and not again for every part of them."""
+        if self._ranges is None or self._ranges[0] != recipe:
+            self._ranges = recipe, ranges_of(source, recipe)
+        return self._ranges[1]
 
     def materialize(self) -> TokenCache:
         """The token cache of all rows: opened, finished or made on the first call, the same object afterwards. See `prepare` for errors."""
