@@ -21,7 +21,19 @@ from jaxtyping import Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels import pallas_tpu_backward, pallas_tpu_forward, pallas_tpu_rows, tuning
-from easypipe.kernels.pallas_tpu_blocks import TOO_SMALL, UNKNOWN, Blocks, Device, as_blocks, device_of, plan_blocks, rounded, sizes_of
+from easypipe.kernels.pallas_tpu_blocks import (
+    TOO_SMALL,
+    UNKNOWN,
+    Blocks,
+    Device,
+    as_blocks,
+    device_of,
+    fitted,
+    plan_blocks,
+    refused_blocks,
+    rounded,
+    sizes_of,
+)
 from easypipe.kernels.stats import Gradients, Layout, LogitStats, Objective, vocab_size
 
 NAME = "pallas_tpu"
@@ -127,14 +139,17 @@ def row_step(
 def _blocks(
     given: Mapping[str, int] | Blocks | None, hidden: Any, lm_head: Any, layout: Layout, grad_dtype: DTypeLike | None = None
 ) -> Blocks:
-    """Those given; else from the tuning table, for the device that is compiled for; else by the accounting of pallas_tpu_blocks.py."""
+    """Those given, refused where they are wrong; else those of the tuning table for the device that is compiled for; else as planned."""
+    device, kind = _device(), tuning.device_kind()
+    (tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
+    sizes = sizes_of(tokens, width, vocab, hidden.dtype, grad_dtype)
     if given is not None:
-        return given if isinstance(given, Blocks) else as_blocks(given)
-    tokens, width = hidden.shape
-    vocab = vocab_size(lm_head, layout)
-    planned = plan_blocks(_device(), sizes_of(tokens, width, vocab, hidden.dtype, grad_dtype))
-    found = tuning.blocks_for(tuning.device_kind(), NAME, tokens, width, vocab, hidden.dtype, default=planned._asdict)
-    return as_blocks(found)
+        blocks = given if isinstance(given, Blocks) else as_blocks(given)
+        if reasons := refused_blocks(blocks, device, sizes):
+            raise ConfigError(at="pallas_tpu.blocks", problem="; ".join(reasons), fix="Leave them None: they are planned for the device.")
+        return blocks
+    found = tuning.blocks_for(kind, NAME, tokens, width, vocab, hidden.dtype, default=lambda: plan_blocks(device, sizes)._asdict())
+    return fitted(as_blocks(found), device, sizes)
 
 
 def _as_it_lies(lm_head: Array, layout: Layout) -> tuple[Array, Layout, bool]:

@@ -204,6 +204,45 @@ def even_split(size: int, most: int, parts: int) -> int | None:
     return None
 
 
+def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
+    """`blocks` of another shape of the same bucket, cut down to this one; a half that cannot be is planned anew."""
+    plan = plan_blocks(device, sizes)
+    forward = blocks if blocks.parts == plan.parts else plan
+    rows, columns = blocks.back_rows, blocks.back_columns
+    if not blocks.resident:
+        rows, columns = (even_split(*one, blocks.back_parts) for one in ((sizes.tokens, rows), (sizes.vocab, columns)))
+    backward = blocks._replace(back_rows=rows, back_columns=columns) if rows and columns else plan
+    if blocks.resident:
+        backward = backward._replace(back_width=sizes.width)
+    mixed = Blocks(*forward[:4], *backward[4:])
+    return mixed if not refused_blocks(mixed, device, sizes) else Blocks(*forward[:4], *plan[4:])
+
+
+def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
+    """Every reason why a problem of these sizes cannot run in these blocks."""
+    reasons = []
+    parts = blocks.back_parts
+    if blocks.tokens % blocks.rows:
+        reasons.append(f"tokens {blocks.tokens} is no multiple of rows {blocks.rows}")
+    if any(size % LANES for size in (blocks.rows, blocks.columns, blocks.back_rows, blocks.back_columns)):
+        reasons.append(f"rows and columns must be multiples of {LANES}")
+    if blocks.resident:
+        if sizes.tokens % blocks.back_rows or parts > 1 or blocks.back_width != sizes.width:
+            reasons.append(f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide {sizes.tokens} tokens")
+    else:
+        if sizes.width % blocks.back_width:
+            reasons.append(f"back_width {blocks.back_width} does not divide a width of {sizes.width}")
+        for what, size, block in (("tokens", sizes.tokens, blocks.back_rows), ("columns", sizes.vocab, blocks.back_columns)):
+            if cdiv(size, block) % parts:
+                reasons.append(f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} cores")
+    for name, need in (("forward", forward_vmem(blocks, sizes)), ("backward", backward_vmem(blocks, sizes))):
+        if need > device.vmem - RESERVED:
+            reasons.append(
+                f"{name} needs {need / MIB:.1f} MiB of VMEM; there are {device.vmem // MIB}, and the compiler takes {RESERVED // MIB}"
+            )
+    return reasons
+
+
 def as_blocks(values: Mapping[str, int]) -> Blocks:
     """Raises ConfigError for names that are not those of Blocks."""
     if set(values) != set(Blocks._fields):
@@ -242,8 +281,8 @@ def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
 def _resident_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
     if device.cores > 1:  # each core would have a whole gradient of the hidden states of its own
         return
-    for columns in column_sizes:
-        for rows in row_sizes:
+    for rows in row_sizes:
+        for columns in column_sizes:
             blocks = Blocks(0, 0, 0, 0, 1, rows, columns, sizes.width, 1)
             if sizes.tokens % rows == 0 and backward_vmem(blocks, sizes) <= device.vmem - RESERVED:
                 yield blocks
