@@ -22,7 +22,7 @@ from tokenizing import high_entropy
 
 STAGES = ("prepare", "save", "load", "streaming")
 SEQ_LENGTH = 2048
-MOST_MORE = 100.0  # MB that the larger size may take more: threads and pools are warmer, buffers of readers fuller
+MOST_MORE = 256.0  # MB that the larger size may take more: an encoder is made anew after 256 MB of text, so 100 MB do not fill its caches
 
 
 def config(task: dict[str, Any], **more: Any) -> Any:
