@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from easypipe import CacheError, ConfigError, DatasetConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig, StorageError
 from easypipe.core import remote, storage
 from easypipe.loader.documents import gather_documents
+from easypipe.pipeline import _Remade
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.cache_folder import RemoteFolder
 from easypipe.sources.staging import BLOCK
@@ -180,6 +182,10 @@ def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
         prepare(source(), tok, dataset="d", cache_dir=folder).tokens(0)
     with pytest.raises(CacheError, match=rf"{url}: damaged"):
         cache.verify()
+    storage.commit_bytes(url, whole[: len(whole) // 2], store.options)
+    began = time.monotonic()
+    prepare(source(), tok, dataset="d", cache_dir=folder).verify()
+    assert time.monotonic() - began < 20, "a file that was cut is no passing failure"
     storage.remove(url, store.options)
     counted = CountingTokenizer(tok)
     again = prepare(source(), tok, dataset="d", cache_dir=folder)
@@ -276,6 +282,14 @@ def test_options(tmp_path: Path) -> None:
         Pipeline(PipelineConfig(**here | {"cache_dir": "memory://caches/a"}, streaming=True, cache=options))
     with pytest.raises(StorageError, match=r"nothing://"):
         cache_folder("nothing://bucket/cache")
+
+
+def test_workers_of_a_cluster_get_the_url(tmp_path: Path) -> None:
+    made = config(tmp_path, cache_dir="memory://caches/ray", executor="ray", cache=CacheConfig(reading="ranges"))
+    pipeline = Pipeline(made).source().tokenize()
+    remade = _Remade.of(pipeline.get_context(), [step.stage for step in pipeline._plan])
+    assert (remade.config.cache_dir, remade.config.cache) == ("memory://caches/ray", made.cache)
+    assert {source.folder.at() for source in remade().values()} == {"memory://caches/ray"}
 
 
 def test_a_dataset_keeps_its_tokens_in_a_bucket_of_its_own(tmp_path: Path) -> None:

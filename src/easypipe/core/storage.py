@@ -107,6 +107,9 @@ def read_range(path: str | Path, start: int, stop: int, storage_options: dict[st
     def call(fs: Any, name: str, timeout_s: float) -> bytes:
         data = bytes(remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
         if len(data) != stop - start:
+            size = int(_fresh_info(fs, name, timeout_s).get("size") or 0)
+            if size < stop:
+                raise StorageError(at=public_url(str(path)), problem=f"has {size} bytes, {start} to {stop} were asked for")
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 

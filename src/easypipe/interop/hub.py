@@ -169,11 +169,8 @@ class _Push:
         if not storage.is_remote(file.path):
             return file.path.removeprefix("file://")
         copy = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="easypipe-"))) / "shard"
-        fs, name = storage.filesystem(file.path, self.publication.storage_options)
-        try:
-            fs.get_file(name, str(copy))
-        except OSError as error:
-            raise StorageError(at=file.path, problem=f"cannot be read: {error}") from error
+        with open(copy, "wb") as here:
+            here.writelines(storage.chunks(file.path, self.publication.storage_options))
         return str(copy)
 
     def _ask(self, doing: str, call: Callable[[], T]) -> T:
