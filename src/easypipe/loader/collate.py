@@ -95,21 +95,30 @@ def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[s
     stride = -(-column // 16) * 16  # int32s, rounded up so that every column starts on a 64-byte border
     raw = np.empty(stride * len(names) + 16, dtype=np.int32)
     first = -(address(raw) // 4) % 16
+    if stride == column:
+        return dict(zip(names, raw[first : first + stride * len(names)].reshape(len(names), num_rows, num_slots), strict=True))
     return {name: raw[first + i * stride : first + i * stride + column].reshape(num_rows, num_slots) for i, name in enumerate(names)}
 
 
 def as_stack(columns: Mapping[str, NDArray[np.int32]]) -> NDArray[np.int32] | None:
     """Columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots], without a copy; None for any others."""
     first, *others = columns.values()
-    memory = first.base
-    if not isinstance(memory, np.ndarray) or any(column.base is not memory or column.shape != first.shape for column in others):
+    memory, row_shape = first.base, first.shape
+    if not isinstance(memory, np.ndarray):
         return None
-    start, *starts = (address(column) for column in columns.values())
-    stride = starts[0] - start if starts else first.nbytes
-    if starts != [start + i * stride for i in range(1, len(columns))] or stride < first.nbytes:
+    start = before = address(first)
+    stride = address(others[0]) - start if others else first.nbytes
+    if stride < first.nbytes:
         return None
-    shape, strides = (len(columns), *first.shape), (stride, *first.strides)
-    return np.ndarray(shape, np.int32, buffer=memory.data, offset=start - address(memory), strides=strides)
+    for column in others:
+        here = address(column)
+        if here - before != stride or column.base is not memory or column.shape != row_shape:
+            return None
+        before = here
+    offset = start - address(memory)
+    if stride == first.nbytes:
+        return memory[offset // 4 : offset // 4 + first.size * len(columns)].reshape(len(columns), *row_shape)
+    return np.ndarray((len(columns), *row_shape), np.int32, buffer=memory.data, offset=offset, strides=(stride, *first.strides))
 
 
 def address(array: NDArray[np.int32]) -> int:

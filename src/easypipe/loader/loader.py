@@ -317,7 +317,7 @@ class Loader:
                 rows = np.concatenate([rows, np.full(size - count, -1, dtype=np.int64)])
             if pieces > 1:
                 rows = rows.reshape(-1, pieces).T.reshape(-1)  # micro-batch after micro-batch
-            if placement is not None:
+            if placement is not None and not placement.whole:
                 rows = rows[placement.local_rows]
             if self._width is not None and self.rows.seq_length is None:
                 stage = "lengths"

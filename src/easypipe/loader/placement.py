@@ -126,6 +126,7 @@ class Placement:
         self._micro_rows = self._local_rows()
         # Of the batch's rows, micro-batch after micro-batch.
         self.local_rows = np.concatenate([a * self._micro_size + self._micro_rows for a in range(accumulation_steps)])
+        self.whole = len(self.local_rows) == batch_size and accumulation_steps == 1  # this process reads all rows, in their order
         # Columns travel as one array and are parted on the devices: a call of a compiled program costs the interpreter a fraction of what
         # putting four arrays does. Not over several processes, whose worker threads would launch it in another order on each.
         whole = NamedSharding(self.mesh, PartitionSpec(None, *self.sharding.spec))
@@ -137,14 +138,13 @@ class Placement:
 
         With micro-batches jax.Array[A, B/A, T] from [A, rows, T].
         """
-        import jax
-
         num_slots = next(iter(batch.values())).shape[-1]
         if num_slots % self._slot_ways:
             raise self._uneven_slots(num_slots)
-        stack = as_stack(batch) if self._part is not None else None
-        if stack is not None and self._part is not None:
+        if self._part is not None and (stack := as_stack(batch)) is not None:
             return dict(zip(batch, self._part(stack), strict=True))
+        import jax
+
         if self.sharding.is_fully_addressable:
             return jax.device_put(dict(batch), self.sharding)
         shape = (*self._leading, self._micro_size, num_slots)
