@@ -13,7 +13,8 @@ from easypipe.train import state as states
 from easypipe.train.config import OptimizerConfig
 from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
-from easypipe.train.optim import make_optimizer, make_schedule
+from easypipe.train.optim import make_optimizer
+from easypipe.train.schedules import make_schedule
 from easypipe.train.step import make_eval_step, make_train_step
 from train.runs import VOCAB, Arithmetic, Tiny
 

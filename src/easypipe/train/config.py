@@ -9,38 +9,9 @@ from typing import Literal
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.train.optim_config import OptimizerConfig, check_warmup
 
 MESH_AXES = ("data", "fsdp", "tensor")
-
-
-@config
-class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, 2019) under a warmed-up cosine schedule; factories stand in train/optim.py."""
-
-    name: Literal["adamw"] = "adamw"
-    learning_rate: float = 3e-4  # the peak
-    schedule: Literal["cosine"] = "cosine"
-    warmup_steps: int = 0  # step k of them (from 0) runs at learning_rate * (k + 1) / (warmup_steps + 1)
-    final_fraction: float = 0.1  # the cosine ends at learning_rate * final_fraction
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1  # on matrices only: norms and biases are left alone
-    clip_norm: float | None = 1.0  # gradients longer than this, over all parameters together, are scaled to it; None: never
-
-    def check(self) -> None:
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(at=name, problem=f"{getattr(self, name)} is outside [0, 1)", fix="0.9 and 0.95 are usual.")
-        for name in ("learning_rate", "epsilon", "clip_norm"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(at=name, problem=f"{value} is not a positive number")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(at="weight_decay", problem=f"{self.weight_decay} is not a number from 0 up", fix="0.0 turns it off.")
-        if not 0 <= self.final_fraction <= 1:
-            raise ConfigError(at="final_fraction", problem=f"{self.final_fraction} is outside [0, 1]", fix="0.0 ends at nothing.")
-        _at_least(self, 0, "warmup_steps")
 
 
 @config
@@ -102,16 +73,6 @@ class TrainConfig:
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         check_mesh_axes(self.mesh)
-
-
-def check_warmup(optimizer: OptimizerConfig, steps: int) -> None:
-    """Raises ConfigError where the warm-up leaves no step for the schedule after it."""
-    if optimizer.warmup_steps >= steps:
-        raise ConfigError(
-            at="optimizer.warmup_steps",
-            problem=f"{optimizer.warmup_steps} warm-up steps do not end before the last of {steps} steps",
-            fix=f"Give at most {steps - 1}.",
-        )
 
 
 def check_mesh_axes(axes: dict[str, int], at: str = "mesh") -> None:

@@ -62,7 +62,7 @@ class Meter:
             "ppl": perplexity(host["nll"]),
             "nll": host["nll"],
             "grad_norm": host["grad_norm"],
-            "learning_rate": host["learning_rate"],
+            **({"learning_rate": host["learning_rate"]} if "learning_rate" in host else {}),  # an optimizer from Python tells none
             "num_tokens": host["num_tokens"],
             "num_targets": host["num_targets"],
         }
@@ -99,7 +99,7 @@ def _check(step: int, host: Mapping[str, Any]) -> None:
         )
     for name in ("loss", "grad_norm"):
         if not math.isfinite(host[name]):
-            around = ", ".join(f"{key} {host[key]:g}" for key in ("loss", "grad_norm", "learning_rate"))
+            around = ", ".join(f"{key} {host[key]:g}" for key in ("loss", "grad_norm", "learning_rate") if key in host)
             raise TrainError(
                 at=at,
                 problem=f"{name} is {host[name]} ({around})",

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.train.axes import RULES
+from easypipe.train.optim import Optimizer
 
 Arrays = dict[str, jax.Array]
 Path = tuple[Any, ...]
@@ -46,6 +46,7 @@ class ModelLayout:
     rest: Mapping[str, jax.ShapeDtypeStruct]
     key_impls: Mapping[str, Any]  # random keys are held as their uint32 data, which every checkpoint format takes
     decays: Mapping[str, bool]  # True for matrices
+    hidden: Mapping[str, bool]  # True for matrices that are neither an embedding nor the head
     mesh: Mesh
 
     def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
@@ -78,13 +79,15 @@ def layout_of(model: nnx.Module, mesh: Mesh) -> ModelLayout:
         spec = PartitionSpec() if name in key_impls else _spec(name, variable, value.shape, mesh)
         abstract[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
     names = [_name(path) for path, _ in nnx.to_flat_state(params)]
+    decays = {name: _is_matrix(name, variables[name][1], abstract[name].shape) for name in names}
     return ModelLayout(
         graph=graph,
         paths={name: path for name, (path, _) in variables.items()},
         params={name: abstract[name] for name in names},
         rest={name: value for name, value in abstract.items() if name not in names},
         key_impls=key_impls,
-        decays={name: _is_matrix(name, variables[name][1], abstract[name].shape) for name in names},
+        decays=decays,
+        hidden={name: is_matrix and not _is_vocabulary(name, variables[name][1]) for name, is_matrix in decays.items()},
         mesh=mesh,
     )
 
@@ -96,24 +99,29 @@ def on(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def abstract_state(layout: ModelLayout, optimizer: optax.GradientTransformation) -> TrainState:
+def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     """Shape, dtype and sharding of every array of the state: what to compile against and what to restore into.
 
-    A moment lies where its parameter lies; what has another shape (counters) is on every device.
+    A moment lies where its parameter lies; a factored one keeps the axes of the dimensions that it has; counters are on every device.
     """
     everywhere = NamedSharding(layout.mesh, PartitionSpec())
     params = dict(layout.params)
 
     def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        of = params.get(getattr(path[-1], "key", "")) if path else None
-        sharding = of.sharding if of is not None and of.shape == leaf.shape else everywhere
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        keys = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+        of = params.get(str(keys[-1])) if keys else None
+        spec = (
+            PartitionSpec()
+            if of is None
+            else _moment_spec(leaf.shape, of, from_the_right=not {"v_col", "right", "right_basis"}.isdisjoint(keys))
+        )
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, spec))
 
     moments = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, params))
     return TrainState(params, dict(layout.rest), moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
 
 
-def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     """A new state, every array born where it belongs: no device ever holds more than its part. Call inside `on(mesh)`."""
 
     def born() -> TrainState:
@@ -123,7 +131,7 @@ def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: 
     return jax.jit(born, out_shardings=shardings(abstract_state(layout, optimizer)))()
 
 
-def state_from(model: nnx.Module, layout: ModelLayout, optimizer: optax.GradientTransformation) -> TrainState:
+def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     """A new state around the arrays that `model` has; they are copied, because steps consume what they are given."""
     params, rest = jax.tree.map(jnp.copy, layout.split(model))
     params, rest = jax.device_put((params, rest), shardings((dict(layout.params), dict(layout.rest))))
@@ -146,6 +154,21 @@ def unflatten(named: Mapping[str, Any], like: TrainState) -> TrainState:
     """The inverse of `flatten`, for a state of the same structure as `like`."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     return jax.tree.unflatten(treedef, [named[jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves])
+
+
+def _moment_spec(shape: tuple[int, ...], of: Any, *, from_the_right: bool) -> PartitionSpec:
+    """Where a moment of the parameter `of` lies: each of its dimensions as the first dimension of that size which is not yet taken.
+
+    A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x m). Of a square parameter either fits.
+    """
+    turn = -1 if from_the_right else 1
+    dimensions = list(zip(of.shape, (*of.sharding.spec, *[None] * (len(of.shape) - len(of.sharding.spec))), strict=True))[::turn]
+    axes: list[Any] = []
+    for size in shape[::turn]:
+        at = next((i for i, (known, _) in enumerate(dimensions) if known == size), None)
+        axes.append(None if at is None else dimensions[at][1])
+        dimensions = dimensions if at is None else dimensions[at + 1 :]
+    return PartitionSpec(*axes[::turn])
 
 
 def _name(path: Path) -> str:
@@ -172,6 +195,12 @@ def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> boo
     """Two dimensions or more, not counting the one along which layers are stacked; by name, where nothing says which that is."""
     stacked = sum(label == "layers" for label in _labels(variable))
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
+
+
+def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
+    """An embedding or a head: labelled so, or, where nothing is labelled, called so."""
+    labels = _labels(variable)
+    return "vocab" in labels if any(labels) else any(part in name.lower() for part in ("embed", "lm_head"))
 
 
 def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

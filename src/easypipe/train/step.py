@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from easypipe.train.axes import BATCH_AXES
 from easypipe.train.flops import segment_sums
 from easypipe.train.loss import LossOutput
+from easypipe.train.optim import Optimizer
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, shardings
 
 LossFn = Callable[[Any, Mapping[str, jax.Array]], LossOutput]
@@ -25,7 +26,13 @@ EvalStep = Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array], Mapping[s
 
 
 def make_train_step(
-    layout: ModelLayout, optimizer: optax.GradientTransformation, schedule: optax.Schedule, loss: LossFn, *, accumulate_steps: int = 1
+    layout: ModelLayout,
+    optimizer: Optimizer,
+    schedule: optax.Schedule | None,
+    loss: LossFn,
+    *,
+    accumulate_steps: int = 1,
+    curvature_loss: LossFn | None = None,
 ) -> TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed (donated).
 
@@ -35,6 +42,9 @@ def make_train_step(
     number of targets: every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
     learning_rate (Float32), num_targets, num_tokens (Int32, slots outside padding), attended (Float32, sum of squared segment lengths).
+    schedule: None where the learning rate is not known; metrics have none then.
+    curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice; default: `loss`. It sees the first
+    micro-batch.
     Call inside `state.on(layout.mesh)`.
     """
     places = shardings(abstract_state(layout, optimizer))
@@ -49,6 +59,15 @@ def make_train_step(
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return jax.lax.with_sharding_constraint(grads, places.params), _float32(out), rest
 
+    def objective(state: TrainState, batch: Mapping[str, jax.Array]) -> Callable[[Any], jax.Array]:
+        first = batch if accumulate_steps == 1 else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
+
+        def mean(params: Any) -> jax.Array:
+            out = (curvature_loss or loss)(layout.merge(params, state.rest), first)
+            return out.loss_sum / jnp.maximum(out.num_targets, 1)
+
+        return mean
+
     def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Metrics]:
         if accumulate_steps == 1:
             grads, out, rest = gradients(state.params, state.rest, batch)
@@ -57,15 +76,17 @@ def make_train_step(
         scale = 1 / jnp.maximum(out.num_targets, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g * scale, grads)
         cast = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        updates, moments = optimizer.update(cast, state.optimizer, state.params)
+        extra = {"obj_fn": objective(state, batch)} if optimizer.needs_objective else {}
+        updates, moments = optimizer.update(cast, state.optimizer, state.params, **extra)
         metrics = {
             "loss": out.loss_sum * scale,
             "nll": out.nll_sum * scale,
             "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "num_targets": out.num_targets,
             **_count(batch),
         }
+        if schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         return TrainState(optax.apply_updates(state.params, updates), rest, moments, state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
@@ -82,11 +103,15 @@ def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
     return jax.jit(step)
 
 
-def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int) -> tuple[Any, LossOutput, Any]:
+def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
     def cut(array: jax.Array) -> jax.Array:
         micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
         return jax.lax.with_sharding_constraint(micro, PartitionSpec(None, BATCH_AXES))
 
+    return dict(batch) if batch["input_ids"].ndim == 3 else jax.tree.map(cut, dict(batch))
+
+
+def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int) -> tuple[Any, LossOutput, Any]:
     def one(carry: Any, micro: Any) -> tuple[Any, None]:
         grads, out, rest = carry
         more, added, rest = gradients(state.params, rest, micro)
@@ -94,8 +119,7 @@ def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
     nothing = LossOutput(jnp.float32(0), jnp.int32(0), jnp.float32(0))
-    micro = dict(batch) if batch["input_ids"].ndim == 3 else jax.tree.map(cut, dict(batch))
-    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), micro)
+    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), _micro_batches(batch, pieces))
     return grads, out, rest
 
 

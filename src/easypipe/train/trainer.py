@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -32,9 +33,11 @@ from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
 from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.model import Decoder, ModelConfig
-from easypipe.train.optim import make_optimizer, make_schedule
+from easypipe.train.optim import Optimizer, make_optimizer
+from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.peak import peak_flops
 from easypipe.train.plot import plot_loss
+from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.step import LossFn, make_eval_step, make_train_step
 
@@ -67,6 +70,8 @@ class Trainer:
     where rows are packed. A batch is the batch of one optimizer step.
     loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`.
     run_config: the resolved configuration of the whole run, kept in every checkpoint for whoever reads it later.
+    optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
+    `config.optimizer`.
     mesh: default: `make_mesh(config.mesh)`; give the loader the same one, and its batches are used where they lie.
     """
 
@@ -81,6 +86,7 @@ class Trainer:
         run_config: Mapping[str, Any] | None = None,
         listener: TrainListener = unheard,
         mesh: Mesh | None = None,
+        optimizer: optax.GradientTransformation | None = None,
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run; touches no file and makes no array."""
         self.config, self.train, self.listener = config, train, listener
@@ -97,6 +103,7 @@ class Trainer:
         self._model_config = model if isinstance(model, ModelConfig) else None
         self._module = model if isinstance(model, nnx.Module) else None
         self._build = _builder(model, config.seed)
+        self._own_optimizer = optimizer is not None
         self._run_config = to_dict(run_config or {})
         _check_changes(config.resume_changes, self._identity())
         # Shapes of any other module are asked for on one device: the mesh itself would refuse a size without naming the parameter.
@@ -104,11 +111,21 @@ class Trainer:
         with states.on(apart):
             abstract = nnx.eval_shape(self._build) if self._module is None else self._module
         self.layout = states.layout_of(abstract, self.mesh)
-        self.optimizer = make_optimizer(config.optimizer, self.steps, self.layout.decays)
+        if optimizer is None:
+            self.optimizer = make_optimizer(config.optimizer, self.steps, self.layout.decays, self.layout.hidden)
+        elif config.optimizer == OptimizerConfig():
+            self.optimizer = Optimizer(optimizer)
+        else:
+            problem = "given, and so is an optimizer from Python, which would leave it without effect"
+            raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
         options = {key: value for key, value in to_dict(config.loss).items() if value is not None}
         chosen = loss or functools.partial(loss_sums, **options)
-        schedule = make_schedule(config.optimizer, self.steps)
-        self._train_step = make_train_step(self.layout, self.optimizer, schedule, chosen, accumulate_steps=config.accumulate_steps)
+        schedule = None if self._own_optimizer else make_schedule(config.optimizer, self.steps)
+        # A Pallas kernel has no second derivative; the plain XLA loss has.
+        twice = loss or functools.partial(loss_sums, **options | {"implementation": options.get("implementation") or "chunked"})
+        self._train_step = make_train_step(
+            self.layout, self.optimizer, schedule, chosen, accumulate_steps=config.accumulate_steps, curvature_loss=twice
+        )
         self._eval_step = make_eval_step(self.layout, chosen)
 
     def run(self) -> TrainResult:
@@ -143,7 +160,7 @@ class Trainer:
                 metrics=self.metrics_path,
                 plot=self.plot_path,
                 checkpoint=checkpoints.folder / str(self.steps),
-                model=self.layout.merge(state.params, state.rest),
+                model=self.layout.merge(self.optimizer.eval_params(state.optimizer, state.params), state.rest),
             )
 
     def _begin(self, checkpoints: Checkpoints) -> tuple[states.TrainState, int | None]:
@@ -236,7 +253,9 @@ class Trainer:
         self._tell("step", step, record)
 
     def _evaluate(self, one: Any, step: int, state: states.TrainState) -> dict[str, Any]:
-        return one.evaluate(self._eval_step, state, self.mesh, lambda seen: self._tell("eval", step, {"name": one.name, "batches": seen}))
+        averaged = state._replace(params=self.optimizer.eval_params(state.optimizer, state.params))
+        heard = lambda seen: self._tell("eval", step, {"name": one.name, "batches": seen})  # noqa: E731
+        return one.evaluate(self._eval_step, averaged, self.mesh, heard)
 
     def _save(self, checkpoints: Checkpoints, step: int, state: states.TrainState) -> None:
         run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config)}
@@ -245,7 +264,8 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same for a resumed run to be the same run."""
-        train = {key: to_dict(getattr(self.config, key)) for key in _MUST_MATCH} | {"steps": self.steps}
+        optimizer = {"name": "given from Python"} if self._own_optimizer else self.config.optimizer.resolved()
+        train = {key: to_dict(getattr(self.config, key)) for key in _MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
         return {"model": to_dict(self._model_config), "train": train, "loader": {"batch_size": self.train.batch_size}}
 
     def _mfu(self, num_tokens: float, attended: float, seconds: float) -> float | None:

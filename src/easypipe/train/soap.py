@@ -1,0 +1,111 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., 2024, algorithm 3). Optax has none.
+
+m, n the two sides of a matrix · Q_L, Q_R their bases · leading dimensions (stacked layers) are matrices of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Arrays = dict[str, jax.Array]
+
+
+class SoapState(NamedTuple):
+    """By parameter name. `left` and `right` hold only the sides that are preconditioned."""
+
+    steps: jax.Array  # Int32[], seen
+    mu: Arrays  # first moments, in the parameter's own basis
+    nu: Arrays  # second moments, in the rotated one
+    left: Arrays  # Float[..., m, m], averages of G G^T
+    right: Arrays  # Float[..., n, n], averages of G^T G
+    left_basis: Arrays  # Float[..., m, m], columns are basis vectors
+    right_basis: Arrays
+
+
+def scale_by_soap(
+    matrices: Mapping[str, bool], *, b1: float, b2: float, eps: float, update_interval: int, max_dim: int
+) -> optax.GradientTransformation:
+    """Parameters, a flat dict; those that `matrices` marks are preconditioned on each of their last two sides up to `max_dim` long.
+
+    The first step measures the bases and moves nothing, as the authors' code does. Every `update_interval` steps each basis is turned
+    by one power iteration and a QR decomposition, its vectors sorted by their eigenvalues, and the second moments go with them.
+    """
+
+    def side(name: str, array: jax.Array, axis: int) -> bool:
+        return matrices[name] and array.ndim >= 2 and 1 < array.shape[axis] <= max_dim
+
+    def square(array: jax.Array, axis: int) -> jax.Array:
+        return jnp.zeros((*array.shape[:-2], array.shape[axis], array.shape[axis]), array.dtype)
+
+    def init(params: Any) -> SoapState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        left = {name: square(p, -2) for name, p in params.items() if side(name, p, -2)}
+        right = {name: square(p, -1) for name, p in params.items() if side(name, p, -1)}
+        copies = [jax.tree.map(jnp.copy, tree) for tree in (zeros, zeros, left, left, right, right)]
+        mu, nu, left, left_basis, right, right_basis = copies
+        return SoapState(jnp.int32(0), mu, nu, left, right, left_basis, right_basis)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SoapState]:
+        del params
+        first = state.steps == 0
+        bases = state.left_basis, state.right_basis
+        moved = jnp.maximum(state.steps, 1).astype(jnp.float32)  # updates made, this one included: the first step made none
+        keep = jnp.where(first, 0.0, 1.0)
+        mu = jax.tree.map(lambda m, g: keep.astype(g.dtype) * (b1 * m + (1 - b1) * g), state.mu, updates)
+        turned = {name: _turn(g, name, *bases) for name, g in updates.items()}
+        nu = jax.tree.map(lambda v, g: keep.astype(g.dtype) * (b2 * v + (1 - b2) * g * g), state.nu, turned)
+        step = {}
+        for name, m in mu.items():
+            scaled = _turn(m / (1 - b1**moved), name, *bases) / (jnp.sqrt(nu[name] / (1 - b2**moved)) + eps)
+            step[name] = _turn(scaled, name, *bases, back=True).astype(m.dtype)
+        left = {name: b2 * a + (1 - b2) * _gram(updates[name], -2) for name, a in state.left.items()}
+        right = {name: b2 * a + (1 - b2) * _gram(updates[name], -1) for name, a in state.right.items()}
+
+        def measure() -> tuple[Arrays, Arrays, Arrays]:
+            return {n: _eigenbasis(a) for n, a in left.items()}, {n: _eigenbasis(a) for n, a in right.items()}, nu
+
+        def turn() -> tuple[Arrays, Arrays, Arrays]:
+            lefts, rights, moments = {}, {}, dict(nu)
+            for name, a in left.items():
+                lefts[name], order = _power_step(a, state.left_basis[name])
+                moments[name] = jnp.take_along_axis(moments[name], order[..., :, None], axis=-2)
+            for name, a in right.items():
+                rights[name], order = _power_step(a, state.right_basis[name])
+                moments[name] = jnp.take_along_axis(moments[name], order[..., None, :], axis=-1)
+            return lefts, rights, moments
+
+        which = jnp.where(first, 0, jnp.where(state.steps % update_interval == 0, 1, 2))
+        left_basis, right_basis, nu = jax.lax.switch(which, (measure, turn, lambda: (*bases, nu)))
+        return step, SoapState(state.steps + 1, mu, nu, left, right, left_basis, right_basis)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _turn(array: jax.Array, name: str, left: Arrays, right: Arrays, *, back: bool = False) -> jax.Array:
+    """Q_L^T A Q_R, or Q_L A Q_R^T."""
+    if name in left:
+        array = jnp.einsum("...ij,...jk->...ik" if back else "...ji,...jk->...ik", left[name], array)
+    if name in right:
+        array = jnp.einsum("...ij,...kj->...ik" if back else "...ij,...jk->...ik", array, right[name])
+    return array
+
+
+def _gram(array: jax.Array, axis: int) -> jax.Array:
+    return jnp.einsum("...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij", array, array)
+
+
+def _eigenbasis(symmetric: jax.Array) -> jax.Array:
+    return jnp.linalg.eigh(symmetric)[1][..., ::-1]  # largest eigenvalue first
+
+
+def _power_step(symmetric: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the basis one power iteration nearer to the eigenbasis, the order its vectors were sorted into, Int[..., k])."""
+    product = jnp.einsum("...ij,...jk->...ik", symmetric, basis)
+    eigenvalues = jnp.einsum("...ik,...ik->...k", basis, product)
+    order = jnp.argsort(-eigenvalues, axis=-1)
+    return jnp.linalg.qr(jnp.take_along_axis(product, order[..., None, :], axis=-1))[0], order
