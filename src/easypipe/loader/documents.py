@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.loader.gather import part_of, tables
+from easypipe.loader.gather import copy, part_of, tables
 from easypipe.loader.staged import staged
 from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
@@ -49,20 +49,13 @@ def _copy(dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_
         d, doc = dataset[n], docs[n]
         part, before = part_of(first_part, first_doc, d, doc)
         begin = int64_at(offsets_at[part])[doc - before]
-        start, length = offsets[n], offsets[n + 1] - offsets[n]
+        start, stop = offsets[n], offsets[n + 1]
         if id_bytes[d] == 2:
-            source16 = uint16_at(ids_at[part])
-            for i in range(length):
-                ids[start + i] = source16[begin + i]
+            copy(uint16_at(ids_at[part]), begin, ids[start:stop])
         else:
-            source32 = uint32_at(ids_at[part])
-            for i in range(length):
-                ids[start + i] = source32[begin + i]
+            copy(uint32_at(ids_at[part]), begin, ids[start:stop])
         if mask.shape[0] > 0:
             if mask_at[part] != 0:
-                flags = uint8_at(mask_at[part])
-                for i in range(length):
-                    mask[start + i] = flags[begin + i]
+                copy(uint8_at(mask_at[part]), begin, mask[start:stop])
             else:
-                for i in range(length):
-                    mask[start + i] = 1
+                mask[start:stop] = 1
