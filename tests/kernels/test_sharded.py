@@ -103,6 +103,20 @@ for rule in ("fast", "strict"):
         for name, grad in zip(("hidden", "head", "bias", "weights"), grads):
             near(grad, want.grads[name], (rule, check_vma, name))
 
+    single = [jnp.asarray(array, jnp.float32) for array in arrays]  # where the kernels of other platforms do not refuse the dtype
+    jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*single)
+
+with jax.set_mesh(mesh):  # what the compiler would have to split is XLA's, and a kernel asked for says what it lacks
+    placed = jax.device_put(jnp.asarray(given.hidden, jnp.float32), NamedSharding(mesh, P("data")))
+    head = jnp.asarray(given.head, jnp.float32)
+    jax.jit(fused_linear_cross_entropy).trace(placed, head, given.labels)
+    try:
+        fused_linear_cross_entropy(placed, head, given.labels, implementation="pallas_gpu")
+    except ConfigError as error:
+        assert "'pallas_gpu' cannot run: the compiler cannot split it over 8 devices: say by `sharding`" in str(error), error
+    else:
+        raise AssertionError("a kernel was left to the compiler")
+
 with jax.set_mesh(mesh):  # logits at hand, and log-probs, over the mesh
     logits = given.hidden @ given.head + given.bias
     sharding = LossSharding(tokens=("data",), vocab=("tensor", "fsdp"))

@@ -110,7 +110,8 @@ def fused_linear_cross_entropy(
     `layout` of lm_head: "dv" is [D, V], "vd" is [V, D] (tied embeddings); None: the one that fits, which a square head leaves open.
     `sharding`: how the arguments lie on the mesh of `jax.set_mesh`; without it the compiler decides, rightly but slowly.
     `implementation`: "reference" holds all logits; "chunked" is XLA alone; "pallas_tpu" and "pallas_gpu" are written for these. None:
-    "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" for CUDA, unless they refuse, and "chunked" everywhere else.
+    "pallas_tpu" where the program is lowered for a TPU, "pallas_gpu" for CUDA, and "chunked" elsewhere and where these refuse: float64,
+    several devices without `sharding`, a shard_map around it with check_vma=True.
     `rule`: "fast" takes the gradient in the forward pass, with the logits of `chunk_size` tokens in memory (of all, where there are no
     more) in the dtype of the inputs; "strict" holds no more than a tile and recomputes. None: "fast" for "mean" and "sum" while 256
     tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None for 4096 on TPU and CUDA, 512 elsewhere,

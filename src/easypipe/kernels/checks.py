@@ -17,7 +17,7 @@ from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.kernels import choice
 from easypipe.kernels.choice import FAVOURITES, Implementation, LossSharding, Plan, Rule
 from easypipe.kernels.sharded import Inputs
-from easypipe.kernels.stats import Layout, accumulator_dtype, varying_like
+from easypipe.kernels.stats import Layout, accumulator_dtype, varying_axes, varying_like
 
 DTYPES = ("bfloat16", "float32", "float64")
 REDUCTIONS = ("mean", "sum", "none")
@@ -231,6 +231,8 @@ def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
     arrays = [array for array in (request.hidden, request.lm_head, request.bias, request.labels) if array is not None]
     if request.sharding is None and (devices := choice.devices_without_sharding(*arrays)) > 1:
         yield f"the compiler cannot split it over {devices} devices: say by `sharding` how the arguments lie"
+    if any(varying_axes(array) for array in arrays):
+        yield "a shard_map around it checks how results vary, which kernels do not say: give that shard_map check_vma=False"
     if request.lm_head is None:
         if jnp.dtype(request.hidden.dtype) == jnp.float64:
             yield "float64 runs in XLA only"

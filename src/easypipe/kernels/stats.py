@@ -180,9 +180,12 @@ def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
     return LogitStats(jax.nn.logsumexp(lse, axis=0), target.sum(axis=0), total.sum(axis=0), best.max(axis=0))
 
 
+def varying_axes(array: Array) -> frozenset[str]:
+    """The mesh axes over which `array` varies inside a shard_map that checks them (`check_vma`); none elsewhere."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
 def varying_like(value: Array, *arrays: Array) -> Array:
-    """`value`, with the mesh axes over which `arrays` vary inside a shard_map that checks them (a loop's start must match its end)."""
-    varying = (frozenset(jax.typeof(array).manual_axis_type.varying) for array in (value, *arrays))
-    own, *others = varying
-    missing = tuple(sorted(frozenset().union(*others) - own))
+    """`value`, varying over the mesh axes over which any of `arrays` does: a loop's start must match its end."""
+    missing = tuple(sorted(frozenset[str]().union(*map(varying_axes, arrays)) - varying_axes(value)))
     return jax.lax.pcast(value, missing, to="varying") if missing else value
