@@ -73,6 +73,13 @@ def aot_gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def aot_tpu(session: nox.Session) -> None:
+    """The loss compiled for every TPU generation with every shape, by libtpu, without a TPU. The normal run compiles a few."""
+    session.install(".[test]")
+    session.run("pytest", "-n", "logical", "tests/kernels/test_aot_tpu.py", *session.posargs, env=TEST_ENV | {"EASYPIPE_AOT": "all"})
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Builds the site into site/, offline; a warning is an error. The examples in it are run by tests/test_docs.py."""
     session.install(".[docs]")

@@ -46,9 +46,9 @@ class Program(NamedTuple):
     temp_bytes: int  # of HBM, beside arguments and results
 
     @property
-    def largest_array(self) -> int:
-        """Elements of the largest array of any instruction, loops and fusions included."""
-        return max(math.prod(shape) for _, shape in arrays(self.text))
+    def largest_array_bytes(self) -> int:
+        """Of any instruction, loops and fusions included."""
+        return max(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(self.text))
 
     @property
     def kernels(self) -> set[str]:
