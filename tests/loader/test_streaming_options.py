@@ -164,6 +164,19 @@ def test_caps_end_the_epochs_of_a_mixture(tmp_path: Path) -> None:
     assert [loader.ledger().find("mix", name, "documents").out["drawn"] for name in "ab"] == [40, 120]
 
 
+def test_small_datasets_begin_again_and_again(tmp_path: Path) -> None:
+    """A pass may deal a stream nothing; the next deals anew."""
+    made = []
+    for name, count in (("a", 300), ("b", 5)):
+        path = pipelines.jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(count)])
+        made.append(DatasetConfig(name=name, data_files=str(path)))
+    options: dict[str, Any] = {"datasets": tuple(made), "num_streams": 4, "load": {"shuffle_buffer_size": 20}}
+    loader = build(tmp_path, **options)
+    for _ in itertools.islice(loader, 15):
+        pass
+    assert loader.ledger().find("mix", "b", "documents").out["drawn"] > 50
+
+
 # Batches
 
 
@@ -203,6 +216,7 @@ def test_micro_batches_are_the_rows_of_the_plain_batch(tmp_path: Path, mesh: Any
             for a in range(2):
                 assert (np.asarray(column)[a] == whole[name][a::2]).all()
     saved = build(tmp_path, load=load)
+    assert saved.accumulation_steps == 2  # which the Trainer asks for
     batches = iter(saved)
     next(batches)
     other = build(tmp_path)

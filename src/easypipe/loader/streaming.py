@@ -88,6 +88,7 @@ class StreamLoader:
         self.config = config or LoadStageConfig()
         self.collate = collate or CollateConfig()
         self.spec, self.name, self.batch_size = spec, name, self.config.batch_size
+        self.accumulation_steps = self.config.accumulation_steps
         check_streams(spec.num_streams, self.config)
         schedule = self.config.batch_size_schedule
         self._steps = Steps(self.batch_size, schedule)
@@ -108,7 +109,7 @@ class StreamLoader:
             steps=steps,
             shapes=shapes,
             own=tuple(own),
-            accumulation_steps=self.config.accumulation_steps,
+            accumulation_steps=self.accumulation_steps,
             width=self._fixed_width(shapes),
             pad_token_id=pad_token_id,
             drop_last=self.config.drop_last,

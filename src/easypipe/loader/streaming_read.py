@@ -31,6 +31,7 @@ LEAST_PIECE_BYTES = 256  # of a compressed file
 UNPACKED = 4  # plain bytes that a compressed byte is taken for
 ROWS_OF_UNKNOWN_SIZE = 1 << 10
 FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
+EMPTY_PASSES = 64  # in a row, before a stream takes it that no pass will bring it a document: each deals anew
 MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
 
 
@@ -102,6 +103,11 @@ class Deal:
         entries = list(self._entries(shards))
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self.files_forward = bool((self._entries_at[:, 2] < 0).any())
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether every pass deals anew."""
+        return self._key is not None
 
     @property
     def num_entries(self) -> int:
@@ -185,7 +191,7 @@ class Cursor:
         self._start = place  # where the pass, or this cursor, began
         self._next = deal.first(stream, place)  # the chunk behind those that are held
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
-        self._pass_docs = 0
+        self._pass_docs = self._empty_passes = 0
         self._available = 0
         self._wish, self._wish_tokens = 0, None
         self._chunk_docs = self._chunk_tokens = 0.0  # of a chunk, as far as is known
@@ -284,11 +290,13 @@ class Cursor:
         if self._next is None:
             if not self._endless or (self._passes is not None and self._start.epoch + 1 >= self._passes):
                 return False
-            if self._start == Place(self._start.epoch) and not self._pass_docs:
+            nothing = self._start == Place(self._start.epoch) and not self._pass_docs
+            self._empty_passes = self._empty_passes + 1 if nothing else 0
+            if self._empty_passes >= (EMPTY_PASSES if self._deal.shuffled else 1):
                 raise ConfigError(
                     at="num_streams",
                     problem=f"dataset {self._deal.source.name!r} has no document in the share of stream {self._stream} of "
-                    f"{self._deal.num_streams}, and a new pass would never bring one",
+                    f"{self._deal.num_streams}, pass after pass",
                     fix="Use fewer streams, or leave streaming out: the dataset is small.",
                 )
             self.begin(self._start.epoch + 1)
