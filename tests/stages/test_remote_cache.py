@@ -27,7 +27,7 @@ from easypipe.sources.staging import BLOCK
 from easypipe.stages.cache_writer import pending, prepare, prepare_part
 from easypipe.stages.caching import CacheConfig, cache_folder
 from easypipe.transforms.tokenizer import load_tokenizer
-from laws import assert_same_batches
+from laws import assert_same_batches, assert_stateless_reads
 from pipelines import config, tokenizer
 from stores import SECRET, Store, faulty
 from strategies import examples
@@ -108,6 +108,11 @@ def test_whatever_is_read_in_whatever_order(two: tuple[TokenCache, str], tmp_pat
     cache.verify()
     assert isinstance(cache.folder, RemoteFolder)
     assert cache.folder.staging.used <= max(room, 0), "what nobody holds stays within staging_bytes"
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_the_law_of_sources(two: tuple[TokenCache, str], tmp_path: Path, reading: str) -> None:
+    assert_stateless_reads(opened(two[1], tmp_path, reading=reading, staging_bytes=4 * BLOCK), [1, 10, 17, 59])
 
 
 def test_staged_bytes_are_given_back_to_the_disk(two: tuple[TokenCache, str], tmp_path: Path) -> None:
