@@ -88,13 +88,16 @@ def test_micro_batches_of_uneven_targets_give_the_same_update():
         np.testing.assert_allclose(cut.params[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_z_loss_is_in_the_loss_and_not_in_nll():
+@pytest.mark.parametrize("option", ["z_loss", "label_smoothing"])
+def test_what_is_added_to_the_loss_is_not_in_nll(option):
     layout, _, _, fresh = compiled()
     with states.on(MESH):
         state, batch = fresh(), place_batch(Arithmetic().batch(1), MESH)
-        plain, more = (make_eval_step(layout, functools.partial(loss_sums, z_loss=z))(state.params, {}, batch) for z in (0.0, 0.1))
+        plain, more = (
+            make_eval_step(layout, functools.partial(loss_sums, **{option: size}))(state.params, {}, batch) for size in (0.0, 0.1)
+        )
     assert float(plain.loss_sum) == float(plain.nll_sum) == pytest.approx(float(more.nll_sum), rel=1e-6)
-    assert float(more.loss_sum) > float(plain.loss_sum) + 0.01
+    assert abs(float(more.loss_sum) - float(plain.loss_sum)) > 0.01
 
 
 def test_dropout_draws_anew_each_step_and_not_in_evaluation():
