@@ -3,6 +3,7 @@ written with NaN; the reference in float64 says what they should give."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels import pallas_tpu, reference, rows
+from easypipe.kernels.api import fused_linear_cross_entropy
 from easypipe.kernels.pallas_tpu_blocks import V5E, V7X, Blocks, plan_blocks, sizes_of
 from easypipe.kernels.stats import Objective
 from strategies import examples
@@ -112,13 +114,10 @@ def test_gradients_in_float32_where_they_are_asked_for():
 def test_tokens_without_a_cotangent_add_nothing():
     hidden, head, _, labels, _ = inputs(130, 64, 256, jnp.float32)
     zero = jnp.zeros(130, jnp.float32)
-    for resident, count in ((0, 130), (1, 128)):
-        grads = pallas_tpu.gradients(
-            hidden[:count], head, None, labels[:count], zero[:count], *(zero[:count],) * 3,
-            layout="dv", soft_cap=None, block=blocks(back_width=64, resident=resident), interpret=watched(1),
-        )  # fmt: skip
-        assert not grads.hidden.any()
-        assert not grads.lm_head.any()
+    options: Any = {"layout": "dv", "soft_cap": None, "block": blocks(back_width=64), "interpret": watched(1)}
+    grads = pallas_tpu.gradients(hidden, head, None, labels, zero, zero, zero, zero, **options)
+    assert not grads.hidden.any()
+    assert not grads.lm_head.any()
 
 
 def test_the_sum_over_columns_is_kept_in_float32_between_them():
@@ -158,6 +157,22 @@ def test_rows(tokens, vocab, dtype, soft_cap):
     assert no_races()
 
 
+@pytest.mark.parametrize("rule", ["strict", "fast"])
+def test_behind_the_api(rule):
+    """Kernels, custom_vjp and losses together; every TPU kernel that is met runs in the interpreter."""
+    hidden, head, _, labels, _ = inputs(128, 64, 256, jnp.float32)
+    labels = jnp.where((labels < 0) | (labels >= 256), -100, labels)
+
+    def loss(hidden, head, **how):
+        return fused_linear_cross_entropy(hidden, head, labels, z_loss=1e-2, label_smoothing=0.1, **how)
+
+    with pltpu.force_tpu_interpret_mode(watched(1)):
+        ours = jax.value_and_grad(functools.partial(loss, implementation="pallas_tpu", rule=rule), argnums=(0, 1))(hidden, head)
+    exact = jax.value_and_grad(functools.partial(loss, implementation="reference"), argnums=(0, 1))(hidden, head)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        close(one, other, 2e-6)
+
+
 def test_refusals_name_every_reason():
     hidden, head = jax.ShapeDtypeStruct((8, 16), jnp.float64), jax.ShapeDtypeStruct((16, 1 << 24), jnp.bfloat16)
     reasons = pallas_tpu.refusals(hidden, head, None, layout="dv", soft_cap=None)
@@ -169,6 +184,19 @@ def test_refusals_name_every_reason():
     assert "no tile of width 1048576 fits 64 MiB of VMEM" in reason
     fine = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
     assert pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None) == []
+
+
+def test_blocks_that_do_not_fit_the_problem_are_refused():
+    hidden, head, _, labels, _ = inputs(300, 64, 300, jnp.float32)
+    wrong = blocks(2, tokens=200, back_width=48)
+    with pytest.raises(ConfigError) as caught:
+        pallas_tpu.stats(hidden, head, None, labels, layout="dv", soft_cap=None, block=wrong)
+    for reason in ("no multiple of rows", "does not divide a width of 64", "3 tiles of 128 tokens are no equal shares for 2 cores"):
+        assert reason in str(caught.value)
+    with pytest.raises(ConfigError, match=r"forward needs [\d.]+ MiB of VMEM; there are 64"):
+        pallas_tpu.stats(hidden, head, None, labels, layout="dv", soft_cap=None, block=blocks(tokens=1 << 20, back_width=64))
+    with pytest.raises(ConfigError, match="resident needs back_parts 1, back_width 64 and back_rows that divide 300 tokens"):
+        pallas_tpu.stats(hidden, head, None, labels, layout="dv", soft_cap=None, block=blocks(resident=1))
 
 
 def test_an_old_tpu_is_refused(monkeypatch):
