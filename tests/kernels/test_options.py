@@ -92,10 +92,14 @@ def test_the_default_is_the_kernel_of_the_platform_that_is_lowered_for(options):
     assert not [name for name in calls["cpu"] if "triton" in name or "tpu" in name or "mosaic" in name]
 
 
-def test_what_a_kernel_refuses_runs_in_xla():
+def test_what_a_kernel_refuses_runs_in_xla_and_says_so(monkeypatch, caplog):
     with jax.enable_x64(True):
         assert "custom_call @tpu" not in lowered("tpu", jnp.float64)
         assert "triton" not in lowered("cuda", jnp.float64)
+        assert not caplog.records, "no GPU is at hand, so none is missed"
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        lowered("cuda", jnp.float64)
+    assert caplog.messages[0].startswith("fused_linear_cross_entropy: pallas_gpu cannot run, so XLA's own operations do: hidden is float64")
 
 
 def test_the_rule_and_the_chunk_are_those_that_fit(monkeypatch):

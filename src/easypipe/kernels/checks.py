@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from easypipe.kernels.choice import FAVOURITES, Implementation, LossSharding, Pl
 from easypipe.kernels.sharded import Inputs
 from easypipe.kernels.stats import Layout, accumulator_dtype, varying_axes, varying_like
 
+logger = logging.getLogger("easypipe")
 DTYPES = ("bfloat16", "float32", "float64")
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -88,6 +90,9 @@ def _call(request: Request, layout: Layout) -> Call:
     arrays: Any = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1)), weights, counted  # pyright: ignore[reportArgumentType]
     inputs, weights, counted = jax.tree.map(lambda array: varying_like(array, *jax.tree.leaves(arrays)), arrays)
     refusals = {name: list(_refusals(request, name, layout)) for name in FAVOURITES.values()} if request.implementation is None else {}
+    unused = FAVOURITES.get(choice.platform_at_hand())
+    if unused and refusals.get(unused):
+        logger.warning("%s: %s cannot run, so XLA's own operations do: %s", request.at, unused, "; ".join(refusals[unused]))
     implementation: Any = "chunked" if labels.size == 0 and request.implementation != "reference" else request.implementation
     plan = Plan(choice.candidates(refusals, implementation), layout, request.soft_cap, request.sharding, request.chunk_size)
     return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)

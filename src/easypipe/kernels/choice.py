@@ -106,6 +106,13 @@ def candidates(refusals: dict[str, list[str]], implementation: Implementation | 
     return (*favourites, (ANYWHERE, "chunked"))
 
 
+def platform_at_hand() -> str:
+    """That of the mesh in `jax.set_mesh`, else of the default device. What is lowered may be for another one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "cuda" if platform == "gpu" else platform
+
+
 def chunk_tokens(plan: Plan, platform: str, hidden: Array, lm_head: Array) -> int:
     """Tokens of a chunk under *fast*, on this device. XLA's alone can be tuned (`easypipe kernels tune`): a kernel's are as many as fit."""
     if plan.chunk_size is not None:
