@@ -233,9 +233,9 @@ def loss_gradients(
     def one(hidden_CD: Array, labels_C: Array, weights_C: Array) -> tuple[LogitStats, Array, Array]:
         logits_CV = _chunk_logits(hidden_CD, lm_head, bias, layout)
         dx_CV, stats = _row_step(kernel, logits_CV, labels_C, weights_C, objective, soft_cap, vocab_axes)
-        d_hidden_CD = jnp.einsum(f"cv,{layout}->cd", dx_CV, lm_head, preferred_element_type=dtype)
-        d_hidden_CD = jax.lax.psum(d_hidden_CD, vocab_axes) if vocab_axes else d_hidden_CD
-        return stats, d_hidden_CD.astype(hidden.dtype), dx_CV
+        # Summed over shards in the dtype of the result, as under *strict*: a float32 copy would be a fourth of a small shard's logits.
+        d_hidden_CD = jnp.einsum(f"cv,{layout}->cd", dx_CV, lm_head, preferred_element_type=dtype).astype(hidden.dtype)
+        return stats, jax.lax.psum(d_hidden_CD, vocab_axes) if vocab_axes else d_hidden_CD, dx_CV
 
     if num_chunks == 1:  # no sum over chunks, so no float32 gradient of the head beside the one returned
         stats, d_hidden, dx_CV = one(hidden, labels, weights)
