@@ -18,6 +18,7 @@ from easypipe import (
     BaseStage,
     ConfigError,
     DatasetConfig,
+    Extract,
     LoadStageConfig,
     MissingFileError,
     MixStageConfig,
@@ -400,6 +401,16 @@ def test_a_missing_content_field_names_the_columns(tmp_path: Path) -> None:
     rows = jsonl(tmp_path / "x.jsonl", [{"txt": "a", "other": 1}])
     with pytest.raises(SourceError, match=r"'text': no such column \(have: .*txt.*\)"):
         Pipeline(config(tmp_path, datasets=[DatasetConfig(data_files=rows)])).source().tokenize()
+
+
+def test_a_nested_content_field_says_how_it_is_taken_out(tmp_path: Path) -> None:
+    rows = jsonl(tmp_path / "x.jsonl", [{"meta": {"a": "nested text"}}])
+    nested = DatasetConfig(data_files=rows, content_field="meta.a")
+    with pytest.raises(SourceError, match=r'pipeline\.transform\(Extract\(\{"text": "meta\.a"\}\)\), and set content_field to "text"'):
+        Pipeline(config(tmp_path, datasets=[nested])).source().tokenize()
+    advised = Pipeline(config(tmp_path, datasets=[DatasetConfig(data_files=rows, content_field="text")]))
+    (source,) = advised.source().transform(Extract({"text": "meta.a"})).tokenize().get_data().values()
+    assert [shard.num_rows for shard in source.shards] == [1]
 
 
 @pytest.mark.parametrize("on_error", ["skip", "quarantine"])

@@ -64,6 +64,9 @@ def require_text(source: ShardedSource, content_field: str, dataset: str) -> Non
     at = place(f"dataset {dataset!r}", column=content_field)
     if content_field not in columns:
         fix = did_you_mean(content_field, columns) or "Set content_field to the column that holds the text."
+        if content_field.partition(".")[0] in columns:
+            extract = f'pipeline.transform(Extract({{"text": "{content_field}"}}))'
+            fix = f'Take it out of its column first, {extract}, and set content_field to "text".'
         raise SourceError(at=at, problem="no such column", have=columns, fix=fix)
     kind = schema.field(content_field).type
     if not is_text(kind) and not pa.types.is_null(kind):
