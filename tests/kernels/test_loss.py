@@ -117,8 +117,7 @@ def test_any_shape(way, tokens, width, vocab, chunk_size, ignored, options):
         assert_equal(*ours(given, layout="vd", chunk_size=chunk_size, **options, **way), oracle(given, **options))
 
 
-@pytest.mark.parametrize("block", [(8, 16), (5, 7)])
-@pytest.mark.parametrize("hidden_bytes", [0, 1 << 30], ids=["two passes", "one pass"])
+@pytest.mark.parametrize(("block", "hidden_bytes"), [((8, 16), 0), ((5, 7), 1 << 30)], ids=["two passes", "one pass"])
 def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
     """In bfloat16, whose sums in float32 decide over one pass or two; labels of other shards among them."""
     monkeypatch.setattr(chunked, "HIDDEN_BYTES", hidden_bytes)
