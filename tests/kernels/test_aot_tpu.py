@@ -6,6 +6,7 @@ The normal run compiles a few programs; `nox -s aot_tpu` sets EASYPIPE_AOT=all a
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 import pytest
@@ -16,13 +17,16 @@ from easypipe.kernels.choice import CHUNK_TOKENS
 
 ALL = os.environ.get("EASYPIPE_AOT") == "all"
 GIB = 1 << 30
+JAX = tuple(int(part) for part in jax.__version__.split(".")[:2])
 SMALL, LARGE = (8192, 2048, 32_768), (32_768, 4096, 128_256)
 FEW_STRICT = [("v5e", SMALL, 1), ("v5p", SMALL, 4), ("tpu7x", LARGE, 4)]
 FEW_FAST = [("v5p", SMALL, 1), ("v6e", SMALL, 4)]
 EVERY = [(generation, shape, shards) for generation in GENERATIONS for shape in (SMALL, LARGE) for shards in (1, 4)]
 
 
-def loss_program(generation: str, shape: tuple[int, int, int], shards: int, rule, layout: str = "dv", dtype: str = "bfloat16") -> Program:
+def loss_program(
+    generation: str, shape: tuple[int, int, int], shards: int, rule: Any, layout: str = "dv", implementation: Any = None
+) -> Program:
     """Value and gradients of the mean loss, tokens replicated and the vocabulary over `shards` devices."""
     tokens, width, vocab = shape
     mesh = tpu_mesh(generation, tensor=shards)
@@ -31,14 +35,19 @@ def loss_program(generation: str, shape: tuple[int, int, int], shards: int, rule
     (first, first_axis), (second, second_axis) = (head[axis] for axis in layout)
 
     def loss(hidden, lm_head, labels):
-        return fused_linear_cross_entropy(hidden, lm_head, labels, rule=rule, sharding=sharding)
+        return fused_linear_cross_entropy(hidden, lm_head, labels, rule=rule, sharding=sharding, implementation=implementation)
 
     arguments = (
-        array(mesh, (tokens, width), dtype),
-        array(mesh, (first, second), dtype, first_axis, second_axis),
+        array(mesh, (tokens, width), "bfloat16"),
+        array(mesh, (first, second), "bfloat16", first_axis, second_axis),
         array(mesh, (tokens,), "int32"),
     )
     return compiled(jax.value_and_grad(loss, argnums=(0, 1)), mesh, *arguments)
+
+
+def unreduced(tokens: int, width: int, shards: int) -> int:
+    """Bytes of the hidden states' gradient before it is summed over the shards: libtpu 0.0.42 sums it in place, later ones do not."""
+    return tokens * width * 2 if shards > 1 and JAX >= (0, 11) else 0
 
 
 def check_collectives(program: Program, shape: tuple[int, int, int], shards: int) -> None:
@@ -57,11 +66,11 @@ def check_collectives(program: Program, shape: tuple[int, int, int], shards: int
 
 @pytest.mark.parametrize(("generation", "shape", "shards"), EVERY if ALL else FEW_STRICT)
 def test_strict(generation, shape, shards):
-    tokens, _, vocab = shape
+    tokens, width, vocab = shape
     program = loss_program(generation, shape, shards, "strict", layout="vd" if shards == 1 else "dv")
     assert program.kernels == {"loss_stats", "loss_gradients"}
     assert program.largest_array_bytes < tokens * vocab // shards * 2  # of logits in bfloat16
-    assert program.temp_bytes <= 0.3 * GIB
+    assert program.temp_bytes <= 0.3 * GIB + unreduced(tokens, width, shards)
     check_collectives(program, shape, shards)
 
 
@@ -73,7 +82,7 @@ def test_fast(generation, shape, shards):
     assert program.kernels == ({"loss_row_step"} if shards == 1 else {"loss_row_stats", "loss_row_gradients"})
     assert program.largest_array_bytes < tokens * vocab // shards * 2  # of logits in bfloat16
     chunk, local = CHUNK_TOKENS["tpu"], vocab // shards
-    assert program.temp_bytes <= 1.1 * (2 * chunk * local + 4 * width * local)
+    assert program.temp_bytes <= 1.1 * (2 * chunk * local + 4 * width * local) + unreduced(chunk, width, shards)
     check_collectives(program, shape, shards)
 
 
@@ -81,7 +90,7 @@ def test_fast(generation, shape, shards):
 def test_a_head_that_lies_transposed_is_not_copied(generation, shape, layout):
     """A TPU stores [768, 2049] with 768 last, which needs less padding."""
     _, width, vocab = shape
-    program = loss_program(generation, shape, 1, "strict", layout=layout)
+    program = loss_program(generation, shape, 1, "strict", layout, "pallas_tpu")
     copied = [line for line in program.text.splitlines() if f"[{width},{vocab}]" in line.split(" copy(")[0] and " copy(" in line]
     assert copied == []
 
