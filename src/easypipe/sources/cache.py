@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -227,20 +228,20 @@ class TokenCache(ShardedDataSource):
             return pa.ipc.read_record_batch(found.serialize(), found.schema)
 
     def _map(self, part: Part) -> pa.RecordBatch:
-        file, again = self.folder.local / "tokens" / part.file, AGAIN
+        file, again = f"{self.folder.local}/tokens/{part.file}", AGAIN  # pathlib took a tenth of the time
         try:
-            size = file.stat().st_size
+            size = os.stat(file).st_size
             if size != part.num_bytes:
-                raise CacheError(at=str(file), problem=f"{size} bytes, committed with {part.num_bytes}", fix=again)
+                raise CacheError(at=file, problem=f"{size} bytes, committed with {part.num_bytes}", fix=again)
             # Closing the file gives its descriptor back; the map lives on in the buffers.
-            with pa.memory_map(str(file)) as mapped:
+            with pa.memory_map(file) as mapped:
                 batch = pa.ipc.open_file(mapped).get_batch(0).replace_schema_metadata(None)
         except FileNotFoundError as error:
-            raise CacheError(at=str(file), problem="missing from the token cache", fix=again) from error
+            raise CacheError(at=file, problem="missing from the token cache", fix=again) from error
         except (pa.ArrowInvalid, OSError) as error:
             if "Cannot allocate memory" in str(error):  # Arrow gives no errno
                 again = f"A process maps a limited number of files, and this cache has {len(self._parts):,}: raise sysctl vm.max_map_count."
-            raise CacheError(at=str(file), problem=f"cannot be read: {error}", fix=again) from error
+            raise CacheError(at=file, problem=f"cannot be read: {error}", fix=again) from error
         return self._checked_batch(batch, part)
 
     def _checked_batch(self, batch: pa.RecordBatch, part: Part) -> pa.RecordBatch:
