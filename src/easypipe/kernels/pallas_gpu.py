@@ -17,7 +17,7 @@ T tokens · D width · V vocabulary · N tokens or columns of a slab · G tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,13 +31,14 @@ from easypipe.kernels.pallas_gpu_rows import RowBlock, row_gradients, row_stats,
 from easypipe.kernels.stats import Gradients, Layout, LogitStats, vocab_size
 from easypipe.kernels.tuning import blocks_for, device_kind
 
-__all__ = ["DEFAULT_BLOCKS", "gradients", "refusals", "row_gradients", "row_stats", "row_step", "stats"]
+__all__ = ["DEFAULT_BLOCKS", "gradients", "neighbours", "refusals", "row_gradients", "row_stats", "row_step", "stats"]
 
 MIB = 1 << 20
 DEFAULT_BLOCKS: Mapping[str, int] = {
-    "slab_mib": 256,  # all temporaries but cuBLAS's workspace; with it 288 MiB, under the 0.3 GiB promised
+    "slab_mib": 256,  # all temporaries but cuBLAS's workspace; with it 288 MiB, under the 0.3 GiB promised. A table may only say less
     "row_columns": RowBlock().columns,
     "row_warps": RowBlock().num_warps,
+    "fused_splits": 0,  # 0: slabs in the forward pass too; else pallas_gpu_fused.py with so many spans, where it takes the arguments
 }
 ALIGN = 128  # where a slab cannot be even, it is a multiple of this: whole tiles for the products
 VECTOR = 8  # elements of 16 bytes in half precision: rows must start at such a multiple for the widest loads
@@ -71,6 +72,11 @@ def stats(
 ) -> LogitStats:
     """The four sums (see stats.Kernel)."""
     sizes = _blocks(block, hidden, lm_head, layout)
+    if sizes["fused_splits"]:
+        from easypipe.kernels import pallas_gpu_fused as fused  # a second to import, and seldom asked for
+
+        if not fused.refusals(hidden, lm_head, bias, layout=layout):
+            return fused.stats(hidden, lm_head, labels, layout=layout, soft_cap=soft_cap, splits=sizes["fused_splits"])
     row_block = RowBlock(sizes["row_columns"], sizes["row_warps"])
     asked = hidden.shape[0]
     hidden, (labels,) = _whole_vectors(hidden, (labels,))
@@ -163,6 +169,14 @@ def gradients(
     return Gradients(d_hidden[:asked], d_head, d_bias)
 
 
+def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """What `easypipe kernels tune` tries beside `blocks`, one change at a time."""
+    yield {**blocks, "slab_mib": DEFAULT_BLOCKS["slab_mib"] // 2}
+    yield from ({**blocks, "row_columns": columns} for columns in (4096, 16384))
+    yield from ({**blocks, "row_warps": warps} for warps in (8, 16))
+    yield from ({**blocks, "fused_splits": splits} for splits in (8, 16, 33))  # 33 x 16 groups of 256 tokens are four waves of 132 blocks
+
+
 def slab_tokens(num_tokens: int, vocab: int, itemsize: int, budget: int) -> int:
     """Tokens of a slab in the forward pass: as many as fit, and no more than half, so that a slab is never all of the logits."""
     return _even(num_tokens, min(budget // (vocab * itemsize), -(-num_tokens // 2)))
@@ -218,7 +232,7 @@ def _blocks(block: Mapping[str, int] | None, hidden: Array, lm_head: Array, layo
         return {**DEFAULT_BLOCKS, **block}
     num_tokens, width = hidden.shape
     shape = num_tokens, width, vocab_size(lm_head, layout)
-    return blocks_for(device_kind(), "pallas_gpu", *shape, hidden.dtype, default=lambda: DEFAULT_BLOCKS)
+    return {**DEFAULT_BLOCKS, **blocks_for(device_kind(), "pallas_gpu", *shape, hidden.dtype, default=dict)}
 
 
 def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
@@ -231,7 +245,7 @@ def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, 
 
 def _budget(sizes: Mapping[str, int], hidden: Array, asked: int) -> int:
     copied = hidden.size * hidden.dtype.itemsize if hidden.shape[0] != asked else 0
-    return max(0, sizes["slab_mib"] * MIB - copied)
+    return max(0, min(sizes["slab_mib"], DEFAULT_BLOCKS["slab_mib"]) * MIB - copied)
 
 
 def _columns(lm_head: Array, bias: Array | None, first: Any, count: int, layout: Layout) -> tuple[Array, Array | None]:

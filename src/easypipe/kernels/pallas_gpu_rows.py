@@ -145,7 +145,7 @@ def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) ->
         best, terms_B, sums_B, x_B = carry
         i = i.astype(jnp.int32)  # 64 bits wide where jax_enable_x64 is set
         following_B = _load(logits_ref, row, i + 1, columns)  # in flight while this block is worked on
-        z_B, here_B = _capped(x_B, soft_cap), _ids(i, columns) < vocab
+        z_B, here_B = capped(x_B, soft_cap), _ids(i, columns) < vocab
         higher = jnp.maximum(best, jnp.max(jnp.where(here_B, z_B, LOWEST)))
         terms_B = terms_B * jnp.exp(best - higher) + jnp.where(here_B, jnp.exp(z_B - higher), 0.0)
         return higher, terms_B, sums_B + jnp.where(here_B, z_B, 0.0), following_B
@@ -155,7 +155,7 @@ def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) ->
     best, terms_B, sums_B, _ = jax.lax.fori_loop(0, blocks, step, start)
     is_local = (label >= 0) & (label < vocab)
     x_label = plgpu.load(logits_ref.at[row, jnp.where(is_local, label, 0)]).astype(jnp.float32)
-    target = jnp.where(is_local, _capped(x_label, soft_cap), 0.0)
+    target = jnp.where(is_local, capped(x_label, soft_cap), 0.0)
     return best + jnp.log(jnp.sum(terms_B)), target, jnp.sum(sums_B), best
 
 
@@ -170,7 +170,7 @@ def _walk_gradients(
     def step(done: Array, _: None) -> None:
         i = blocks - 1 - done.astype(jnp.int32)
         ids_B = _ids(i, columns)
-        z_B = _capped(_load(logits_ref, row, i, columns), soft_cap)
+        z_B = capped(_load(logits_ref, row, i, columns), soft_cap)
         dz_B = jnp.exp(z_B - lse) * g_lse + jnp.where(ids_B == label, g_target, 0.0) + g_sum
         if soft_cap is not None:
             dz_B = dz_B * (1.0 - (z_B * (1.0 / soft_cap)) ** 2)
@@ -190,7 +190,7 @@ def _load(logits_ref, row, block, columns: int) -> Array:
     return x_B.astype(jnp.float32)
 
 
-def _capped(x: Array, soft_cap: float | None) -> Array:
+def capped(x: Array, soft_cap: float | None) -> Array:
     """soft_cap * tanh(x / soft_cap); tanh by exp, which the device has an instruction for (absolute error in z below 1e-6 * soft_cap)."""
     if soft_cap is None:
         return x

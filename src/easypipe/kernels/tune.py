@@ -79,11 +79,10 @@ def _candidates(name: str, tokens: int, width: int, vocab: int, dtype: str) -> I
         sizes = sizes_of(tokens, width, vocab, dtype)
         yield from (blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes))
     else:
-        default = choice.kernel(name).DEFAULT_BLOCKS
-        start = blocks_for(device_kind(), name, tokens, width, vocab, dtype, default=lambda: default)
+        module = choice.kernel(name)
+        start = {**module.DEFAULT_BLOCKS, **blocks_for(device_kind(), name, tokens, width, vocab, dtype, default=dict)}
         yield start
-        for field, size in start.items():
-            yield from ({**start, field: changed} for changed in (size // 2, size * 2) if changed)
+        yield from module.neighbours(start)
 
 
 def _step(name: str, blocks: Mapping[str, int]) -> Callable[..., Any]:
