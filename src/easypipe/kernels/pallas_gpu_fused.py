@@ -160,8 +160,8 @@ def _fold(x, first_column, running_ref, label_ref, group, per_row, soft_cap: flo
         return jax.lax.broadcast_in_dim(values, (ROWS, COLUMNS), [0])
 
     z = capped(x, soft_cap)
-    best, terms, target, total = (plgpu.load(running_ref.at[group, number], layout=per_row) for number in range(4))
-    label = plgpu.load(label_ref.at[group], layout=per_row)
+    best, terms, target, total = (plgpu.load(running_ref.at[group, number], layout=per_row) for number in range(4))  # pyright: ignore[reportCallIssue]
+    label = plgpu.load(label_ref.at[group], layout=per_row)  # pyright: ignore[reportCallIssue]
     higher = jnp.maximum(best, jnp.max(z, axis=1))
     ids = plgpu.broadcasted_iota(jnp.int32, (ROWS, COLUMNS), 1, layout=plgpu.Layout.WGMMA) + first_column
     running_ref[group, 0] = higher
