@@ -24,7 +24,7 @@ from easypipe.core.errors import StallError
 T = TypeVar("T")
 
 # A consumer that waits is woken for every single item, which costs as much as to make a small one. One that sleeps finds several.
-BREATH_S = 0.0002
+BREATH_S = 0.0004
 JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish the item at hand
 
 log = logging.getLogger("easypipe")
