@@ -82,7 +82,7 @@ def _fill(
     def add_one(step: Array, tokens: Array) -> Array:
         last = lengths + step - 1
         hidden = model.hidden(tokens)  # slots after `last` hold zeros; the causal mask hides them
-        logits = jnp.einsum(f"bd,{model.lm_head_layout}->bv", hidden[rows, last], model.lm_head(), preferred_element_type=jnp.float32)
+        logits = model.logits(hidden[rows, last])
         if greedy:
             choice = logits.argmax(axis=-1)
         else:

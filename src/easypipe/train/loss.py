@@ -38,7 +38,8 @@ def loss_sums(
 ) -> LossOutput:
     """Token-weighted sums of the loss of a batch: `(loss_sum, num_targets, nll_sum)`, see LossOutput.
 
-    `model` has Decoder's `hidden` and `lm_head`; where its head is [V, D], its attribute `lm_head_layout` is "vd".
+    `model` has Decoder's `hidden` and `lm_head`; where its head is [V, D], its attribute `lm_head_layout` is "vd";
+    where its logits are capped, `logit_soft_cap` is by how much.
     `batch` holds `input_ids` and `labels`, Int[B, S], and, where rows are packed, `segment_ids` and `position_ids`. Labels are already
     shifted (collate did it), and -100 where a slot is not trained. A label outside the vocabulary makes the loss NaN, because a
     compiled program cannot raise. Options, and what is raised, as in fused_linear_cross_entropy.
@@ -50,6 +51,7 @@ def loss_sums(
         batch["labels"],
         z_loss=z_loss,
         label_smoothing=label_smoothing,
+        logit_soft_cap=getattr(model, "logit_soft_cap", None),
         reduction="sum",
         with_tokens=True,
         layout=getattr(model, "lm_head_layout", "dv"),
