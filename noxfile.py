@@ -80,6 +80,13 @@ def aot_tpu(session: nox.Session) -> None:
 
 
 @nox.session
+def parity(session: nox.Session) -> None:
+    """Every model family against torch, both ways. The normal run compares with what torch gave once (tests/train/goldens)."""
+    session.install(".[parity]")
+    session.run("pytest", "tests/train/test_hf_torch.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Builds the site into site/, offline; a warning is an error. The examples in it are run by tests/test_docs.py."""
     session.install(".[docs]")

@@ -1,1 +1,27 @@
-"""The trainer: model, optimizer, step, checkpoints, metrics."""
+"""The trainer: model, optimizer, step, checkpoints, metrics.
+
+Names are loaded when first used: jax comes with them, and the configuration of a run is read without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from easypipe.train.models.load import load_pretrained
+    from easypipe.train.models.save import save_pretrained
+
+_HOMES = {"load_pretrained": "easypipe.train.models.load", "save_pretrained": "easypipe.train.models.save"}
+
+__all__ = ["load_pretrained", "save_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
