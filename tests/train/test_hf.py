@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StateError
 from easypipe.train import load_pretrained, save_pretrained
 from easypipe.train.loss import loss_sums
-from easypipe.train.model import Decoder, ModelConfig, RopeScaling
+from easypipe.train.model import Decoder, ModelConfig, RopeScaling, param_count
 from easypipe.train.models.families import from_hf, to_hf
 from train.hf_support import CONFIGS, GOLDENS, SHOWN, VOCAB, shapes, tensors, token_ids, write_model
 
@@ -97,6 +97,38 @@ def test_defaults_of_a_family_stand_for_what_config_json_leaves_out():
     assert from_hf({"model_type": "gemma2"}).logit_soft_cap == 30.0
     assert from_hf({"model_type": "mistral", "sliding_window": None}).sliding_window is None
     assert from_hf({"model_type": "qwen2"}).qkv_bias
+
+
+def shape(model_type, width, inner, layers, heads, kv_heads, vocab, **more):
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
+    return sizes | {"model_type": model_type, "num_attention_heads": heads, "num_key_value_heads": kv_heads} | more
+
+
+LLAMA3_SCALING = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (shape("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True, rope_scaling=LLAMA3_SCALING), 1_235_814_400),
+        (shape("llama", 576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True, pretraining_tp=1, is_llama_config=True), 134_515_008),
+        (shape("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=4096), 7_241_732_096),
+        (shape("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, max_window_layers=21, use_mrope=False), 494_032_768),
+        (shape("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True, attention_bias=False), 596_049_920),
+        (shape("gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh"), 2_614_341_888),
+        (shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144, head_dim=256, sliding_window=512, sliding_window_pattern=6), 999_885_952),
+    ],
+    ids=["Llama-3.2-1B", "SmolLM2-135M", "Mistral-7B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Gemma-2-2B", "Gemma-3-1B"],
+)
+def test_published_models_have_as_many_parameters_as_their_cards_say(config, parameters):
+    model = nnx.eval_shape(lambda: Decoder(from_hf(config), nnx.Rngs(0)))
+    assert param_count(model) == parameters
 
 
 def test_a_model_trained_here_is_saved_as_llama(tmp_path):
