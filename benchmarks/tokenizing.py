@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from _common import AnonymousMemory, Report, alternate, arguments, documents, te
 
 WORKERS = 2
 HIGH_ENTROPY_BYTES = 20_000  # per document: base64 of random bytes, in words of random length
+DOCUMENTED = "datasets.map with transformers' tokenizer"
 
 
 def ours(files: list[Path], tokenizer: Path, scratch: Path) -> None:
@@ -43,11 +45,12 @@ def ours(files: list[Path], tokenizer: Path, scratch: Path) -> None:
     )
 
 
-def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path) -> None:
+def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path, call: Any = None) -> None:
+    """call: what encodes a batch; default: `tokenizers` bare, the fastest that users of this library write."""
     import datasets
 
     rows = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train", cache_dir=str(arrow_copy))
-    encode = functools.partial(_encode, path=str(tokenizer / "tokenizer.json"))
+    encode = functools.partial(call or _encode, path=str(tokenizer / "tokenizer.json"))
     scratch.mkdir(parents=True)
     mapped = rows.map(encode, batched=True, num_proc=WORKERS, remove_columns=["text"], cache_file_name=str(scratch / "mapped.arrow"))
     mapped.to_parquet(str(scratch / "out.parquet"))  # it refuses a compression of ours: its own is lighter than zstd
@@ -55,6 +58,19 @@ def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path) 
 
 def _encode(batch: dict[str, Any], path: str) -> dict[str, Any]:
     return {"input_ids": [encoding.ids for encoding in _reference(path).encode_batch_fast(batch["text"])]}
+
+
+def _encode_as_documented(batch: dict[str, Any], path: str) -> dict[str, Any]:
+    """`tokenizer(batch["text"])`, as the documentation of datasets has it."""
+    return dict(_transformers(path)(batch["text"]))
+
+
+@functools.cache
+def _transformers(path: str) -> Any:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=path)
 
 
 @functools.cache
@@ -149,9 +165,14 @@ def compare(options: Any) -> None:
             theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
             return megabytes
 
+        def run_documented() -> float:
+            theirs(files, tokenizer, scratch / "documented", scratch / "arrow", _encode_as_documented)
+            return megabytes
+
         made = {  # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the text
             "easypipe": ("ours/out", "ours/cache/tokens", "ours/cache/ranges", "ours/cache/manifests"),
             "datasets.map + to_parquet": ("theirs",),
+            DOCUMENTED: ("documented",),
         }
 
         def clear(name: str) -> None:
@@ -164,6 +185,8 @@ def compare(options: Any) -> None:
 
         own = {f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n) for n in (1, 2)} if fast else {}
         own = own or {"encode_batch_fast alone, all cores": functools.partial(alone, 0)}
+        if importlib.util.find_spec("transformers"):
+            own[DOCUMENTED] = run_documented
         alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs, **own}, options.rounds, clear)
         mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
         report.facts |= {
@@ -173,6 +196,8 @@ def compare(options: Any) -> None:
             "same tokens as the peer": _same(mine, other),
         }
     report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=40 if fast else 1.3)
+    if own.pop(DOCUMENTED, None):
+        report.facts[f"times {DOCUMENTED}"] = report.ratio("easypipe", DOCUMENTED)
     shares = {name: report.ratio("easypipe", name) for name in own}
     first, *others = shares
     report.target(f"share of {first}", shares[first], at_least=0.6 if fast else 0.9)
