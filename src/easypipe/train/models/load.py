@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.mesh import make_mesh
-from easypipe.train.model import Decoder
+from easypipe.train.model import Decoder, ModelConfig
 from easypipe.train.models.families import Weight, from_hf, weights
 from easypipe.train.models.files import CONFIG, WeightFiles, model_folder, read_config, short
 
@@ -43,24 +44,47 @@ def load_pretrained(
     has all layers of one projection). Raises MissingFileError for files that are not there; ConfigError for a model of another kind, with
     the key of config.json; StateError for missing or unexpected weights, wrong shapes and damaged files; SourceError for the Hub.
     """
+    options: Any = {"dtype": dtype, "param_dtype": param_dtype or dtype, "remat": remat, "scan_layers": scan_layers}
+    found = find_pretrained(path_or_hub_name, revision=revision, **options)
+    mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
+    with states.on(mesh):
+        layout = states.layout_of(nnx.eval_shape(found.build), mesh)
+    module: Any = layout.merge(found.read(layout), {})
+    return module
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model whose config.json is read and whose weights are not."""
+
+    folder: Path
+    config: ModelConfig
+    hf_config: str
+
+    def build(self) -> Decoder:
+        """The decoder with new values, for `nnx.eval_shape`: its arrays say how the weights have to lie."""
+        decoder = Decoder(self.config, nnx.Rngs(0))
+        decoder.hf_config = self.hf_config
+        return decoder
+
+    def read(self, layout: states.ModelLayout) -> states.Arrays:
+        """The weights, by the decoder's names, laid out as `layout` says. Raises what load_pretrained does."""
+        named = weights(self.config)
+        with WeightFiles(self.folder) as files:
+            _check(files, named, layout.params, self.config.num_layers, tied=self.config.tie_embeddings)
+            return {name: _placed(files, named[name], wanted) for name, wanted in layout.params.items()}
+
+
+def find_pretrained(path_or_hub_name: str | Path, *, revision: str | None = None, **options: Any) -> Pretrained:
+    """What load_pretrained would load. options: fields of ModelConfig that config.json does not say. Raises what load_pretrained does."""
     folder = model_folder(path_or_hub_name, revision)
     hf, text = read_config(folder)
     config = from_hf(hf, at=str(folder / CONFIG))
     try:
-        config = dataclasses.replace(config, dtype=dtype, param_dtype=param_dtype or dtype, remat=remat, scan_layers=scan_layers)
+        config = dataclasses.replace(config, **options)
     except ConfigError as error:
         raise error.under("load_pretrained") from None
-    mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
-    with states.on(mesh):
-        abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
-    abstract.hf_config = text
-    layout = states.layout_of(abstract, mesh)
-    with WeightFiles(folder) as files:
-        named = weights(config)
-        _check(files, named, layout.params, config.num_layers, tied=config.tie_embeddings)
-        arrays = {name: _placed(files, named[name], wanted) for name, wanted in layout.params.items()}
-    module: Any = layout.merge(arrays, {})
-    return module
+    return Pretrained(folder, config, text)
 
 
 def _check(files: WeightFiles, named: dict[str, Weight], params: Any, num_layers: int, *, tied: bool) -> None:
