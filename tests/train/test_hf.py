@@ -18,9 +18,12 @@ from safetensors.numpy import load_file, save_file
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StateError
 from easypipe.train import load_pretrained, save_pretrained
 from easypipe.train.loss import loss_sums
+from easypipe.train.mesh import make_mesh
 from easypipe.train.model import Decoder, ModelConfig, RopeScaling, param_count
 from easypipe.train.models.families import from_hf, to_hf
+from easypipe.train.trainer import Trainer
 from train.hf_support import CONFIGS, GOLDENS, SHOWN, VOCAB, shapes, tensors, token_ids, write_model
+from train.runs import Arithmetic, settings
 
 call = nnx.jit(Decoder.__call__)
 
@@ -367,3 +370,14 @@ def test_parameters_of_a_loaded_model_train(folders):
     batch = {"input_ids": ids, "labels": np.roll(ids, -1, 1)}
     grads = jax.jit(jax.grad(lambda p: loss_sums(nnx.merge(graph, p), batch).loss_sum))(params)
     assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(grads)), "every weight takes part"
+
+
+def test_a_loaded_model_is_trained_and_saved_again(folders, tmp_path):
+    mesh = make_mesh(devices=jax.devices()[:1])
+    model = load_pretrained(folders["smollm2"], mesh=mesh)
+    result = Trainer(model, settings(tmp_path / "run", steps=3), Arithmetic(3), mesh=mesh).run()
+    saved = save_pretrained(result.model, tmp_path / "out")
+    assert json.loads((saved / "config.json").read_text()) == CONFIGS["smollm2"] | {"torch_dtype": "float32"}
+    before, after = load_file(folders["smollm2"] / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not any(np.array_equal(before[name], after[name]) for name in before), "every weight has moved"
