@@ -70,7 +70,7 @@ def measure(folder: Path) -> dict:
     }
     with states.on(trainer.mesh):
         batch = place_batch(Arithmetic().batch(1), trainer.mesh)
-        after, _ = trainer._train_step(state, batch)
+        after, _ = trainer.train_step(state, batch)
     saw["rows"] = sorted({str(shard.index[0]) for shard in batch["labels"].addressable_shards})
     saw["consumed"] = all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     saw["same_places"] = states.shardings(after) == states.shardings(states.abstract_state(trainer.layout, trainer.optimizer))

@@ -187,8 +187,8 @@ def test_a_batch_without_targets_is_refused_and_not_saved(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
-    with pytest.raises(TrainError, match=r"step 5: loss is nan .* Lower train\.optimizer\.learning_rate"):
-        trainer(tmp_path, train=Arithmetic(bad=5)).run()
+    with pytest.raises(TrainError, match=r"step 5: the loss is not finite.* Lower train\.optimizer\.learning_rate"):
+        trainer(tmp_path, train=Arithmetic(bad=5), on_nonfinite="stop").run()
     assert trainer(tmp_path).run().resumed_from == 4
 
 

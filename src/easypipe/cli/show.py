@@ -86,7 +86,7 @@ def training() -> Iterator[TrainListener]:
 def training_line(event: TrainEvent) -> str:
     """Loss, perplexity, gradient norm, learning rate, real tokens a second, MFU where the peak is known, time spent waiting for data."""
     r = event.record
-    parts = [f"loss {r['loss']:.4f}"]
+    parts = ["skipped: not finite" if r["loss"] is None else f"loss {r['loss']:.4f}"]
     for key, text in (
         ("ppl", "ppl {:.1f}"),
         ("grad_norm", "grad {:.2f}"),

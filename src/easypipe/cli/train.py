@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,7 +47,7 @@ def run_training(run: RunConfig) -> TrainResult:
 def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
-    console.print(f"trained {result.steps} steps{resumed}: loss {first['loss']:.4f} at first, {last['loss']:.4f} at last", highlight=False)
+    console.print(f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last", highlight=False)
     for name, seen in last.get("eval", {}).items():
         console.print(f"held out {name}: loss {seen['loss']:.4f}, ppl {seen['ppl']:.1f}", highlight=False)
     for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
@@ -54,6 +55,10 @@ def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
     if samples:
         for text in sample(run, result, samples):
             console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    return "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
 
 
 def sample(run: RunConfig, result: TrainResult, count: int) -> list[str]:

@@ -7,7 +7,7 @@ into `N.orbax-checkpoint-tmp` and renames it; what a killed process left behind 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,19 @@ class DamagedCheckpoint(StateError):
     """A checkpoint whose files are not what was committed: deleted, cut short or changed by something else."""
 
 
+class _Keep:
+    """Orbax's PreservationPolicy: the newest `newest`, and those that `owner` protects."""
+
+    def __init__(self, newest: int, owner: Checkpoints) -> None:
+        self._newest, self._owner = newest, owner
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        first = len(checkpoints) - self._newest
+        return [i >= first or one.step in self._owner.protected for i, one in enumerate(checkpoints)]
+
+
 class Checkpoints:
-    """The checkpoints in `folder`, of which the newest `keep` are kept. Close it, or use it as a context manager."""
+    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`. Close it, or use it as a context manager."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder = folder.absolute()  # Orbax refuses relative paths
@@ -36,13 +47,13 @@ class Checkpoints:
         context = ocp.Context()
         context.checkpointables.registry = registry
         context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
-        newest: Any = ocp.training.preservation_policies.LatestN(keep)
+        self.protected: set[int] = set()  # steps that are kept whatever their age
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._orbax = ocp.training.Checkpointer(
                 str(self.folder),
                 context=context,
-                preservation_policy=newest,
+                preservation_policy=_Keep(keep, self),
                 cleanup_tmp_directories=True,
             )
         except OSError as error:

@@ -47,6 +47,25 @@ class CheckpointConfig:
 
 
 @config
+class SpikeConfig:
+    """When a run goes back to its last good checkpoint: after `patience` bad steps in a row, whose loss is not finite, or more than
+    `threshold` standard deviations above the median of the last `window` good ones (measured by the median absolute deviation).
+    The batches since that checkpoint are skipped; rollbacks.jsonl says which documents they held.
+    """
+
+    window: int = 128  # good steps that say what is usual; none is judged before there were so many
+    threshold: float = 10.0  # standard deviations
+    patience: int = 3  # bad steps in a row
+    max_rollbacks: int = 5  # of a run; after one more the run stops
+
+    def check(self) -> None:
+        _at_least(self, 2, "window")
+        _at_least(self, 1, "patience", "max_rollbacks")
+        if not (math.isfinite(self.threshold) and self.threshold > 0):
+            raise ConfigError(at="threshold", problem=f"{self.threshold} is not a positive number", fix="10.0 is usual.")
+
+
+@config
 class TrainConfig:
     """One training run. `output_dir` holds checkpoints/, metrics.jsonl and loss.png."""
 
@@ -61,18 +80,24 @@ class TrainConfig:
     eval_every: int | None = None  # steps between evaluations; None: only after the last step
     eval_batches: int | None = None  # of each held-out loader; None: all it has
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    on_nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite: leave it out and go on, or stop
+    max_nonfinite: int = 10  # skipped steps in a row with which the run stops all the same
+    spikes: SpikeConfig | None = None  # go back to the last good checkpoint when the loss leaves its range; None: never
     resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
     resume_changes: tuple[
         str, ...
     ] = ()  # key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan
 
     def check(self) -> None:
-        _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches")
+        _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^32)")
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         check_mesh_axes(self.mesh)
+        if self.spikes is not None and self.on_nonfinite == "skip" and self.spikes.patience > self.max_nonfinite:
+            problem = f"{self.spikes.patience} bad steps, but the run stops after {self.max_nonfinite} that are not finite"
+            raise ConfigError(at="spikes.patience", problem=problem, fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.")
 
 
 def check_mesh_axes(axes: dict[str, int], at: str = "mesh") -> None:

@@ -1,4 +1,8 @@
-"""What a run tells those who watch it: the command line draws it, tests stop on it, the trainer knows neither."""
+"""What a run tells those who watch it: the command line draws it, tests stop on it, the trainer knows neither.
+
+A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of event, which may also ask the run to
+stop, and keep a state in its checkpoints. Neither ever sees an array: records hold Python numbers, read when the device had them ready.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,33 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 
+@dataclass
+class Control:
+    """What listeners ask of the run. reason: why it shall stop after the step it is at, saved, as if that were its last."""
+
+    reason: str | None = None
+
+    def stop(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainEvent:
     """Where the run stands after `step` of `steps`.
 
-    start: the state is ready (step > 0: it was restored); the first step will compile.   step: a line went to metrics.jsonl, `record`.
-    eval: batches of a held-out loader were seen; record has name, batches.   checkpoint: a save of this step began.
-    end: the last step is done and saved.
+    start: the state is ready (step > 0: it was restored); the first step will compile.
+    dispatch: `step` is about to be handed to the device (heard by callbacks only).
+    step: a line went to metrics.jsonl, `record`.   eval: batches of a held-out loader were seen; record has name, batches.
+    evaluated: all were; record has what each came to, by name.   checkpoint: a save of this step began.
+    rollback: the state is again that of the step record["to"]; what came behind it is skipped.   end: the last step is done and saved.
+    exception: the run ends with the error record["error"] (its text), after the last step that was read.
     """
 
-    kind: Literal["start", "step", "eval", "checkpoint", "end"]
+    kind: Literal["start", "dispatch", "step", "eval", "evaluated", "checkpoint", "rollback", "end", "exception"]
     step: int
     steps: int
     record: Mapping[str, Any] = field(default_factory=dict)
+    control: Control = field(default_factory=Control, compare=False)
 
 
 class TrainListener(Protocol):
@@ -30,3 +48,43 @@ class TrainListener(Protocol):
 
 def unheard(event: TrainEvent) -> None:
     """The listener of those who do not listen."""
+
+
+class Callback:
+    """A listener to subclass: override what you want to hear. `Trainer(..., callbacks=[MyCallback()])`.
+
+    Called in every process of a run: what writes files does so in one of them (`jax.process_index() == 0`).
+    """
+
+    def __call__(self, event: TrainEvent) -> None:
+        heard = _METHODS.get(event.kind)
+        if heard is not None:
+            getattr(self, heard)(event)
+
+    def on_init(self, event: TrainEvent) -> None: ...
+    def on_dispatch(self, event: TrainEvent) -> None: ...
+    def on_step(self, event: TrainEvent) -> None: ...
+    def on_eval(self, event: TrainEvent) -> None: ...
+    def on_save(self, event: TrainEvent) -> None: ...
+    def on_rollback(self, event: TrainEvent) -> None: ...
+    def on_end(self, event: TrainEvent) -> None: ...
+    def on_exception(self, event: TrainEvent) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON, saved with every checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, called before on_init where a checkpoint has one."""
+
+
+_METHODS = {
+    "start": "on_init",
+    "dispatch": "on_dispatch",
+    "step": "on_step",
+    "evaluated": "on_eval",
+    "checkpoint": "on_save",
+    "rollback": "on_rollback",
+    "end": "on_end",
+    "exception": "on_exception",
+}

@@ -47,7 +47,8 @@ class Meter:
     def read(self, step: int, metrics: Metrics) -> Record:
         """Waits for `metrics` of `step` and counts them into the interval.
 
-        Raises TrainError for a step without targets, and for a loss or gradient that is not finite.
+        loss, ppl, nll and grad_norm are None where they are not finite; skipped counts the batches so far that moved no parameter.
+        Raises TrainError for a step without targets.
         """
         host = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._tokens += host["num_tokens"]
@@ -56,12 +57,14 @@ class Meter:
         if metrics is self._pending:
             self._pending = None
         _check(step, host)
+        finite = {name: host[name] if math.isfinite(host[name]) else None for name in ("loss", "nll", "grad_norm")}
         return {
             "step": step,
-            "loss": host["loss"],
+            "loss": finite["loss"],
             "ppl": perplexity(host["nll"]),
-            "nll": host["nll"],
-            "grad_norm": host["grad_norm"],
+            "nll": finite["nll"],
+            "grad_norm": finite["grad_norm"],
+            "skipped": step - host["updates"],
             **({"learning_rate": host["learning_rate"]} if "learning_rate" in host else {}),  # an optimizer from Python tells none
             "num_tokens": host["num_tokens"],
             "num_targets": host["num_targets"],
@@ -90,18 +93,9 @@ class Meter:
 
 
 def _check(step: int, host: Mapping[str, Any]) -> None:
-    at = f"step {step}"
     if host["num_targets"] == 0:
         raise TrainError(
-            at=at,
+            at=f"step {step}",
             problem="every label of the batch is ignored (-100), so there is nothing to learn from",
             fix="Look at the rows' loss_mask.",
         )
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(host[name]):
-            around = ", ".join(f"{key} {host[key]:g}" for key in ("loss", "grad_norm", "learning_rate") if key in host)
-            raise TrainError(
-                at=at,
-                problem=f"{name} is {host[name]} ({around})",
-                fix="Lower train.optimizer.learning_rate, lengthen the warm-up, or look for labels outside the vocabulary.",
-            )

@@ -41,10 +41,13 @@ def make_train_step(
     Losses and gradients are summed over tokens and divided once by the
     number of targets: every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
-    learning_rate (Float32), num_targets, num_tokens (Int32, slots outside padding), attended (Float32, sum of squared segment lengths).
+    learning_rate (Float32), updates (Int32, steps not skipped so far),
+    num_targets, num_tokens (Int32, slots outside padding), attended (Float32, sum of squared segment lengths).
     schedule: None where the learning rate is not known; metrics have none then.
     curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice; default: `loss`. It sees the first
     micro-batch.
+    Law (non-finite steps): where the loss or grad_norm is not finite, the state comes back bit for bit as it was given: parameters,
+    moments, random counts, and `step`, which counts updates, so that the schedule stands still.
     Call inside `state.on(layout.mesh)`.
     """
     places = shardings(abstract_state(layout, optimizer))
@@ -87,7 +90,11 @@ def make_train_step(
         }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        return TrainState(optax.apply_updates(state.params, updates), rest, moments, state.step + 1), metrics
+        moved = TrainState(optax.apply_updates(state.params, updates), rest, moments, state.step + 1)
+        sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        # Elementwise, so that it is fused into the update: no array is read or written once more for it.
+        state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, state)
+        return state, metrics | {"updates": state.step}
 
     return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,40 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from easypipe.core.config import to_dict
-from easypipe.core.errors import ConfigError, StateError, TrainError, did_you_mean
+from easypipe.core.errors import ConfigError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
+from easypipe.train.checks import (
+    LOADER_PARTS,
+    MUST_MATCH,
+    builder,
+    check_changes,
+    is_under,
+    loader_state,
+    micro_batches,
+    resolve_steps,
+    saved_loader_state,
+)
 from easypipe.train.config import TrainConfig
-from easypipe.train.evaluate import held_out
-from easypipe.train.events import TrainEvent, TrainListener, unheard
+from easypipe.train.evaluate import HeldOut, held_out
+from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
 from easypipe.train.flops import flops_from_sums
+from easypipe.train.loop import Loop
 from easypipe.train.loss import loss_sums
-from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
-from easypipe.train.meter import Meter
+from easypipe.train.mesh import check_batch_size, make_mesh
 from easypipe.train.metrics import MetricsFile, Record
-from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.model import ModelConfig
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.peak import peak_flops
 from easypipe.train.plot import plot_loss
 from easypipe.train.schedules import make_schedule
-from easypipe.train.signals import Interrupted, StopSignals
+from easypipe.train.signals import StopSignals
 from easypipe.train.step import LossFn, make_eval_step, make_train_step
+from easypipe.train.watch import Watch
 
 logger = logging.getLogger("easypipe")
-
-LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
-_MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainConfig: what decides the numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,7 @@ class Trainer:
     where rows are packed. A batch is the batch of one optimizer step.
     loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`.
     run_config: the resolved configuration of the whole run, kept in every checkpoint for whoever reads it later.
+    listener, callbacks: hear how the run goes; see easypipe.train.events.
     optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
     `config.optimizer`.
     mesh: default: `make_mesh(config.mesh)`; give the loader the same one, and its batches are used where they lie.
@@ -85,27 +95,30 @@ class Trainer:
         loss: LossFn | None = None,
         run_config: Mapping[str, Any] | None = None,
         listener: TrainListener = unheard,
+        callbacks: Sequence[Callback] = (),
         mesh: Mesh | None = None,
         optimizer: optax.GradientTransformation | None = None,
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run; touches no file and makes no array."""
-        self.config, self.train, self.listener = config, train, listener
+        self.config, self.train, self.listener, self.control = config, train, listener, Control()
+        self.callbacks = tuple(callbacks)
         self.mesh = make_mesh(config.mesh) if mesh is None else mesh
-        self.steps = _resolve_steps(config, train)
+        self.steps = resolve_steps(config, train)
         self.output_dir = Path(config.output_dir).expanduser()
         self.metrics_path, self.plot_path = self.output_dir / "metrics.jsonl", self.output_dir / "loss.png"
-        self._evals = held_out(evals or {}, max_batches=config.eval_batches)
+        self.rollbacks_path, self._told = self.output_dir / "rollbacks.jsonl", 0
+        self.evals = held_out(evals or {}, max_batches=config.eval_batches)
         check_batch_size(train.batch_size, self.mesh, config.accumulate_steps)
-        self._in_micro_batches = _micro_batches("train.accumulate_steps", train, config.accumulate_steps)
-        for one in self._evals:
+        self.in_micro_batches = micro_batches("train.accumulate_steps", train, config.accumulate_steps)
+        for one in self.evals:
             one.check(self.mesh)
-            _micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
+            micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
         self._model_config = model if isinstance(model, ModelConfig) else None
         self._module = model if isinstance(model, nnx.Module) else None
-        self._build = _builder(model, config.seed)
+        self._build = builder(model, config.seed)
         self._own_optimizer = optimizer is not None
         self._run_config = to_dict(run_config or {})
-        _check_changes(config.resume_changes, self._identity())
+        check_changes(config.resume_changes, self._identity())
         # Shapes of any other module are asked for on one device: the mesh itself would refuse a size without naming the parameter.
         apart = self.mesh if self._model_config else make_mesh(devices=[self.mesh.devices.flat[0]])
         with states.on(apart):
@@ -123,7 +136,7 @@ class Trainer:
         schedule = None if self._own_optimizer else make_schedule(config.optimizer, self.steps)
         # A Pallas kernel has no second derivative; the plain XLA loss has.
         twice = loss or functools.partial(loss_sums, **options | {"implementation": options.get("implementation") or "chunked"})
-        self._train_step = make_train_step(
+        self.train_step = make_train_step(
             self.layout, self.optimizer, schedule, chosen, accumulate_steps=config.accumulate_steps, curvature_loss=twice
         )
         self._eval_step = make_eval_step(self.layout, chosen)
@@ -131,45 +144,57 @@ class Trainer:
     def run(self) -> TrainResult:
         """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
 
-        Raises Interrupted after SIGINT or SIGTERM, once the step reached is saved; TrainError for a batch without targets, a loss that
-        is not finite, and a loader that ends early; StateError for a checkpoint of another run; StorageError for what cannot be written.
+        Raises Interrupted after SIGINT or SIGTERM, once the step reached is saved; TrainError for a batch without targets, losses that
+        are not finite (see TrainConfig.on_nonfinite) or leave their range for ever, and a loader that ends early;
+        StateError for a checkpoint of another run; StorageError for what cannot be written.
         """
+        try:
+            return self._run()
+        except BaseException as error:
+            self.tell("exception", self._told, {"error": f"{type(error).__name__}: {error}"})
+            raise
+
+    def _run(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
             stack.enter_context(states.on(self.mesh))
             checkpoints = stack.enter_context(Checkpoints(self.output_dir / "checkpoints", keep=self.config.checkpoint.keep))
             stop = stack.enter_context(StopSignals())
-            state, begun = self._begin(checkpoints)
-            metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=begun or 0, write=_is_first())))
-            self._tell("start", begun or 0)
-            if (begun or 0) < self.steps:
-                state = self._loop(state, begun or 0, checkpoints, metrics, stop)
-            checkpoints.wait(self.steps)
+            watch, self.control = Watch(self.config), Control()
+            state, begun = self._begin(checkpoints, watch)
+            step = begun or 0
+            metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=_is_first())))
+            keep_books = watch.guards and _is_first()
+            rollbacks = stack.enter_context(contextlib.closing(MetricsFile(self.rollbacks_path, after_step=step, write=keep_books)))
+            self.tell("start", step)
+            if step < self.steps:
+                state, step = Loop(self, checkpoints, metrics, rollbacks, stop, watch).run(state, step)
+            checkpoints.wait(step)
             if metrics.first is None or metrics.last is None:
                 raise TrainError(
                     at=str(self.metrics_path), problem="holds no line, though the run is finished", fix="Give another output_dir."
                 )
             if _is_first():
                 plot_loss(self.metrics_path, self.plot_path)
-            self._tell("end", self.steps, metrics.last)
+            if self.control.reason is not None:
+                logger.warning("stopped at step %d of %d: %s", step, self.steps, self.control.reason)
+            self.tell("end", step, metrics.last)
             return TrainResult(
-                steps=self.steps,
+                steps=step,
                 resumed_from=begun,
                 first=metrics.first,
                 last=metrics.last,
                 output_dir=self.output_dir,
                 metrics=self.metrics_path,
                 plot=self.plot_path,
-                checkpoint=checkpoints.folder / str(self.steps),
+                checkpoint=checkpoints.folder / str(step),
                 model=self.layout.merge(self.optimizer.eval_params(state.optimizer, state.params), state.rest),
             )
 
-    def _begin(self, checkpoints: Checkpoints) -> tuple[states.TrainState, int | None]:
+    def _begin(self, checkpoints: Checkpoints, watch: Watch) -> tuple[states.TrainState, int | None]:
         """The state to go on from, and the step it was saved at (None: a new run)."""
         steps = checkpoints.steps()
         if not steps:
-            if self._module is not None:
-                return states.state_from(self._module, self.layout, self.optimizer), None
-            return states.init_state(self._build, self.layout, self.optimizer), None
+            return self.fresh(), None
         if not self.config.resume:
             raise ConfigError(
                 at="train.resume",
@@ -179,7 +204,7 @@ class Trainer:
         damaged: list[DamagedCheckpoint] = []
         for step in reversed(steps):
             try:
-                state = self._restore(checkpoints, step)
+                state = self._restore(checkpoints, step, watch)
             except DamagedCheckpoint as error:
                 damaged.append(error)
                 continue
@@ -188,156 +213,78 @@ class Trainer:
             return state, step
         raise damaged[0]  # beginning anew over a run that is there is for its owner to decide
 
-    def _restore(self, checkpoints: Checkpoints, step: int) -> states.TrainState:
+    def _restore(self, checkpoints: Checkpoints, step: int, watch: Watch) -> states.TrainState:
         saved = checkpoints.run(step)
         unlike = differences(saved["identity"], self._identity())
-        refused = {path: text for path, text in unlike.items() if not any(_under(path, key) for key in self.config.resume_changes)}
+        refused = {path: text for path, text in unlike.items() if not any(is_under(path, key) for key in self.config.resume_changes)}
         if refused:
             raise StateError(
                 at=str(checkpoints.folder / str(step)),
                 problem=f"belongs to another run: {listed(refused)}",
                 fix="Change that back, give another train.output_dir, or list it in train.resume_changes.",
             )
-        abstract = states.abstract_state(self.layout, self.optimizer)
-        arrays = checkpoints.load(step, states.flatten(abstract))
-        allowed = [part for part in LOADER_PARTS if any(_under(f"loader.{part}", key) for key in self.config.resume_changes)]
+        state = self.state_of(checkpoints, step)
+        allowed = [part for part in LOADER_PARTS if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)]
         loader: Any = self.train
-        loader.restore(_loader_state(loader, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
+        loader.restore(loader_state(loader, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
+        watch.restore(saved.get("watch"), step, checkpoints.steps())
+        if watch.guards:
+            checkpoints.protected = {watch.good}
+        for callback, told in zip(self.callbacks, saved.get("callbacks", ()), strict=False):
+            callback.restore(told)
         if unlike:
             logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
-        return states.unflatten(arrays, abstract)
-
-    def _loop(
-        self, state: states.TrainState, step: int, checkpoints: Checkpoints, metrics: MetricsFile, stop: StopSignals
-    ) -> states.TrainState:
-        meter = Meter(self._mfu)
-        batches: Any = iter(self.train)
-        unread = None
-        with contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext():
-            while step < self.steps:
-                batch = meter.next_batch(batches)
-                if batch is None:
-                    raise TrainError(
-                        at=f"step {step + 1}", problem=f"the loader ended, {self.steps} steps were asked for", fix="Set num_epochs: null."
-                    )
-                state, measured = self._train_step(state, place_batch(batch, self.mesh, in_micro_batches=self._in_micro_batches))
-                step += 1
-                if unread is not None:
-                    self._write(metrics, meter, *unread)
-                unread = (step, measured)
-                meter.push(measured)
-                save_due = step == self.steps or _due(step, self.config.checkpoint.every) or stop.received is not None
-                eval_due = step == self.steps or _due(step, self.config.eval_every)
-                if save_due or eval_due:  # both need to know that this step was sound
-                    self._write(metrics, meter, *unread, state=state if eval_due else None)
-                    unread = None
-                if save_due:
-                    metrics.sync()
-                    self._save(checkpoints, step, state)
-                if stop.received is not None and step < self.steps:
-                    checkpoints.wait(step)
-                    raise Interrupted(signum=stop.received, step=step, folder=str(checkpoints.folder))
         return state
 
-    def _write(self, metrics: MetricsFile, meter: Meter, step: int, measured: Any, *, state: states.TrainState | None = None) -> None:
-        """Reads what `step` measured, evaluates where a state is given, and writes the line if one is due."""
-        record = meter.read(step, measured)
-        evaluate = state is not None and bool(self._evals)
-        if not (evaluate or step == self.steps or step % self.config.log_every == 0):
-            return
-        record |= meter.rates()
-        if state is not None and evaluate:
-            record["eval"] = {one.name: self._evaluate(one, step, state) for one in self._evals}
-            meter.restart()
-        metrics.append(record)
-        self._tell("step", step, record)
+    def fresh(self) -> states.TrainState:
+        """The state before the first step."""
+        if self._module is not None:
+            return states.state_from(self._module, self.layout, self.optimizer)
+        return states.init_state(self._build, self.layout, self.optimizer)
 
-    def _evaluate(self, one: Any, step: int, state: states.TrainState) -> dict[str, Any]:
+    def state_of(self, checkpoints: Checkpoints, step: int) -> states.TrainState:
+        """The state after `step`, from its checkpoint; 0: before the first."""
+        if step == 0:
+            return self.fresh()
+        checkpoints.wait(step)
+        abstract = states.abstract_state(self.layout, self.optimizer)
+        return states.unflatten(checkpoints.load(step, states.flatten(abstract)), abstract)
+
+    def save(self, checkpoints: Checkpoints, step: int, state: states.TrainState, watch: Watch) -> None:
+        run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config), "watch": watch.state()}
+        told = [callback.state() for callback in self.callbacks]
+        checkpoints.save(step, states.flatten(state), {**run, "callbacks": told, "loader": saved_loader_state(self.train)})
+
+    def evaluate(self, step: int, state: states.TrainState) -> dict[str, Any]:
+        """What every held-out loader comes to, by name."""
         averaged = state._replace(params=self.optimizer.eval_params(state.optimizer, state.params))
-        heard = lambda seen: self._tell("eval", step, {"name": one.name, "batches": seen})  # noqa: E731
-        return one.evaluate(self._eval_step, averaged, self.mesh, heard)
 
-    def _save(self, checkpoints: Checkpoints, step: int, state: states.TrainState) -> None:
-        run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config)}
-        checkpoints.save(step, states.flatten(state), {**run, "loader": _saved_loader_state(self.train)})
-        self._tell("checkpoint", step)
+        def seen(one: HeldOut) -> dict[str, Any]:
+            return one.evaluate(
+                self._eval_step, averaged, self.mesh, lambda seen: self.tell("eval", step, {"name": one.name, "batches": seen})
+            )
+
+        return {one.name: seen(one) for one in self.evals}
+
+    def tell(self, kind: Any, step: int, record: Mapping[str, Any] | None = None) -> None:
+        self._told = step
+        event = TrainEvent(kind=kind, step=step, steps=self.steps, record=record or {}, control=self.control)
+        if kind != "dispatch":  # as often as steps, and with nothing to show
+            self.listener(event)
+        for callback in self.callbacks:
+            callback(event)
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same for a resumed run to be the same run."""
         optimizer = {"name": "given from Python"} if self._own_optimizer else self.config.optimizer.resolved()
-        train = {key: to_dict(getattr(self.config, key)) for key in _MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
+        train = {key: to_dict(getattr(self.config, key)) for key in MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
         return {"model": to_dict(self._model_config), "train": train, "loader": {"batch_size": self.train.batch_size}}
 
-    def _mfu(self, num_tokens: float, attended: float, seconds: float) -> float | None:
+    def mfu(self, num_tokens: float, attended: float, seconds: float) -> float | None:
         peak = peak_flops(self.mesh.devices.flat[0])
         if peak is None or self._model_config is None:
             return None
         return flops_from_sums(self._model_config, num_tokens, attended) / seconds / (peak * self.mesh.size)
-
-    def _tell(self, kind: Any, step: int, record: Mapping[str, Any] | None = None) -> None:
-        self.listener(TrainEvent(kind=kind, step=step, steps=self.steps, record=record or {}))
-
-
-def _builder(model: Any, seed: int) -> Callable[[], nnx.Module]:
-    if isinstance(model, ModelConfig):
-        return lambda: Decoder(model, nnx.Rngs(seed))
-    return lambda: model(nnx.Rngs(seed))
-
-
-def _resolve_steps(config: TrainConfig, train: BatchLoader) -> int:
-    try:
-        batches = len(train)
-    except TypeError:
-        batches = None
-    if config.steps is None:
-        if batches is None:
-            raise ConfigError(at="train.steps", problem="not given, and the loader never ends", fix="Say how many steps to train.")
-        return batches
-    if batches is not None and config.steps > batches:
-        raise ConfigError(
-            at="train.steps",
-            problem=f"{config.steps} steps, but the loader ends after {batches} batches",
-            fix=f"Give at most {batches}, or set num_epochs: null in the loader.",
-        )
-    return config.steps
-
-
-def _micro_batches(at: str, loader: BatchLoader, pieces: int) -> bool:
-    """Whether the loader yields [A, B/A, ...] already. Raises ConfigError where its A is not `pieces`."""
-    cut = getattr(loader, "accumulation_steps", 1)
-    if cut in (1, pieces):
-        return cut > 1
-    raise ConfigError(
-        at=at,
-        problem=f"{pieces}, but the loader cuts its batches into {cut} micro-batches",
-        fix=f"Use the same number, {pieces} or {cut}, for both.",
-    )
-
-
-def _saved_loader_state(loader: BatchLoader) -> Any:
-    """JSON text where the state can write itself as such, else the state, which then is plain JSON."""
-    state = loader.state()
-    return {"text": state.to_json()} if hasattr(state, "to_json") else {"value": state}
-
-
-def _loader_state(loader: BatchLoader, saved: Mapping[str, Any]) -> Any:
-    return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
-
-
-def _under(path: str, key: str) -> bool:
-    return path == key or path.startswith(f"{key}.")
-
-
-def _check_changes(changes: tuple[str, ...], identity: Mapping[str, Any]) -> None:
-    known = [*identity, *differences({}, identity), *(f"train.{key}" for key in _MUST_MATCH), *(f"loader.{part}" for part in LOADER_PARTS)]
-    for key in changes:
-        if key not in known:
-            problem = f"{key!r} is nothing that a checkpoint is compared by"
-            raise ConfigError(at="train.resume_changes", problem=problem, have=sorted(set(known)), fix=did_you_mean(key, known))
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
 
 
 def _is_first() -> bool:

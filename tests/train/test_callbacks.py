@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import jax
+import pytest
+
+from easypipe.train.events import Callback
+from easypipe.train.mesh import make_mesh
+from easypipe.train.metrics import read_metrics
+from easypipe.train.trainer import Trainer
+from train.runs import Arithmetic, Tiny, numbers, settings
+
+MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
+
+
+class Patient(Callback):
+    """Remembers what it heard, and stops the run with its `most`-th evaluation."""
+
+    def __init__(self, most=None, fail=None):
+        self.most, self.fail, self.heard, self.seen, self.begun_with = most, fail, [], 0, None
+
+    def on_init(self, event):
+        self.heard.append(("init", event.step))
+        self.begun_with = self.seen
+
+    def on_dispatch(self, event):
+        self.heard.append(("dispatch", event.step))
+
+    def on_step(self, event):
+        self.heard.append(("step", event.step))
+        assert all(isinstance(value, int | float | dict | None) for value in event.record.values())
+        if event.step == self.fail:
+            raise RuntimeError("enough")
+
+    def on_eval(self, event):
+        self.heard.append(("eval", event.step))
+        assert event.record["held"]["loss"] > 0
+        self.seen += 1
+        if self.seen == self.most:
+            event.control.stop("seen enough")
+
+    def on_save(self, event):
+        self.heard.append(("save", event.step))
+
+    def on_end(self, event):
+        self.heard.append(("end", event.step))
+
+    def on_exception(self, event):
+        self.heard.append(("exception", event.step, event.record["error"]))
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = state["seen"]
+
+
+def run(folder, callback, **changes):
+    held = {"held": Arithmetic(1, seed=7)}
+    return Trainer(Tiny, settings(folder, steps=6, eval_every=2, **changes), Arithmetic(), held, callbacks=[callback], mesh=MESH).run()
+
+
+def test_callbacks_hear_numbers_in_order_and_a_step_is_dispatched_before_the_last_one_is_read(tmp_path):
+    heard = Patient()
+    run(tmp_path, heard)
+    assert heard.heard[:9] == [
+        ("init", 0),
+        ("dispatch", 1),
+        ("dispatch", 2),
+        ("step", 1),
+        ("eval", 2),
+        ("step", 2),
+        ("dispatch", 3),
+        ("dispatch", 4),
+        ("step", 3),
+    ]
+    assert [one for one in heard.heard if one[0] in ("save", "end")] == [("save", 4), ("save", 6), ("end", 6)]
+
+
+def test_a_callback_may_end_the_run_and_its_state_is_in_the_checkpoint(tmp_path, caplog):
+    run(tmp_path / "whole", Patient())
+    early = run(tmp_path / "early", Patient(most=1))
+    assert (early.steps, early.checkpoint.name, early.last["step"]) == (2, "2", 2)
+    assert "stopped at step 2 of 6: seen enough" in caplog.text
+    more = Patient()
+    assert run(tmp_path / "early", more).resumed_from == 2
+    assert more.begun_with == 1
+    whole, cut = (numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "early"))
+    assert whole == cut
+
+
+def test_callbacks_hear_of_the_error_that_ends_a_run(tmp_path):
+    failing = Patient(fail=3)
+    with pytest.raises(RuntimeError, match="enough"):
+        run(tmp_path, failing)
+    assert failing.heard[-1] == ("exception", 3, "RuntimeError: enough")

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from easypipe.core.config import from_dict
+from easypipe.core.errors import ConfigError, TrainError
+from easypipe.train import state as states
+from easypipe.train.config import CheckpointConfig, SpikeConfig, TrainConfig
+from easypipe.train.mesh import make_mesh, place_batch
+from easypipe.train.metrics import read_metrics
+from easypipe.train.trainer import Trainer
+from easypipe.train.watch import Watch
+from train.runs import Arithmetic, Tiny, numbers, settings
+
+MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
+
+
+class Shaken(Arithmetic):
+    """Batches of `bad_steps` have labels outside the vocabulary; those of `odd_steps` teach something else, at a high loss."""
+
+    def __init__(self, bad_steps=(), odd_steps=(), **how):
+        super().__init__(**how)
+        self.bad_steps, self.odd_steps = bad_steps, odd_steps
+
+    def batch(self, t):
+        batch = super().batch(t)
+        if t in self.bad_steps:
+            batch["labels"][0, 0] = 37
+        if t in self.odd_steps:
+            batch["labels"] = np.where(batch["labels"] >= 0, (batch["labels"] * 7 + 11) % 32, -100).astype(np.int32)
+        return batch
+
+
+def trainer(folder, train, *, listener=lambda event: None, **changes):
+    return Trainer(Tiny, settings(folder, **changes), train, listener=listener, mesh=MESH)
+
+
+def lines(folder):
+    return numbers(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path):
+    run = trainer(tmp_path, Shaken())
+    with states.on(MESH):
+        state = run.fresh()
+        state, _ = run.train_step(state, place_batch(Shaken().batch(1), MESH))
+        before = jax.device_get(states.flatten(state))
+        state, measured = run.train_step(state, place_batch(Shaken((2,)).batch(2), MESH))
+        after = jax.device_get(states.flatten(state))
+        assert math.isnan(float(measured["loss"]))
+        assert int(measured["updates"]) == int(after["step"]) == 1
+        assert before.keys() == after.keys()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+        state, measured = run.train_step(state, place_batch(Shaken().batch(3), MESH))
+    assert int(measured["updates"]) == 2
+    assert not np.array_equal(before["params/table.embedding"], jax.device_get(state.params["table.embedding"]))
+
+
+def test_skipped_steps_are_counted_and_the_others_are_those_of_a_run_without_them(tmp_path, caplog):
+    result = trainer(tmp_path / "shaken", Shaken((3, 4, 7))).run()
+    records = lines(tmp_path / "shaken")
+    assert [r["step"] for r in records if r["loss"] is None] == [3, 4, 7]
+    assert [r["skipped"] for r in records] == [0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert caplog.text.count("skipped, its loss is not finite at learning rate") == 3
+    assert result.plot.exists()
+
+    class Without(Arithmetic):
+        def __iter__(self):
+            for t in (1, 2, 5, 6, 8, 9, 10, 11, 12):
+                yield self.batch(t)
+
+    trainer(tmp_path / "without", Without(), steps=9, optimizer=settings("x").optimizer).run()
+    sound = [r for r in records if r["loss"] is not None]
+    assert [r["loss"] for r in sound[:4]] == [r["loss"] for r in lines(tmp_path / "without")[:4]]  # the schedules end elsewhere
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path):
+    with pytest.raises(TrainError, match=r"step 6: 3 steps in a row were skipped: the loss is not finite at learning rate .*Lower train\."):
+        trainer(tmp_path, Shaken((2, 4, 5, 6)), max_nonfinite=3).run()
+
+
+SPIKES = SpikeConfig(window=4, threshold=6.0, patience=2)
+ROUGH = {"odd_steps": (14, 15, 20), "bad_steps": (9, 24, 25)}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def rough(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rough")
+    events = []
+    trainer(folder, Shaken(**ROUGH), steps=30, spikes=SPIKES, listener=events.append).run()
+    return folder, events
+
+
+def test_a_spike_rolls_back_and_skips_the_window(rough):
+    folder, events = rough
+    assert [(e.step, e.record["to"]) for e in events if e.kind == "rollback"] == [(15, 12), (25, 21)]
+    records = lines(folder)
+    assert [r["step"] for r in records] == list(range(1, 31))
+    # 9 was skipped, 13 to 15 were undone; the save that was due at 20, in doubt, was made at 21
+    assert [records[i - 1]["skipped"] for i in (8, 9, 15, 16)] == [0, 1, 1, 4]
+    books = read_metrics(folder / "rollbacks.jsonl")
+    assert [(b["step"], b["to"], b["batch_of_step"]) for b in books if b["step"] == 15] == [(15, 12, s) for s in (13, 14, 15)]
+    assert records[-1]["loss"] < 1.2 * records[12]["loss"]
+
+
+@pytest.mark.parametrize("stop", [9, 15, 20, 25])
+def test_stopped_anywhere_a_rough_run_goes_on_bit_for_bit(rough, tmp_path, stop):
+    def listener(event):
+        if event.kind == "step" and event.step == stop:
+            raise Stop
+
+    with pytest.raises(Stop):
+        trainer(tmp_path, Shaken(**ROUGH), steps=30, spikes=SPIKES, listener=listener).run()
+    trainer(tmp_path, Shaken(**ROUGH), steps=30, spikes=SPIKES).run()
+    assert lines(tmp_path) == lines(rough[0])
+    assert (tmp_path / "rollbacks.jsonl").read_bytes() == (rough[0] / "rollbacks.jsonl").read_bytes()
+
+
+def test_the_good_checkpoint_is_kept_and_the_documents_are_told(tmp_path):
+    class Segment:
+        dataset, file, row, token_start, token_stop = "d", "f.txt", 3, 0, 9
+
+    class Explaining(Shaken):
+        def explain(self, step):
+            row = type("Row", (), {"row": 0, "segments": [Segment]})
+            return type("Batch", (), {"rows": [row]})
+
+    def listener(event):
+        if event.kind == "rollback":
+            assert (tmp_path / "checkpoints/12").is_dir()
+
+    loader = Explaining(odd_steps=(14, 15))
+    trainer(tmp_path, loader, steps=16, spikes=SPIKES, listener=listener, checkpoint=CheckpointConfig(every=4, keep=1)).run()
+    first = json.loads((tmp_path / "rollbacks.jsonl").read_text().splitlines()[0])
+    place = {"row_of_batch": 0, "dataset": "d", "file": "f.txt", "row": 3, "token_start": 0, "token_stop": 9}
+    assert first == {"step": 15, "to": 12, "batch_of_step": 13, "documents": [place]}
+
+
+def test_a_run_that_spikes_for_ever_stops(tmp_path):
+    loader = Shaken(odd_steps=range(9, 40))
+    with pytest.raises(TrainError, match=r"the loss left its range again after 2 roll-backs\. Lower train\.optimizer\.learning_rate"):
+        trainer(tmp_path, loader, steps=30, spikes=SpikeConfig(window=4, threshold=6.0, patience=2, max_rollbacks=2)).run()
+
+
+def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
+    trainer(tmp_path, Shaken(bad_steps=(2, 3)), steps=8, spikes=SPIKES).run()
+    assert lines(tmp_path)[3]["skipped"] == 3
+
+
+def test_the_limit_is_robust():
+    watch = Watch(TrainConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
+    record = {"grad_norm": 1.0}
+    for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 500.0], start=1):
+        assert watch.limit() is None
+        watch.judge({"step": step, "loss": loss, **record})
+    assert watch.limit() == pytest.approx(3.0 + 2.0 * 1.4826 * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"on_nonfinite": "ignore"}, "on_nonfinite: "),
+        ({"max_nonfinite": 0}, "max_nonfinite: 0 is too small. Give at least 1."),
+        ({"spikes": {"window": 1}}, "spikes.window: 1 is too small. Give at least 2."),
+        ({"spikes": {"threshold": 0.0}}, "spikes.threshold: 0.0 is not a positive number"),
+        ({"spikes": {"patience": 0}}, "spikes.patience: 0 is too small. Give at least 1."),
+        ({"spikes": {"max_rollbacks": 0}}, "spikes.max_rollbacks: 0 is too small. Give at least 1."),
+        ({"spikes": {"patience": 11}}, "spikes.patience: 11 bad steps, but the run stops after 10 that are not finite."),
+    ],
+)
+def test_bad_values_are_refused(values, message):
+    with pytest.raises(ConfigError) as error:
+        from_dict(TrainConfig, {"output_dir": "out", **values})
+    assert str(error.value).startswith(message)
