@@ -75,6 +75,7 @@ def test_metrics_count_targets_and_real_tokens():
     lengths = batch["segment_ids"].sum(axis=1)
     assert metrics["num_targets"] == (batch["labels"] != -100).sum()
     assert metrics["num_tokens"] == lengths.sum()
+    assert metrics["num_slots"] == batch["input_ids"].size
     assert metrics["attended"] == (lengths**2).sum()
 
 

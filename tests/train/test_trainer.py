@@ -69,6 +69,10 @@ def test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model(finished):
     assert records[0]["tokens_per_second"] is None
     assert all(r["tokens_per_second"] > 0 and 0 <= r["data_wait"] <= 1 and r["mfu"] is None for r in records[1:])
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["12", "8"]
+    for r, t in zip(records, range(1, STEPS + 1), strict=True):
+        batch = Arithmetic().batch(t)
+        tokens = (batch["segment_ids"] > 0).sum()
+        assert (r["fill"], r["trained_share"]) == (tokens / (ROWS * LENGTH), (batch["labels"] != -100).sum() / tokens)
     assert result.checkpoint.is_dir()
     assert result.plot.read_bytes()[:4] == b"\x89PNG"
     assert result.model.hidden(np.zeros((1, 3), np.int32)).shape == (1, 3, 8)

@@ -48,6 +48,7 @@ class Meter:
         """Waits for `metrics` of `step` and counts them into the interval.
 
         loss, ppl, nll and grad_norm are None where they are not finite; skipped counts the batches so far that moved no parameter.
+        fill is the share of slots outside padding, trained_share that of their tokens whose successor is predicted.
         Raises TrainError for a step without targets.
         """
         host = {name: value.item() for name, value in jax.device_get(metrics).items()}
@@ -68,6 +69,8 @@ class Meter:
             **({"learning_rate": host["learning_rate"]} if "learning_rate" in host else {}),  # an optimizer from Python tells none
             "num_tokens": host["num_tokens"],
             "num_targets": host["num_targets"],
+            "fill": host["num_tokens"] / host["num_slots"],
+            "trained_share": host["num_targets"] / max(1, host["num_tokens"]),  # a label may stand on padding
         }
 
     def rates(self) -> Record:

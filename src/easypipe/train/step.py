@@ -42,7 +42,7 @@ def make_train_step(
     number of targets: every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
     learning_rate (Float32), updates (Int32, steps not skipped so far),
-    num_targets, num_tokens (Int32, slots outside padding), attended (Float32, sum of squared segment lengths).
+    num_targets, num_tokens (Int32, slots outside padding), num_slots (Int32), attended (Float32, sum of squared segment lengths).
     schedule: None where the learning rate is not known; metrics have none then.
     curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice; default: `loss`. It sees the first
     micro-batch.
@@ -139,4 +139,4 @@ def _count(batch: Mapping[str, jax.Array]) -> Metrics:
     segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
     position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape))
     num_tokens, attended = segment_sums(segment_ids, position_ids)
-    return {"num_tokens": num_tokens, "attended": attended}
+    return {"num_tokens": num_tokens, "attended": attended, "num_slots": jnp.int32(ids.size)}
