@@ -151,7 +151,8 @@ def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) ->
         return higher, terms_B, sums_B + jnp.where(here_B, z_B, 0.0), following_B
 
     zeros_B = jnp.zeros(columns, jnp.float32)
-    start = jnp.float32(LOWEST), zeros_B, zeros_B, _load(logits_ref, row, 0, columns)
+    first = row - row  # not 0: jax 0.12 refuses a slice that it knows to reach past the end, though the mask reads nothing there
+    start = jnp.float32(LOWEST), zeros_B, zeros_B, _load(logits_ref, row, first, columns)
     best, terms_B, sums_B, _ = jax.lax.fori_loop(0, blocks, step, start)
     is_local = (label >= 0) & (label < vocab)
     x_label = plgpu.load(logits_ref.at[row, jnp.where(is_local, label, 0)]).astype(jnp.float32)
