@@ -209,8 +209,8 @@ def assert_labels(batch: Mapping[str, np.ndarray], loss_mask: np.ndarray | None 
 def assert_contiguous(
     batch: Mapping[str, np.ndarray], documents: Sequence[tuple[Sequence[int], Sequence[int]]], *, joined: bool = False
 ) -> None:
-    """The rows of `batch`, in their order, are `documents` (ids and loss mask of each) one behind the other, each token once; and each but a
-    document's first is a label once, if it is a target, also where a row ends within the document. joined: each but the first of all.
+    """The rows of `batch`, in their order, are `documents` (ids and loss mask of each) one behind the other, each token once; and each but
+    a document's first is a label once, if it is a target, also where a row ends within the document. joined: each but the first of all.
     """
     ids, segments, positions, labels = (np.asarray(batch[c]) for c in (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, LABELS))
     slots = ids.shape[1]
