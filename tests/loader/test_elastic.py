@@ -63,6 +63,7 @@ class Share:
 
     def __init__(self, batch_size: int, processes: int, process: int) -> None:
         self.local_rows = np.array_split(np.arange(batch_size), processes)[process]
+        self.whole = processes == 1
 
     def place(self, batch):
         return batch

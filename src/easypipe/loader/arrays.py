@@ -10,13 +10,13 @@ import xxhash
 from numpy.typing import ArrayLike
 
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import Shard
+from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 
 READ_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, LABELS, LOOK_AHEAD)
 
 
-class Arrays:
+class Arrays(ShardedDataSource):
     """Arrays in memory as a source of one shard."""
 
     def __init__(self, columns: Mapping[str, ArrayLike | Sequence[ArrayLike]]) -> None:
