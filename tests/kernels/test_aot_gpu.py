@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh
 from aot import Program, array, arrays
 from easypipe.kernels import pallas_gpu
 from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
+from easypipe.kernels.stats import Inputs
 
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 PLUGIN = next((version for version in (13, 12) if f"jax-cuda{version}-plugin" in INSTALLED), None)
@@ -110,7 +111,7 @@ def test_the_fused_forward_pass_compiles_for_hopper(layout):
     arguments = array(mesh, (tokens, width), jnp.bfloat16), array(mesh, head, jnp.bfloat16), array(mesh, (tokens,), jnp.int32)
 
     def stats(hidden, head, labels):
-        return pallas_gpu.stats(hidden, head, None, labels, layout=layout, soft_cap=None, block={"fused_splits": 33})
+        return pallas_gpu.stats(Inputs(hidden, head, None, labels), layout=layout, soft_cap=None, block={"fused_splits": 33})
 
     program = compiled(mesh, stats, *arguments)
     print(f"fused forward {layout}: {program.temp_bytes / MIB:.1f} MiB of temporaries")

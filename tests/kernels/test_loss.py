@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from easypipe.core.errors import ConfigError
 from easypipe.kernels import chunked, reference
 from easypipe.kernels.api import fused_cross_entropy, fused_linear_cross_entropy, sequence_log_probs, token_log_probs
-from easypipe.kernels.stats import Objective
+from easypipe.kernels.stats import Cotangents, Inputs, Objective
 from loss_support import IGNORE, Case, case, oracle
 from strategies import examples
 
@@ -127,13 +127,13 @@ def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
             head = given.head if layout == "dv" else given.head.T
             arrays = [None if array is None else jnp.asarray(array, jnp.bfloat16) for array in (given.hidden, head, bias)]
             labels = jnp.asarray([-1, 19, 25, *given.labels[3:]], jnp.int32)
-            cotangents = [jnp.asarray(np.random.default_rng(i).normal(size=13), jnp.float32) for i in range(3)]
-            want = reference.stats(*arrays, labels, layout=layout, soft_cap=cap)
-            for ours_, theirs in zip(chunked.stats(*arrays, labels, layout=layout, soft_cap=cap, block=block), want, strict=True):
+            cotangents = Cotangents(*(jnp.asarray(np.random.default_rng(i).normal(size=13), jnp.float32) for i in range(3)))
+            inputs = Inputs(*arrays, labels)
+            want = reference.stats(inputs, layout=layout, soft_cap=cap)
+            for ours_, theirs in zip(chunked.stats(inputs, layout=layout, soft_cap=cap, block=block), want, strict=True):
                 np.testing.assert_allclose(ours_, theirs, rtol=1e-6, atol=1e-6)
             both = [
-                module.gradients(*arrays, labels, want.lse, *cotangents, layout=layout, soft_cap=cap, block=block)
-                for module in (chunked, reference)
+                module.gradients(inputs, want.lse, cotangents, layout=layout, soft_cap=cap, block=block) for module in (chunked, reference)
             ]
             for ours_, theirs in zip(jax.tree.leaves(both[0]), jax.tree.leaves(both[1]), strict=True):
                 assert ours_.dtype == theirs.dtype == jnp.bfloat16
@@ -148,7 +148,8 @@ def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, chunk_size)
         hidden, head, labels, bias, weights = map(jnp.asarray, given)
         weights = jnp.where(labels == IGNORE, 0.0, weights)
         _, grads = chunked.loss_gradients(
-            *(hidden, head, bias, labels, weights),
+            Inputs(hidden, head, bias, labels),
+            weights,
             layout="dv",
             soft_cap=None,
             objective=Objective(0.1, 0.2, 19),

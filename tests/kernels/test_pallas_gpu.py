@@ -14,7 +14,7 @@ import pytest
 
 from easypipe.kernels import pallas_gpu, reference, rows
 from easypipe.kernels.pallas_gpu_rows import RowBlock
-from easypipe.kernels.stats import Objective, loss_cotangents
+from easypipe.kernels.stats import Cotangents, Inputs, Objective, loss_cotangents
 
 SMALL = {"slab_mib": 0, "row_columns": 64}  # slabs of 128 tokens or columns, rows in several steps
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -27,7 +27,7 @@ def inputs(tokens, width, vocab, layout, bias, dtype, seed=0):
     cotangents = rng.normal(size=(3, tokens)) * (rng.random(tokens) < 0.8)  # ignored tokens: all three are 0
     arrays = (jnp.asarray(rng.normal(size=(tokens, width)), dtype), jnp.asarray(head, dtype))
     bias_V = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
-    return (*arrays, bias_V, jnp.asarray(labels, jnp.int32)), tuple(jnp.asarray(cotangents, jnp.float32))
+    return Inputs(*arrays, bias_V, jnp.asarray(labels, jnp.int32)), Cotangents(*jnp.asarray(cotangents, jnp.float32))
 
 
 def wide(arrays) -> Any:
@@ -54,16 +54,16 @@ def test_the_strict_kernels_equal_the_reference(tokens, width, vocab, layout, bi
     with jax.enable_x64(True):
         arrays, cotangents = inputs(tokens, width, vocab, layout, bias, dtype)
         options = {"layout": layout, "soft_cap": soft_cap}
-        exact = reference.stats(*wide(arrays), **options)
+        exact = reference.stats(wide(arrays), **options)
         rounding = 1e-5 if dtype == jnp.float32 else 2e-2
         run = options | {"block": SMALL, "interpret": True}
-        ours = jax.jit(functools.partial(pallas_gpu.stats, **run))(*arrays)
+        ours = jax.jit(functools.partial(pallas_gpu.stats, **run))(arrays)
         for value, wanted in zip(ours, exact, strict=True):
             assert value.shape == (tokens,)
             assert value.dtype == jnp.float32
             np.testing.assert_allclose(value, wanted, rtol=rounding, atol=rounding * float(jnp.abs(exact.best).max() + vocab**0.5))
-        gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(*arrays, ours.lse, *cotangents)
-        wanted: Any = reference.gradients(*(*wide(arrays), exact.lse, *wide(cotangents)), **options)
+        gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(arrays, ours.lse, cotangents)
+        wanted: Any = reference.gradients(wide(arrays), exact.lse, wide(cotangents), **options)
         for like, value, target in zip((arrays[0], arrays[1], arrays[2]), gradients, wanted, strict=True):
             assert (value is None) == (like is None)
             if value is not None and like is not None:
@@ -86,14 +86,14 @@ def test_the_rows_equal_those_of_xla(vocab, soft_cap):
         np.testing.assert_allclose(value, target, rtol=2e-5, atol=2e-5)
     assert not np.asarray(dx)[np.asarray(weights) == 0].any(), "a token without weight has no gradient, not even a small one"
     np.testing.assert_allclose(jnp.stack(pallas_gpu.row_stats(logits, labels, **options)), jnp.stack(stats), rtol=1e-6)
-    apart = pallas_gpu.row_gradients(logits, labels, stats.lse, *loss_cotangents(stats.lse, weights, objective), **options)
+    apart = pallas_gpu.row_gradients(logits, labels, stats.lse, loss_cotangents(stats.lse, weights, objective), **options)
     np.testing.assert_allclose(apart, dx, rtol=1e-6, atol=1e-7)
 
 
 def test_float32_gradients_are_given_where_they_are_asked_for():
     arrays, cotangents = inputs(16, 4, 24, "vd", True, jnp.bfloat16)
     run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, grad_dtype=jnp.float32, interpret=True)
-    gradients = jax.eval_shape(run, *arrays, cotangents[0], *cotangents)
+    gradients = jax.eval_shape(run, arrays, cotangents[0], cotangents)
     assert {value.dtype for value in gradients} == {jnp.dtype("float32")}
 
 
@@ -124,10 +124,10 @@ def test_the_program_for_cuda_holds_the_kernels_and_no_logits(layout):
     tokens, width, vocab = 512, 64, 2048
 
     def loss(hidden, head, labels):
-        stats = pallas_gpu.stats(hidden, head, None, labels, layout=layout, soft_cap=None)
+        stats = pallas_gpu.stats(Inputs(hidden, head, None, labels), layout=layout, soft_cap=None)
         cotangents = loss_cotangents(stats.lse, jnp.ones(tokens), Objective(vocab=vocab))
         return stats.lse - stats.target, pallas_gpu.gradients(
-            hidden, head, None, labels, stats.lse, *cotangents, layout=layout, soft_cap=None
+            Inputs(hidden, head, None, labels), stats.lse, cotangents, layout=layout, soft_cap=None
         )
 
     shapes = [(tokens, width), (width, vocab) if layout == "dv" else (vocab, width)]

@@ -17,6 +17,7 @@ PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from easypipe.kernels import pallas_gpu_fused as fused, reference
+from easypipe.kernels.stats import Inputs
 
 rng = np.random.default_rng(0)
 tokens, width, vocab = 256, 128, 384
@@ -27,7 +28,7 @@ for layout, soft_cap, splits in [("vd", None, 2), ("dv", 4.0, 5)]:
     labels = jnp.asarray(rng.integers(-1, vocab + 1, tokens), jnp.int32)
     ours = fused.stats(hidden, head, labels, layout=layout, soft_cap=soft_cap, splits=splits, interpret=interpret)
     wide = hidden.astype(jnp.float32), head.astype(jnp.float32)
-    exact = reference.stats(*wide, None, labels, layout=layout, soft_cap=soft_cap)
+    exact = reference.stats(Inputs(*wide, None, labels), layout=layout, soft_cap=soft_cap)
     for value, wanted in zip(ours, exact, strict=True):
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-3)
 print("all equal")

@@ -18,7 +18,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.kernels import pallas_tpu, reference, rows
 from easypipe.kernels.api import fused_linear_cross_entropy
 from easypipe.kernels.pallas_tpu_blocks import V5E, V7X, Blocks, plan_blocks, sizes_of
-from easypipe.kernels.stats import Objective
+from easypipe.kernels.stats import Cotangents, Inputs, Objective
 from strategies import examples
 
 SIDE = 128  # the smallest tile
@@ -62,17 +62,17 @@ def check(
     options: Any = {"layout": layout, "soft_cap": soft_cap}
     with jax.enable_x64(True):
         exact_inputs = [None if array is None else array.astype(jnp.float64) for array in (hidden, head, offsets)]
-        exact = reference.stats(*exact_inputs, labels, **options)
-        exact_grads = reference.gradients(*exact_inputs, labels, exact.lse, *(g.astype(jnp.float64) for g in cotangents), **options)
+        exact = reference.stats(Inputs(*exact_inputs, labels), **options)
+        exact_g = Cotangents(*(g.astype(jnp.float64) for g in cotangents))
+        exact_grads = reference.gradients(Inputs(*exact_inputs, labels), exact.lse, exact_g, **options)
         lse = exact.lse.astype(jnp.float32)
-    ours = jax.jit(lambda *given: pallas_tpu.stats(*given, **options, block=block, interpret=interpret))(hidden, head, offsets, labels)
+    given = Inputs(hidden, head, offsets, labels)
+    ours = jax.jit(lambda given: pallas_tpu.stats(given, **options, block=block, interpret=interpret))(given)
     for one, other in zip(ours, exact, strict=True):
         assert one.dtype == jnp.float32
         close(one, other, 2e-6)
     gradients = jax.jit(lambda *given: pallas_tpu.gradients(*given, **options, block=block, interpret=interpret))
-    for one, other, like in zip(
-        gradients(hidden, head, offsets, labels, lse, *cotangents), exact_grads, (hidden, head, offsets), strict=True
-    ):
+    for one, other, like in zip(gradients(given, lse, Cotangents(*cotangents)), exact_grads, given[:3], strict=True):
         if like is None:
             assert one is None
         else:
@@ -102,7 +102,7 @@ def test_any_shape_with_the_blocks_that_are_planned(tokens, width, vocab, device
 
 def test_gradients_in_float32_where_they_are_asked_for():
     hidden, head, _, labels, cotangents = inputs(128, 64, 256, jnp.bfloat16)
-    arguments = hidden, head, None, labels, jnp.full(128, 6.0, jnp.float32), *cotangents
+    arguments = Inputs(hidden, head, None, labels), jnp.full(128, 6.0, jnp.float32), Cotangents(*cotangents)
     options: Any = {"layout": "dv", "soft_cap": None, "grad_dtype": jnp.float32}
     ours = pallas_tpu.gradients(*arguments, **options, block=blocks(back_width=64), interpret=watched(1))
     exact = reference.gradients(*arguments, **options)
@@ -115,7 +115,7 @@ def test_tokens_without_a_cotangent_add_nothing():
     hidden, head, _, labels, _ = inputs(130, 64, 256, jnp.float32)
     zero = jnp.zeros(130, jnp.float32)
     options: Any = {"layout": "dv", "soft_cap": None, "block": blocks(back_width=64), "interpret": watched(1)}
-    grads = pallas_tpu.gradients(hidden, head, None, labels, zero, zero, zero, zero, **options)
+    grads = pallas_tpu.gradients(Inputs(hidden, head, None, labels), zero, Cotangents(zero, zero, zero), **options)
     assert not grads.hidden.any()
     assert not grads.lm_head.any()
 
@@ -150,9 +150,9 @@ def test_rows(tokens, vocab, dtype, soft_cap):
         np.testing.assert_array_equal(one, two)
     assert dx.dtype == dtype
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
-    g = [jnp.asarray(rng.normal(size=tokens), jnp.float32) for _ in range(3)]
-    dx = pallas_tpu.row_gradients(logits, labels, stats.lse, *g, soft_cap=soft_cap, interpret=interpret)
-    exact_dx = rows.row_gradients(logits.astype(jnp.float32), labels, stats.lse, *g, soft_cap=soft_cap)
+    g = Cotangents(*(jnp.asarray(rng.normal(size=tokens), jnp.float32) for _ in range(3)))
+    dx = pallas_tpu.row_gradients(logits, labels, stats.lse, g, soft_cap=soft_cap, interpret=interpret)
+    exact_dx = rows.row_gradients(logits.astype(jnp.float32), labels, stats.lse, g, soft_cap=soft_cap)
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
     assert no_races()
 
@@ -190,13 +190,13 @@ def test_blocks_that_do_not_fit_the_problem_are_refused():
     hidden, head, _, labels, _ = inputs(300, 64, 300, jnp.float32)
     wrong = blocks(2, tokens=200, back_width=48)
     with pytest.raises(ConfigError) as caught:
-        pallas_tpu.stats(hidden, head, None, labels, layout="dv", soft_cap=None, block=wrong)
+        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=wrong)
     for reason in ("no multiple of rows", "does not divide a width of 64", "3 tiles of 128 tokens are no equal shares for 2 cores"):
         assert reason in str(caught.value)
     with pytest.raises(ConfigError, match=r"forward needs [\d.]+ MiB of VMEM; there are 64"):
-        pallas_tpu.stats(hidden, head, None, labels, layout="dv", soft_cap=None, block=blocks(tokens=1 << 20, back_width=64))
+        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(tokens=1 << 20, back_width=64))
     with pytest.raises(ConfigError, match="resident needs back_parts 1, back_width 64 and back_rows that divide 300 tokens"):
-        pallas_tpu.stats(hidden, head, None, labels, layout="dv", soft_cap=None, block=blocks(resident=1))
+        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(resident=1))
 
 
 def test_an_old_tpu_is_refused(monkeypatch):

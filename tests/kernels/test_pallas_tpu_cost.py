@@ -9,7 +9,7 @@ import pytest
 import kernel_costs
 from easypipe.kernels import pallas_tpu_backward, pallas_tpu_forward, pallas_tpu_rows
 from easypipe.kernels.pallas_tpu_blocks import V5E, V5P, V6E, V7X, backward_bytes, forward_bytes, least_bytes, plan_blocks, sizes_of
-from easypipe.kernels.stats import Objective
+from easypipe.kernels.stats import Cotangents, Inputs, Objective
 
 DEVICES = {"v5e": V5E, "v5p": V5P, "v6e": V6E, "tpu7x": V7X}
 SHAPES = [(8192, 2048, 32_768), (32_768, 4096, 128_256), (32_768, 4096, 32_064)]  # the last: a quarter of a vocabulary
@@ -28,11 +28,13 @@ def test_bytes_near_the_least_and_no_flops_too_many(device, tokens, width, vocab
     assert backward_bytes(blocks, sizes) <= 1.3 * least_backward
     hidden, head, labels = shape((tokens, width), "bfloat16"), shape((width, vocab), "bfloat16"), shape((tokens,), "int32")
     scalars = shape((tokens,), "float32")
-    counted = kernel_costs.cost(lambda h, w, t: pallas_tpu_forward.stats(h, w, None, t, "dv", None, blocks, False), hidden, head, labels)
+    counted = kernel_costs.cost(
+        lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, blocks, False), hidden, head, labels
+    )
     assert counted.bytes == pytest.approx(forward_bytes(blocks, sizes), rel=0.01)
     assert counted.flops <= 1.05 * 2 * tokens * width * vocab
     counted = kernel_costs.cost(
-        lambda h, w, t, s: pallas_tpu_backward.gradients(h, w, None, t, s, (s, s, s), "dv", None, None, blocks, False),
+        lambda h, w, t, s: pallas_tpu_backward.gradients(Inputs(h, w, None, t), s, Cotangents(s, s, s), "dv", None, None, blocks, False),
         *(hidden, head, labels, scalars),
     )
     assert counted.bytes == pytest.approx(backward_bytes(blocks, sizes), rel=0.01)
@@ -53,6 +55,6 @@ def test_the_count_sees_what_is_moved_again():
     sizes = sizes_of(8192, 2048, 32_768, "bfloat16")
     small = plan_blocks(V5E, sizes)._replace(tokens=1024)
     arguments = shape((8192, 2048), "bfloat16"), shape((2048, 32_768), "bfloat16"), shape((8192,), "int32")
-    counted = kernel_costs.cost(lambda h, w, t: pallas_tpu_forward.stats(h, w, None, t, "dv", None, small, False), *arguments)
+    counted = kernel_costs.cost(lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, small, False), *arguments)
     assert counted.bytes > 8 * 2048 * 32_768 * 2
     assert counted.bytes == pytest.approx(forward_bytes(small, sizes), rel=0.01)

@@ -28,6 +28,7 @@ from easypipe.kernels.pallas_tpu_blocks import (
     plan_blocks,
     sizes_of,
 )
+from easypipe.kernels.stats import Inputs
 from easypipe.kernels.tuning import Entry, blocks_for, bucket, extend_table, package_table, read_table
 
 CHUNK = Entry(
@@ -164,10 +165,10 @@ def test_blocks_of_the_table_reach_the_kernel(user_table, monkeypatch):
             )
         ],
     )
-    program = jax.make_jaxpr(lambda: pallas_tpu.stats(hidden, head, None, jnp.zeros(300, jnp.int32), layout="dv", soft_cap=None))()
+    program = jax.make_jaxpr(lambda: pallas_tpu.stats(Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None))()
     assert "grid=(1, 3, 4, 1)" in str(program)
     user_table.unlink()
-    program = jax.make_jaxpr(lambda: pallas_tpu.stats(hidden, head, None, jnp.zeros(300, jnp.int32), layout="dv", soft_cap=None))()
+    program = jax.make_jaxpr(lambda: pallas_tpu.stats(Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None))()
     assert "grid=(1, 3, 4, 1)" not in str(program)
 
 

@@ -242,7 +242,7 @@ def sequence_log_probs(
 def _stats(call: Call) -> LogitStats:
     """The stats, differentiable."""
     if call.plan.is_reference:
-        return reference.stats(*call.inputs, layout=call.plan.layout, soft_cap=call.plan.soft_cap)
+        return reference.stats(call.inputs, layout=call.plan.layout, soft_cap=call.plan.soft_cap)
     stats: Any = differentiable.logit_stats(call.inputs, call.plan)  # custom_vjp hides its type
     return stats
 

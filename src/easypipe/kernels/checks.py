@@ -17,8 +17,7 @@ from jax.core import Tracer
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.kernels import choice
 from easypipe.kernels.choice import FAVOURITES, Implementation, LossSharding, Plan, Rule
-from easypipe.kernels.sharded import Inputs
-from easypipe.kernels.stats import Layout, accumulator_dtype, varying_axes, varying_like
+from easypipe.kernels.stats import Inputs, Layout, accumulator_dtype, varying_axes, varying_like
 
 logger = logging.getLogger("easypipe")
 DTYPES = ("bfloat16", "float32", "float64")

@@ -22,7 +22,9 @@ from jax.typing import DTypeLike
 
 from easypipe.kernels import rows
 from easypipe.kernels.stats import (
+    Cotangents,
     Gradients,
+    Inputs,
     Layout,
     LogitStats,
     Objective,
@@ -45,18 +47,9 @@ def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: 
     return []
 
 
-def stats(
-    hidden: Array,
-    lm_head: Array,
-    bias: Array | None,
-    labels: Array,
-    *,
-    layout: Layout,
-    soft_cap: float | None,
-    block: tuple[int, int] | None = None,
-) -> LogitStats:
+def stats(inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None = None) -> LogitStats:
     """Kernel.stats by an online log-sum-exp over tiles of the vocabulary (Milakov and Gimelshein, 2018)."""
-    tiles = _Tiles(hidden, lm_head, bias, labels, layout, soft_cap, block)
+    tiles = _Tiles(inputs, layout, soft_cap, block)
 
     def tokens(i: Array, out: LogitStats) -> LogitStats:
         def columns(j: Array, running: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
@@ -80,14 +73,9 @@ def stats(
 
 
 def gradients(
-    hidden: Array,
-    lm_head: Array,
-    bias: Array | None,
-    labels: Array,
+    inputs: Inputs,
     lse: Array,
-    g_lse: Array,
-    g_target: Array,
-    g_sum: Array,
+    g: Cotangents,
     *,
     layout: Layout,
     soft_cap: float | None,
@@ -95,8 +83,9 @@ def gradients(
     grad_dtype: DTypeLike | None = None,
 ) -> Gradients:
     """Kernel.gradients. One pass over the tiles gives both where the float32 sums of d_hidden may stand; else each has its own."""
-    tiles = _Tiles(hidden, lm_head, bias, labels, layout, soft_cap, block)
-    cotangents = tuple(array.astype(tiles.dtype) for array in (lse, g_lse, g_target, g_sum))
+    hidden, lm_head, bias, _ = inputs
+    tiles = _Tiles(inputs, layout, soft_cap, block)
+    cotangents = tuple(array.astype(tiles.dtype) for array in (lse, *g))
     hidden_dtype = jnp.dtype(grad_dtype or hidden.dtype)
     one_pass = hidden_dtype == tiles.dtype or hidden.size * tiles.dtype.itemsize <= HIDDEN_BYTES
 
@@ -138,17 +127,8 @@ class _Tiles:
     columns that no tile before it had.
     """
 
-    def __init__(
-        self,
-        hidden: Array,
-        lm_head: Array,
-        bias: Array | None,
-        labels: Array,
-        layout: Layout,
-        soft_cap: float | None,
-        block: tuple[int, int] | None,
-    ) -> None:
-        self.hidden, self.lm_head, self.bias, self.labels = hidden, lm_head, bias, labels
+    def __init__(self, inputs: Inputs, layout: Layout, soft_cap: float | None, block: tuple[int, int] | None) -> None:
+        self.hidden, self.lm_head, self.bias, self.labels = hidden, lm_head, _, _ = inputs
         self.layout, self.soft_cap = layout, soft_cap
         self.dtype = accumulator_dtype(hidden, lm_head)
         self.vocab_axis = layout.index("v")
@@ -206,10 +186,7 @@ class _Tiles:
 
 
 def loss_gradients(
-    hidden: Array,
-    lm_head: Array,
-    bias: Array | None,
-    labels: Array,
+    inputs: Inputs,
     weights: Array,
     *,
     layout: Layout,
@@ -226,6 +203,7 @@ def loss_gradients(
     kernel: what of stats.RowKernel it has is used. vocab_axes: manual mesh axes over which the vocabulary lies; `d_hidden` comes back
     summed over them. grad_dtype: of the head's and the bias's gradient. vocab_block: see VOCAB_BLOCK.
     """
+    hidden, lm_head, bias, labels = inputs
     num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
     num_chunks, chunk = chunk_shape(num_tokens, chunk_size)
     head_dtype = jnp.dtype(grad_dtype or lm_head.dtype)
@@ -284,7 +262,7 @@ def _row_step(
     local = getattr(kernel, "row_stats", rows.row_stats)(logits, labels, soft_cap=soft_cap)
     stats = merge_shards(local, vocab_axes)
     cotangents = loss_cotangents(stats.lse, weights, objective)
-    return getattr(kernel, "row_gradients", rows.row_gradients)(logits, labels, stats.lse, *cotangents, soft_cap=soft_cap), stats
+    return getattr(kernel, "row_gradients", rows.row_gradients)(logits, labels, stats.lse, cotangents, soft_cap=soft_cap), stats
 
 
 def _add_product(d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None) -> Array:

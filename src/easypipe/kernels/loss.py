@@ -16,8 +16,7 @@ from jax import Array
 
 from easypipe.kernels import sharded
 from easypipe.kernels.choice import Plan
-from easypipe.kernels.sharded import Inputs
-from easypipe.kernels.stats import Gradients, LogitStats, Objective, token_losses
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, LogitStats, Objective, token_losses
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -33,7 +32,7 @@ def _stats_forward(inputs: Inputs, plan: Plan) -> tuple[LogitStats, tuple[Inputs
 
 def _stats_backward(plan: Plan, residuals: tuple[Inputs, Array], g: LogitStats) -> tuple[Inputs]:
     inputs, lse = residuals
-    return (_cotangent(sharded.gradients(inputs, lse, (g.lse, g.target, g.sum), plan)),)
+    return (_cotangent(sharded.gradients(inputs, lse, Cotangents(g.lse, g.target, g.sum), plan)),)
 
 
 logit_stats.defvjp(_stats_forward, _stats_backward)
@@ -74,7 +73,7 @@ def _rows_forward(logits: Array, labels: Array, plan: Plan):
 
 def _rows_backward(plan: Plan, residuals: tuple[Array, Array, Array], g: LogitStats):
     logits, labels, lse = residuals
-    return sharded.row_gradients(logits, labels, lse, (g.lse, g.target, g.sum), plan), None
+    return sharded.row_gradients(logits, labels, lse, Cotangents(g.lse, g.target, g.sum), plan), None
 
 
 stats_of_logits.defvjp(_rows_forward, _rows_backward)

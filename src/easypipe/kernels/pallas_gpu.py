@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from easypipe.kernels import pallas_gpu_rows as rows
 from easypipe.kernels.pallas_gpu_rows import RowBlock, row_gradients, row_stats, row_step
-from easypipe.kernels.stats import Gradients, Layout, LogitStats, vocab_size
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, LogitStats, vocab_size
 from easypipe.kernels.tuning import blocks_for, device_kind
 
 __all__ = ["DEFAULT_BLOCKS", "gradients", "neighbours", "refusals", "row_gradients", "row_stats", "row_step", "stats"]
@@ -60,10 +60,7 @@ def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: 
 
 
 def stats(
-    hidden: Float[Array, "T D"],
-    lm_head: Array,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
+    inputs: Inputs,
     *,
     layout: Layout,
     soft_cap: float | None,
@@ -71,6 +68,7 @@ def stats(
     interpret: bool = False,
 ) -> LogitStats:
     """The four sums (see stats.Kernel)."""
+    hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
     if sizes["fused_splits"]:
         from easypipe.kernels import pallas_gpu_fused as fused  # a second to import, and seldom asked for
@@ -107,14 +105,9 @@ def stats(
 
 
 def gradients(
-    hidden: Float[Array, "T D"],
-    lm_head: Array,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
+    inputs: Inputs,
     lse: Float[Array, " T"],
-    g_lse: Float[Array, " T"],
-    g_target: Float[Array, " T"],
-    g_sum: Float[Array, " T"],
+    g: Cotangents,
     *,
     layout: Layout,
     soft_cap: float | None,
@@ -123,8 +116,9 @@ def gradients(
     interpret: bool = False,
 ) -> Gradients:
     """The gradients of the three sums (see stats.Kernel)."""
+    hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
-    asked, per_token = hidden.shape[0], (labels, lse, g_lse, g_target, g_sum)
+    asked, per_token = hidden.shape[0], (labels, lse, *g)
     hidden, per_token = _whole_vectors(hidden, per_token)
     num_tokens, width = hidden.shape
     vocab, axis = vocab_size(lm_head, layout), 1 if layout == "dv" else 0
@@ -134,13 +128,15 @@ def gradients(
     def of_group(carry: tuple[Array, Array, Array | None], hidden: Array, start: Any, size: int) -> tuple[Array, Array, Array | None]:
         d_hidden, d_head, d_bias = carry
         hidden_GD = jax.lax.dynamic_slice_in_dim(hidden, start, size)
-        labels_G, *scalars = (jax.lax.dynamic_slice_in_dim(array, start, size) for array in per_token)
+        labels_G, lse_G, *g_G = (jax.lax.dynamic_slice_in_dim(array, start, size) for array in per_token)
 
         def slab(carry: tuple[Array, Array, Array | None], hidden_GD: Array, first: Any, count: int) -> tuple[Array, Array, Array | None]:
             d_hidden_GD, d_head, d_bias = carry
             head_N, bias_N = _columns(lm_head, bias, first, count, layout)
             logits_GN = _logits(hidden_GD, head_N, bias_N, layout)
-            dx_GN = rows.row_gradients(logits_GN, labels_G - first, *scalars, soft_cap=soft_cap, block=row_block, interpret=interpret)
+            dx_GN = rows.row_gradients(
+                logits_GN, labels_G - first, lse_G, Cotangents(*g_G), soft_cap=soft_cap, block=row_block, interpret=interpret
+            )
             d_hidden_GD += jnp.einsum("gn,dn->gd" if axis else "gn,nd->gd", dx_GN, head_N, preferred_element_type=jnp.float32)
             product = "gd,gn->dn" if axis else "gn,gd->nd"
             factors = (hidden_GD, dx_GN) if axis else (dx_GN, hidden_GD)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Int
 
-from easypipe.kernels.stats import LogitStats, Objective, loss_cotangents
+from easypipe.kernels.stats import Cotangents, LogitStats, Objective, loss_cotangents
 
 LOWEST = -1e30  # stands for -inf: inf - inf would be nan in a row that has met no column yet
 
@@ -45,9 +45,7 @@ def row_gradients(
     logits: Float[Array, "C V"],
     labels: Int[Array, " C"],
     lse: Float[Array, " C"],
-    g_lse: Float[Array, " C"],
-    g_target: Float[Array, " C"],
-    g_sum: Float[Array, " C"],
+    g: Cotangents,
     *,
     soft_cap: float | None,
     block: RowBlock | None = None,
@@ -55,8 +53,7 @@ def row_gradients(
 ) -> Float[Array, "C V"]:
     """dx (see stats.Kernel.gradients) in the buffer of the logits; reads and writes them once."""
     kernel = functools.partial(_gradients_kernel, soft_cap=soft_cap, columns=_columns(block, logits))
-    scalars = (labels, lse, g_lse, g_target, g_sum)
-    return _call(kernel, "easypipe_row_gradients", logits, scalars, 0, logits.dtype, block, interpret)[0]
+    return _call(kernel, "easypipe_row_gradients", logits, (labels, lse, *g), 0, logits.dtype, block, interpret)[0]
 
 
 def row_step(
@@ -109,7 +106,7 @@ def _gradients_kernel(
     logits_ref, labels_ref, lse_ref, g_lse_ref, g_target_ref, g_sum_ref, dx_ref, *, soft_cap: float | None, columns: int
 ) -> None:
     row = pl.program_id(0)
-    cotangents = g_lse_ref[row], g_target_ref[row], g_sum_ref[row]
+    cotangents = Cotangents(g_lse_ref[row], g_target_ref[row], g_sum_ref[row])
     _walk_gradients(logits_ref, dx_ref, row, labels_ref[row], lse_ref[row], cotangents, soft_cap, columns)
 
 
@@ -160,19 +157,16 @@ def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) ->
     return best + jnp.log(jnp.sum(terms_B)), target, jnp.sum(sums_B), best
 
 
-def _walk_gradients(
-    logits_ref, dx_ref, row, label, lse, cotangents: tuple[Array, Array, Array], soft_cap: float | None, columns: int
-) -> None:
+def _walk_gradients(logits_ref, dx_ref, row, label, lse, g: Cotangents, soft_cap: float | None, columns: int) -> None:
     """The last block first: it was read last, so it is still in the cache."""
     vocab = logits_ref.shape[1]
     blocks = pl.cdiv(vocab, columns)
-    g_lse, g_target, g_sum = cotangents
 
     def step(done: Array, _: None) -> None:
         i = blocks - 1 - done.astype(jnp.int32)
         ids_B = _ids(i, columns)
         z_B = capped(_load(logits_ref, row, i, columns), soft_cap)
-        dz_B = jnp.exp(z_B - lse) * g_lse + jnp.where(ids_B == label, g_target, 0.0) + g_sum
+        dz_B = jnp.exp(z_B - lse) * g.lse + jnp.where(ids_B == label, g.target, 0.0) + g.sum
         if soft_cap is not None:
             dz_B = dz_B * (1.0 - (z_B * (1.0 / soft_cap)) ** 2)
         plgpu.store(dx_ref.at[row, pl.ds(i * columns, columns)], dz_B.astype(dx_ref.dtype), mask=ids_B < vocab)

@@ -34,7 +34,7 @@ from easypipe.kernels.pallas_tpu_blocks import (
     rounded,
     sizes_of,
 )
-from easypipe.kernels.stats import Gradients, Layout, LogitStats, Objective, vocab_size
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, LogitStats, Objective, vocab_size
 
 NAME = "pallas_tpu"
 DTYPES = ("bfloat16", "float32")
@@ -62,10 +62,7 @@ def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: 
 
 
 def stats(
-    hidden: Float[Array, "T D"],
-    lm_head: Array,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
+    inputs: Inputs,
     *,
     layout: Layout,
     soft_cap: float | None,
@@ -73,20 +70,14 @@ def stats(
     interpret: Any = False,
 ) -> LogitStats:
     """Kernel.stats. `interpret`: True or pltpu.InterpretParams, to run without a TPU."""
-    lm_head, layout, _ = _as_it_lies(lm_head, layout)
-    blocks = _blocks(block, hidden, lm_head, layout)
-    return pallas_tpu_forward.stats(hidden, lm_head, bias, labels, layout, soft_cap, blocks, interpret)
+    inputs, layout, _ = _as_it_lies(inputs, layout)
+    return pallas_tpu_forward.stats(inputs, layout, soft_cap, _blocks(block, inputs, layout), interpret)
 
 
 def gradients(
-    hidden: Float[Array, "T D"],
-    lm_head: Array,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
+    inputs: Inputs,
     lse: Float[Array, " T"],
-    g_lse: Float[Array, " T"],
-    g_target: Float[Array, " T"],
-    g_sum: Float[Array, " T"],
+    g: Cotangents,
     *,
     layout: Layout,
     soft_cap: float | None,
@@ -95,11 +86,9 @@ def gradients(
     interpret: Any = False,
 ) -> Gradients:
     """Kernel.gradients; sums are kept in float32 (to one unit in its last place) in between."""
-    lm_head, layout, turned = _as_it_lies(lm_head, layout)
-    blocks = _blocks(block, hidden, lm_head, layout, grad_dtype)
-    grads = pallas_tpu_backward.gradients(
-        hidden, lm_head, bias, labels, lse, (g_lse, g_target, g_sum), layout, soft_cap, grad_dtype, blocks, interpret
-    )
+    inputs, layout, turned = _as_it_lies(inputs, layout)
+    blocks = _blocks(block, inputs, layout, grad_dtype)
+    grads = pallas_tpu_backward.gradients(inputs, lse, g, layout, soft_cap, grad_dtype, blocks, interpret)
     return grads._replace(lm_head=grads.lm_head.T) if turned else grads
 
 
@@ -112,15 +101,13 @@ def row_gradients(
     logits: Float[Array, "C V"],
     labels: Int[Array, " C"],
     lse: Float[Array, " C"],
-    g_lse: Float[Array, " C"],
-    g_target: Float[Array, " C"],
-    g_sum: Float[Array, " C"],
+    g: Cotangents,
     *,
     soft_cap: float | None,
     interpret: Any = False,
 ) -> Float[Array, "C V"]:
     """RowKernel.row_gradients: one reading, and one writing to the same place."""
-    return pallas_tpu_rows.row_gradients(logits, labels, lse, (g_lse, g_target, g_sum), soft_cap, _device(), interpret)
+    return pallas_tpu_rows.row_gradients(logits, labels, lse, g, soft_cap, _device(), interpret)
 
 
 def row_step(
@@ -136,29 +123,27 @@ def row_step(
     return pallas_tpu_rows.row_step(logits, labels, weights, objective, soft_cap, _device(), interpret)
 
 
-def _blocks(
-    given: Mapping[str, int] | Blocks | None, hidden: Any, lm_head: Any, layout: Layout, grad_dtype: DTypeLike | None = None
-) -> Blocks:
+def _blocks(given: Mapping[str, int] | Blocks | None, inputs: Inputs, layout: Layout, grad_dtype: DTypeLike | None = None) -> Blocks:
     """Those given, refused where they are wrong; else those of the tuning table for the device that is compiled for; else as planned."""
     device, kind = _device(), tuning.device_kind()
-    (tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
-    sizes = sizes_of(tokens, width, vocab, hidden.dtype, grad_dtype)
+    (tokens, width), vocab, dtype = inputs.hidden.shape, vocab_size(inputs.lm_head, layout), inputs.hidden.dtype
+    sizes = sizes_of(tokens, width, vocab, dtype, grad_dtype)
     if given is not None:
         blocks = given if isinstance(given, Blocks) else as_blocks(given)
         if reasons := refused_blocks(blocks, device, sizes):
             raise ConfigError(at="pallas_tpu.blocks", problem="; ".join(reasons), fix="Leave them None: they are planned for the device.")
         return blocks
-    found = tuning.blocks_for(kind, NAME, tokens, width, vocab, hidden.dtype, default=lambda: plan_blocks(device, sizes)._asdict())
+    found = tuning.blocks_for(kind, NAME, tokens, width, vocab, dtype, default=lambda: plan_blocks(device, sizes)._asdict())
     return fitted(as_blocks(found), device, sizes)
 
 
-def _as_it_lies(lm_head: Array, layout: Layout) -> tuple[Array, Layout, bool]:
-    """`(lm_head, layout, whether it was transposed)`. A TPU stores a matrix with that dimension last which needs less padding to tiles of 8
-    by 128; read so, nothing is copied: the transpose here is but another name for the same bytes."""
-    rows, columns = lm_head.shape
+def _as_it_lies(inputs: Inputs, layout: Layout) -> tuple[Inputs, Layout, bool]:
+    """`(inputs, layout, whether lm_head was transposed)`. A TPU stores a matrix with that dimension last which needs less padding to tiles
+    of 8 by 128; read so, nothing is copied: the transpose here is but another name for the same bytes."""
+    rows, columns = inputs.lm_head.shape
     if rounded(rows, 8) * rounded(columns) <= rounded(columns, 8) * rounded(rows):
-        return lm_head, layout, False
-    return lm_head.T, "vd" if layout == "dv" else "dv", True
+        return inputs, layout, False
+    return inputs._replace(lm_head=inputs.lm_head.T), "vd" if layout == "dv" else "dv", True
 
 
 def _device() -> Device:

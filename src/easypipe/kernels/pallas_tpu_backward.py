@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from easypipe.kernels.pallas_tpu_blocks import COLUMN_STEP, LANES, SLACK, WIDTH_STEP, Blocks, backward_vmem, cdiv, sizes_of
 from easypipe.kernels.pallas_tpu_forward import ROWS
 from easypipe.kernels.pallas_tpu_loops import in_steps, logits, product, shape_like
-from easypipe.kernels.stats import Gradients, Layout, soft_cap_slope, varying_like
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, soft_cap_slope, varying_like
 
 LABEL, LSE, G_LSE, G_TARGET, G_SUM = range(5)  # rows of what is known of each token
 
@@ -48,19 +48,10 @@ class Problem(NamedTuple):
 
 
 def gradients(
-    hidden: Array,
-    lm_head: Array,
-    bias: Array | None,
-    labels: Array,
-    lse: Array,
-    cotangents: tuple[Array, Array, Array],
-    layout: Layout,
-    soft_cap: float | None,
-    grad_dtype: Any,
-    blocks: Blocks,
-    interpret: Any,
+    inputs: Inputs, lse: Array, g: Cotangents, layout: Layout, soft_cap: float | None, grad_dtype: Any, blocks: Blocks, interpret: Any
 ) -> Gradients:
     """`Kernel.gradients` of stats.py."""
+    hidden, lm_head, bias, labels = inputs
     tokens, width = hidden.shape
     vocab = lm_head.shape[1 if layout == "dv" else 0]
     hidden_dtype, head_dtype = (grad_dtype or hidden.dtype), (grad_dtype or lm_head.dtype)
@@ -68,7 +59,7 @@ def gradients(
     problem = Problem(tokens, width, vocab, layout, soft_cap, bias is not None, hidden_dtype == jnp.bfloat16, blocks, vmem)
     local = jnp.where(labels < vocab, labels, -1).astype(jnp.float32)  # float32 holds ids below 2**24
     nothing = jnp.zeros_like(lse)
-    known_8T = jnp.stack([local, lse, *cotangents, nothing, nothing, nothing]).astype(jnp.float32)
+    known_8T = jnp.stack([local, lse, *g, nothing, nothing, nothing]).astype(jnp.float32)
     bias_1V = None if bias is None else bias.astype(jnp.float32)[None, :]
     run = _resident if blocks.resident else _streaming
     d_hidden, d_head, d_bias = run(hidden, lm_head, known_8T, bias_1V, problem, head_dtype, interpret)

@@ -21,33 +21,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from easypipe.kernels.pallas_tpu_blocks import SLACK, Blocks, cdiv, forward_vmem, sizes_of
 from easypipe.kernels.pallas_tpu_loops import LOWEST, logits, shape_like
-from easypipe.kernels.stats import Layout, LogitStats
+from easypipe.kernels.stats import Inputs, Layout, LogitStats
 
 BEST, TOTAL, TARGET, SUM = range(4)  # rows of the result
 ROWS = 8  # of float32 that a TPU stores together
 
 
-def stats(
-    hidden: Array,
-    lm_head: Array,
-    bias: Array | None,
-    labels: Array,
-    layout: Layout,
-    soft_cap: float | None,
-    blocks: Blocks,
-    interpret: Any,
-) -> LogitStats:
+def stats(inputs: Inputs, layout: Layout, soft_cap: float | None, blocks: Blocks, interpret: Any) -> LogitStats:
     """`Kernel.stats` of stats.py."""
-    rows_P8T = _call(hidden, lm_head, bias, labels, layout, soft_cap, blocks, interpret)
+    rows_P8T = _call(inputs, layout, soft_cap, blocks, interpret)
     best_PT, total_PT = rows_P8T[:, BEST], rows_P8T[:, TOTAL]
     lse_T = jax.nn.logsumexp(best_PT + jnp.log(total_PT), axis=0)
     return LogitStats(lse_T, rows_P8T[:, TARGET].sum(axis=0), rows_P8T[:, SUM].sum(axis=0), best_PT.max(axis=0))
 
 
-def _call(
-    hidden: Array, lm_head: Array, bias: Array | None, labels: Array, layout: Layout, soft_cap: float | None, blocks: Blocks, interpret: Any
-) -> Array:
+def _call(inputs: Inputs, layout: Layout, soft_cap: float | None, blocks: Blocks, interpret: Any) -> Array:
     """[parts, 8, T] float32: a row each of best, sum of exp(z - best), target and sum of z."""
+    hidden, lm_head, bias, labels = inputs
     tokens, width = hidden.shape
     vocab = lm_head.shape[1 if layout == "dv" else 0]
     parts = blocks.parts

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from easypipe.kernels.pallas_tpu_blocks import RESERVED, Device, row_block
 from easypipe.kernels.pallas_tpu_loops import LOWEST, in_steps, shape_like
-from easypipe.kernels.stats import LogitStats, Objective, loss_cotangents, soft_cap_slope, soft_capped
+from easypipe.kernels.stats import Cotangents, LogitStats, Objective, loss_cotangents, soft_cap_slope, soft_capped
 
 COLUMN_STEP = 2048
 NUMBERS = 8  # per token, given and returned: as many as a TPU stores together
@@ -40,11 +40,8 @@ def row_stats(logits: Array, labels: Array, soft_cap: float | None, device: Devi
     return stats
 
 
-def row_gradients(
-    logits: Array, labels: Array, lse: Array, cotangents: tuple[Array, ...], soft_cap: float | None, device: Device, interpret: Any
-) -> Array:
-    g_lse, g_target, g_sum = cotangents
-    known = {"label": labels, "lse": lse, "g_lse": g_lse, "g_target": g_target, "g_sum": g_sum}
+def row_gradients(logits: Array, labels: Array, lse: Array, g: Cotangents, soft_cap: float | None, device: Device, interpret: Any) -> Array:
+    known = {"label": labels, "lse": lse, "g_lse": g.lse, "g_target": g.target, "g_sum": g.sum}
     dx, _ = _call("loss_row_gradients", logits, known, None, soft_cap, device, interpret, with_stats=False, with_gradient=True)
     return dx
 

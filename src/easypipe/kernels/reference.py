@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from easypipe.kernels.stats import Gradients, Layout, LogitStats, accumulator_dtype, soft_cap_slope, soft_capped
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, LogitStats, accumulator_dtype, soft_cap_slope, soft_capped
 
 
 def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None) -> list[str]:
@@ -22,18 +22,9 @@ def refusals(hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: 
     return []
 
 
-def stats(
-    hidden: Float[Array, "T D"],
-    lm_head: Array,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
-    *,
-    layout: Layout,
-    soft_cap: float | None,
-    block: None = None,
-) -> LogitStats:
+def stats(inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: None = None) -> LogitStats:
     """Kernel.stats, differentiable by jax itself: a second opinion on every `gradients`. Leading shapes other than [T] will do."""
-    return stats_of_logits(_logits(hidden, lm_head, bias, layout), labels, soft_cap=soft_cap)
+    return stats_of_logits(_logits(inputs, layout), inputs.labels, soft_cap=soft_cap)
 
 
 def stats_of_logits(logits: Float[Array, "T V"], labels: Int[Array, " T"], *, soft_cap: float | None) -> LogitStats:
@@ -44,14 +35,9 @@ def stats_of_logits(logits: Float[Array, "T V"], labels: Int[Array, " T"], *, so
 
 
 def gradients(
-    hidden: Float[Array, "T D"],
-    lm_head: Array,
-    bias: Float[Array, " V"] | None,
-    labels: Int[Array, " T"],
+    inputs: Inputs,
     lse: Float[Array, " T"],
-    g_lse: Float[Array, " T"],
-    g_target: Float[Array, " T"],
-    g_sum: Float[Array, " T"],
+    g: Cotangents,
     *,
     layout: Layout,
     soft_cap: float | None,
@@ -59,8 +45,10 @@ def gradients(
     grad_dtype: DTypeLike | None = None,
 ) -> Gradients:
     """Kernel.gradients, the formula as it stands there."""
-    z_TV = soft_capped(_logits(hidden, lm_head, bias, layout), soft_cap)
-    dz_TV = jnp.exp(z_TV - lse[:, None]) * g_lse[:, None] + jnp.where(_hits(labels, z_TV), g_target[:, None], 0.0) + g_sum[:, None]
+    hidden, lm_head, bias, labels = inputs
+    z_TV = soft_capped(_logits(inputs, layout), soft_cap)
+    hit_TV = _hits(labels, z_TV)
+    dz_TV = jnp.exp(z_TV - lse[:, None]) * g.lse[:, None] + jnp.where(hit_TV, g.target[:, None], 0.0) + g.sum[:, None]
     exact_TV = dz_TV * soft_cap_slope(z_TV, soft_cap)
     dx_TV = exact_TV.astype(jnp.result_type(hidden, lm_head))
     dtype = accumulator_dtype(hidden, lm_head)
@@ -70,7 +58,8 @@ def gradients(
     return Gradients(d_hidden.astype(grad_dtype or hidden.dtype), d_lm_head.astype(grad_dtype or lm_head.dtype), d_bias)
 
 
-def _logits(hidden: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
+def _logits(inputs: Inputs, layout: Layout) -> Array:
+    hidden, lm_head, bias, _ = inputs
     x_TV = jnp.einsum(f"...d,{layout}->...v", hidden, lm_head, preferred_element_type=accumulator_dtype(hidden, lm_head))
     return x_TV if bias is None else x_TV + bias
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from easypipe.kernels.stats import LogitStats, Objective, accumulator_dtype, loss_cotangents, soft_cap_slope, soft_capped
+from easypipe.kernels.stats import Cotangents, LogitStats, Objective, accumulator_dtype, loss_cotangents, soft_cap_slope, soft_capped
 
 
 def row_stats(logits: Array, labels: Array, *, soft_cap: float | None) -> LogitStats:
@@ -21,18 +21,16 @@ def row_stats(logits: Array, labels: Array, *, soft_cap: float | None) -> LogitS
     return LogitStats(lse_C, jnp.where(is_local_C, _capped(target_C, soft_cap), 0.0), z_CV.sum(axis=-1), best_C)
 
 
-def row_gradients(
-    logits: Array, labels: Array, lse: Array, g_lse: Array, g_target: Array, g_sum: Array, *, soft_cap: float | None
-) -> Array:
+def row_gradients(logits: Array, labels: Array, lse: Array, g: Cotangents, *, soft_cap: float | None) -> Array:
     z_CV = _capped(logits, soft_cap)
     hit_CV = jnp.arange(logits.shape[1], dtype=labels.dtype) == labels[:, None]
-    dz_CV = jnp.exp(z_CV - lse[:, None]) * g_lse[:, None] + jnp.where(hit_CV, g_target[:, None], 0.0) + g_sum[:, None]
+    dz_CV = jnp.exp(z_CV - lse[:, None]) * g.lse[:, None] + jnp.where(hit_CV, g.target[:, None], 0.0) + g.sum[:, None]
     return (dz_CV * soft_cap_slope(z_CV, soft_cap)).astype(logits.dtype)
 
 
 def row_step(logits: Array, labels: Array, weights: Array, *, objective: Objective, soft_cap: float | None) -> tuple[Array, LogitStats]:
     stats = row_stats(logits, labels, soft_cap=soft_cap)
-    return row_gradients(logits, labels, stats.lse, *loss_cotangents(stats.lse, weights, objective), soft_cap=soft_cap), stats
+    return row_gradients(logits, labels, stats.lse, loss_cotangents(stats.lse, weights, objective), soft_cap=soft_cap), stats
 
 
 def _capped(logits: Array, soft_cap: float | None) -> Array:

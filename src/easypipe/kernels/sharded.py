@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,79 +23,74 @@ from jax.sharding import PartitionSpec as P
 
 from easypipe.kernels import chunked, rows
 from easypipe.kernels.choice import ANYWHERE, Plan, by_platform, chunk_tokens, kernel
-from easypipe.kernels.stats import Gradients, LogitStats, Objective, accumulator_dtype, loss_cotangents, merge_shards, vocab_size
-
-
-class Inputs(NamedTuple):
-    hidden: Array  # [T, D], or [B, S, D] where a sharding splits the sequence
-    lm_head: Array
-    bias: Array | None
-    labels: Array  # the leading shape of hidden; int32; -1 where a token does not count
+from easypipe.kernels.stats import (
+    Cotangents,
+    Gradients,
+    Inputs,
+    LogitStats,
+    Objective,
+    accumulator_dtype,
+    loss_cotangents,
+    merge_shards,
+    vocab_size,
+)
 
 
 def stats(inputs: Inputs, plan: Plan) -> LogitStats:
     """The stats over the whole vocabulary, of the shape of the labels."""
 
     def on_device(inputs: Inputs) -> LogitStats:
-        def run(platform: str, name: str, *arrays: Any) -> LogitStats:
-            return kernel(name).stats(*arrays, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
+        def run(platform: str, name: str, inputs: Inputs) -> LogitStats:
+            return kernel(name).stats(inputs, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
 
-        hidden_TD, labels_T = _flat(inputs, plan)
-        local = by_platform(plan, run, hidden_TD, inputs.lm_head, inputs.bias, labels_T)
+        local = by_platform(plan, run, _flat(inputs, plan))
         return _shaped(merge_shards(local, plan.vocab_axes()), inputs.labels)
 
     return _over_tokens(on_device, inputs, (), plan, lambda tokens, _: _of_stats(tokens))
 
 
-def gradients(inputs: Inputs, lse: Array, cotangents: tuple[Array, Array, Array], plan: Plan) -> Gradients:
+def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradients:
     """Kernel.gradients over all shards. Sums over shards are taken in the dtypes of the results, so that no float32 copy of them stands."""
 
-    def on_device(inputs: Inputs, lse: Array, *cotangents: Array) -> Gradients:
-        def run(platform: str, name: str, *arrays: Any) -> Gradients:
-            return kernel(name).gradients(*arrays, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
+    def on_device(inputs: Inputs, lse: Array, *g: Array) -> Gradients:
+        def run(platform: str, name: str, inputs: Inputs, lse: Array, g: Cotangents) -> Gradients:
+            return kernel(name).gradients(inputs, lse, g, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
 
-        hidden_TD, labels_T = _flat(inputs, plan)
-        scalars = (array.reshape(-1) for array in (lse, *cotangents))
-        grads = by_platform(plan, run, hidden_TD, inputs.lm_head, inputs.bias, labels_T, *scalars)
+        grads = by_platform(plan, run, _flat(inputs, plan), lse.reshape(-1), Cotangents(*(array.reshape(-1) for array in g)))
         d_hidden = grads.hidden.reshape(inputs.hidden.shape)
         if plan.vocab_axes():
             d_hidden = jax.lax.psum(d_hidden, plan.vocab_axes())
         return _reduced(grads._replace(hidden=d_hidden), inputs, plan)
 
-    return _over_tokens(on_device, inputs, (lse, *cotangents), plan, lambda _, grads: grads)
+    return _over_tokens(on_device, inputs, (lse, *g), plan, lambda _, grads: grads)
 
 
 def stats_and_gradients(inputs: Inputs, weights: Array, objective: Objective, plan: Plan) -> tuple[LogitStats, Gradients]:
     """The stats, and the gradients of `sum_t weights[t] * loss[t]`: *fast*; by `stats` and `gradients` where a kernel has no rows."""
 
     def on_device(inputs: Inputs, weights: Array) -> tuple[LogitStats, Gradients]:
-        def run(platform: str, name: str, hidden: Array, lm_head: Array, bias: Array | None, labels: Array, weights: Array):
+        def run(platform: str, name: str, flat: Inputs, weights: Array):
             module: Any = kernel(name)
             options: Any = {"layout": plan.layout, "soft_cap": plan.soft_cap}
             if name == "chunked" or hasattr(module, "row_step"):
                 return chunked.loss_gradients(
-                    hidden,
-                    lm_head,
-                    bias,
-                    labels,
+                    flat,
                     weights,
                     **options,
                     objective=objective,
-                    chunk_size=chunk_tokens(plan, platform, hidden, lm_head),
+                    chunk_size=chunk_tokens(plan, platform, flat.hidden, flat.lm_head),
                     kernel=module,
                     vocab_axes=plan.vocab_axes(),
-                    grad_dtype=accumulator_dtype(hidden, lm_head) if plan.summed_axes(inputs.labels.ndim) else None,
+                    grad_dtype=accumulator_dtype(flat.hidden, flat.lm_head) if plan.summed_axes(inputs.labels.ndim) else None,
                     vocab_block=chunked.VOCAB_BLOCK if platform == ANYWHERE else None,
                 )
-            merged = merge_shards(module.stats(hidden, lm_head, bias, labels, **options), plan.vocab_axes())
-            cotangents = loss_cotangents(merged.lse, weights, objective)
-            grads = module.gradients(hidden, lm_head, bias, labels, merged.lse, *cotangents, **options)
+            merged = merge_shards(module.stats(flat, **options), plan.vocab_axes())
+            grads = module.gradients(flat, merged.lse, loss_cotangents(merged.lse, weights, objective), **options)
             if plan.vocab_axes():
                 grads = grads._replace(hidden=jax.lax.psum(grads.hidden, plan.vocab_axes()))
             return merged, grads
 
-        hidden_TD, labels_T = _flat(inputs, plan)
-        merged, grads = by_platform(plan, run, hidden_TD, inputs.lm_head, inputs.bias, labels_T, weights.reshape(-1), alike=False)
+        merged, grads = by_platform(plan, run, _flat(inputs, plan), weights.reshape(-1), alike=False)
         grads = grads._replace(hidden=grads.hidden.reshape(inputs.hidden.shape))
         return _shaped(merged, inputs.labels), _reduced(grads, inputs, plan)
 
@@ -118,19 +113,19 @@ def row_stats(logits: Array, labels: Array, plan: Plan) -> LogitStats:
     )
 
 
-def row_gradients(logits: Array, labels: Array, lse: Array, cotangents: tuple[Array, Array, Array], plan: Plan) -> Array:
+def row_gradients(logits: Array, labels: Array, lse: Array, g: Cotangents, plan: Plan) -> Array:
     """The gradient of the logits, in their dtype. No collective: every shard holds what it needs."""
 
-    def on_device(logits: Array, labels: Array, *scalars: Array) -> Array:
-        def run(platform: str, name: str, *arrays: Array) -> Array:
-            return getattr(kernel(name), "row_gradients", rows.row_gradients)(*arrays, soft_cap=plan.soft_cap)
+    def on_device(logits: Array, labels: Array, lse: Array, *g: Array) -> Array:
+        def run(platform: str, name: str, *arguments: Any) -> Array:
+            return getattr(kernel(name), "row_gradients", rows.row_gradients)(*arguments, soft_cap=plan.soft_cap)
 
-        flat = (logits.reshape(-1, logits.shape[-1]), _local_ids(labels, logits.shape[-1], plan), *(array.reshape(-1) for array in scalars))
-        return by_platform(plan, run, *flat).reshape(logits.shape)
+        labels_T, g_T = _local_ids(labels, logits.shape[-1], plan), Cotangents(*(array.reshape(-1) for array in g))
+        return by_platform(plan, run, logits.reshape(-1, logits.shape[-1]), labels_T, lse.reshape(-1), g_T).reshape(logits.shape)
 
     leading = plan.token_axes(labels.ndim)
     whole = P(*leading, plan.vocab_axes() or None)
-    return _on_mesh(on_device, (logits, labels, lse, *cotangents), (whole, *(P(*leading),) * 5), whole, labels, plan)
+    return _on_mesh(on_device, (logits, labels, lse, *g), (whole, *(P(*leading),) * 5), whole, labels, plan)
 
 
 def _over_tokens(
@@ -177,10 +172,10 @@ def _of_tokens(spec: P, leading: tuple[tuple[str, ...] | None, ...]) -> bool:
     return P(*tuple(spec)[: len(leading)]) == P(*leading)
 
 
-def _flat(inputs: Inputs, plan: Plan) -> tuple[Array, Array]:
+def _flat(inputs: Inputs, plan: Plan) -> Inputs:
     """Hidden states [T, D], and labels [T] as column ids of this shard."""
     labels_T = _local_ids(inputs.labels, vocab_size(inputs.lm_head, plan.layout), plan)
-    return inputs.hidden.reshape(-1, inputs.hidden.shape[-1]), labels_T
+    return inputs._replace(hidden=inputs.hidden.reshape(-1, inputs.hidden.shape[-1]), labels=labels_T)
 
 
 def _local_ids(labels: Array, vocab_on_device: int, plan: Plan) -> Array:

@@ -38,6 +38,23 @@ class LogitStats(NamedTuple):
     best: Float[Array, " T"]  # max_v z; carries no gradient
 
 
+class Inputs(NamedTuple):
+    """What logits are made of, and what they are held against. An implementation gets [T]; the door takes any leading shape."""
+
+    hidden: Float[Array, "T D"]
+    lm_head: Array  # [D, V] or [V, D], as `layout` says
+    bias: Float[Array, " V"] | None
+    labels: Int[Array, " T"]  # int32; -1 where a token does not count
+
+
+class Cotangents(NamedTuple):
+    """Of a token's `lse`, `target` and `sum`, in float32; all three are 0 where the token does not count."""
+
+    lse: Float[Array, " T"]
+    target: Float[Array, " T"]
+    sum: Float[Array, " T"]
+
+
 class Gradients(NamedTuple):
     hidden: Float[Array, "T D"]
     lm_head: Array  # in the layout of lm_head
@@ -60,39 +77,24 @@ class Kernel(Protocol):
         """Every reason why these arguments (arrays, or jax.ShapeDtypeStructs) cannot run here; empty where they can. No device is asked."""
         ...
 
-    def stats(
-        self,
-        hidden: Float[Array, "T D"],
-        lm_head: Array,
-        bias: Float[Array, " V"] | None,
-        labels: Int[Array, " T"],
-        *,
-        layout: Layout,
-        soft_cap: float | None,
-        block: Any = None,
-    ) -> LogitStats:
+    def stats(self, inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: Any = None) -> LogitStats:
         """The four sums. `block`: sizes of the implementation's own tiles; None: from its table."""
         ...
 
     def gradients(
         self,
-        hidden: Float[Array, "T D"],
-        lm_head: Array,
-        bias: Float[Array, " V"] | None,
-        labels: Int[Array, " T"],
+        inputs: Inputs,
         lse: Float[Array, " T"],
-        g_lse: Float[Array, " T"],
-        g_target: Float[Array, " T"],
-        g_sum: Float[Array, " T"],
+        g: Cotangents,
         *,
         layout: Layout,
         soft_cap: float | None,
         block: Any = None,
         grad_dtype: DTypeLike | None = None,
     ) -> Gradients:
-        """`lse` is over all shards; g_* are the cotangents of `lse`, `target` and `sum` (float32).
+        """`lse` is over all shards.
 
-            dz[t, v] = exp(z[t, v] - lse[t]) * g_lse[t] + [v == labels[t]] * g_target[t] + g_sum[t]
+            dz[t, v] = exp(z[t, v] - lse[t]) * g.lse[t] + [v == labels[t]] * g.target[t] + g.sum[t]
             dx       = dz * (1 - (z / soft_cap)**2), or dz
             d_hidden = dx @ head.T        d_head = hidden.T @ dx        d_bias = sum_t dx
 
@@ -116,9 +118,7 @@ class RowKernel(Protocol):
         logits: Float[Array, "C V"],
         labels: Int[Array, " C"],
         lse: Float[Array, " C"],
-        g_lse: Float[Array, " C"],
-        g_target: Float[Array, " C"],
-        g_sum: Float[Array, " C"],
+        g: Cotangents,
         *,
         soft_cap: float | None,
     ) -> Float[Array, "C V"]:
@@ -166,10 +166,10 @@ def token_losses(stats: LogitStats, objective: Objective) -> Array:
     return loss + objective.z_loss * stats.lse**2 if objective.z_loss else loss
 
 
-def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> tuple[Array, Array, Array]:
-    """`(g_lse, g_target, g_sum)` of `sum_t weights[t] * token_losses[t]`; exactly 0 where the weight is."""
+def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotangents:
+    """Those of `sum_t weights[t] * token_losses[t]`; exactly 0 where the weight is."""
     eps = objective.label_smoothing
-    return weights * (1.0 + 2.0 * objective.z_loss * lse), -(1.0 - eps) * weights, -eps / objective.vocab * weights
+    return Cotangents(weights * (1.0 + 2.0 * objective.z_loss * lse), -(1.0 - eps) * weights, -eps / objective.vocab * weights)
 
 
 def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:

@@ -18,6 +18,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.kernels import choice
 from easypipe.kernels.api import fused_linear_cross_entropy
 from easypipe.kernels.pallas_tpu_blocks import block_candidates, device_of, sizes_of
+from easypipe.kernels.stats import Cotangents, Inputs
 from easypipe.kernels.tuning import Entry, blocks_for, bucket, device_kind
 
 CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096)
@@ -98,9 +99,10 @@ def _step(name: str, blocks: Mapping[str, int]) -> Callable[..., Any]:
 
     def both(hidden, lm_head, labels):
         options: Any = {"layout": "dv", "soft_cap": None, "block": blocks}
-        stats = kernel.stats(hidden, lm_head, None, labels, **options)
+        inputs = Inputs(hidden, lm_head, None, labels)
+        stats = kernel.stats(inputs, **options)
         ones = jnp.ones_like(stats.lse)
-        return stats, kernel.gradients(hidden, lm_head, None, labels, stats.lse, ones, -ones, 0 * ones, **options)
+        return stats, kernel.gradients(inputs, stats.lse, Cotangents(ones, -ones, 0 * ones), **options)
 
     return jax.jit(both)
 
