@@ -10,11 +10,11 @@ import ast
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import inspect
 import io
 import pkgutil
 import re
+import sys
 import textwrap
 import tokenize
 import typing
@@ -72,24 +72,31 @@ def config_page() -> str:
 
 
 def options_page() -> str:
-    """From tests/option_effects.py, which the tests hold to the classes."""
-    spec = importlib.util.spec_from_file_location("option_effects", ROOT / "tests" / "option_effects.py")
-    assert spec is not None
-    assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
+    """From tests/option_effects.py and tests/train_option_effects.py, which the tests hold to the classes."""
     parts = [
         "# What every option does\n",
         "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with\n"
         "`streaming=True`. Each line names a test of that effect, and an option without one fails the tests.\n"
-        "[Configuration](config.md) has types, defaults and the rules in full.\n",
+        "[Configuration](config.md) has types, defaults and the rules in full; those of [training](#runconfig) come last.\n",
     ]
-    for cls, options in table.OPTIONS.items():
+    for cls, options in _effects("option_effects").items():
         rows = ["| option | effect | cached | streaming |", "| --- | --- | --- | --- |"]
         for option, entry in options.items():
             rows.append(f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | {_cell(entry.streaming)} |")
         parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
+    for cls, options in _effects("train_option_effects").items():
+        rows = ["| option | effect | |", "| --- | --- | --- |"]
+        rows += [f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} |" for option, entry in options.items()]
+        parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def _effects(module: str) -> dict[str, Any]:
+    """The table of tests/<module>.py: class -> option -> Effect."""
+    folder = str(ROOT / "tests")
+    if folder not in sys.path:  # one table imports the other
+        sys.path.append(folder)
+    return importlib.import_module(module).OPTIONS
 
 
 def api_page() -> str:

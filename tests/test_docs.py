@@ -98,7 +98,7 @@ def test_reference_pages_name_everything() -> None:
     assert all(f"## {cls.__name__}\n" in page for cls in reference.config_classes())
     assert any(is_config(cls) for cls in reference.config_classes())
     options = reference.options_page()
-    assert all(f"| `{option}` | " in options for option in ("shuffle_buffer_size", "cache_tokenized", "num_streams"))
+    assert all(f"| `{option}` | " in options for option in ("shuffle_buffer_size", "cache_tokenized", "num_streams", "accumulate_steps"))
     api = reference.api_page()
     assert api.count(":::") == len(easypipe.__all__) - 1  # all but __version__
 

@@ -1,4 +1,5 @@
-"""Every option of the pipeline's configs has an effect that a test shows: option_effects.py says which, and is held to the classes here."""
+"""Every option of the configs of pipelines and runs has an effect that a test shows: option_effects.py and train_option_effects.py
+say which, and are held to the classes here."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import train_option_effects
 from easypipe import (
     ConfigError,
     DatasetConfig,
@@ -27,6 +29,7 @@ from easypipe import (
 from easypipe.core.config import is_config
 from easypipe.core.schema import INPUT_IDS
 from easypipe.pipeline import PipelineConfig
+from easypipe.run import RunConfig
 from easypipe.stages.stream import KNOWN
 from option_effects import OPTIONS
 from pipelines import config, jsonl, texts
@@ -35,8 +38,8 @@ TESTS = Path(__file__).parent
 KINDS = {"output", "files", "threads", "memory", "cost", "error"}
 
 
-def config_classes() -> dict[str, type]:
-    """PipelineConfig and every config class that its fields, and theirs, are made of."""
+def config_classes(root: type = PipelineConfig) -> dict[str, type]:
+    """`root` and every config class that its fields, and theirs, are made of."""
     found: dict[str, type] = {}
 
     def look(hint: Any) -> None:
@@ -47,23 +50,29 @@ def config_classes() -> dict[str, type]:
         for argument in typing.get_args(hint):
             look(argument)
 
-    look(PipelineConfig)
+    look(root)
     return found
 
 
-EVERY = [(name, field.name) for name, cls in config_classes().items() for field in dataclasses.fields(cls)]
+OF_PIPELINES = config_classes()
+OF_RUNS = {name: cls for name, cls in config_classes(RunConfig).items() if name not in OF_PIPELINES}
+TABLES = {"option_effects.py": (OPTIONS, OF_PIPELINES), "train_option_effects.py": (train_option_effects.OPTIONS, OF_RUNS)}
+EVERY = OPTIONS | train_option_effects.OPTIONS
 
 
-def test_the_table_is_of_the_classes() -> None:
-    named = {(cls, option) for cls, options in OPTIONS.items() for option in options}
-    missing, gone = (sorted(".".join(pair) for pair in pairs) for pairs in (set(EVERY) - named, named - set(EVERY)))
-    assert not missing, f"without an effect and a test of it: give each a line in tests/option_effects.py: {missing}"
-    assert not gone, f"tests/option_effects.py names options that are gone: {gone}"
+@pytest.mark.parametrize("file", TABLES)
+def test_the_table_is_of_the_classes(file: str) -> None:
+    table, classes = TABLES[file]
+    there = {(name, field.name) for name, cls in classes.items() for field in dataclasses.fields(cls)}
+    named = {(cls, option) for cls, options in table.items() for option in options}
+    missing, gone = (sorted(".".join(pair) for pair in pairs) for pairs in (there - named, named - there))
+    assert not missing, f"without an effect and a test of it: give each a line in tests/{file}: {missing}"
+    assert not gone, f"tests/{file} names options that are gone: {gone}"
 
 
-@pytest.mark.parametrize(("cls", "option"), [(cls, option) for cls, options in OPTIONS.items() for option in options])
+@pytest.mark.parametrize(("cls", "option"), [(cls, option) for cls, options in EVERY.items() for option in options])
 def test_every_option_has_an_effect_and_a_test_of_it(cls: str, option: str) -> None:
-    entry = OPTIONS[cls][option]
+    entry = EVERY[cls][option]
     assert set(entry.effect.split("+")) <= KINDS
     file, _, function = entry.test.partition("::")
     assert (TESTS / file).is_file(), f"{cls}.{option}: no file {file}"

@@ -73,6 +73,7 @@ def test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model(finished):
         batch = Arithmetic().batch(t)
         tokens = (batch["segment_ids"] > 0).sum()
         assert (r["fill"], r["trained_share"]) == (tokens / (ROWS * LENGTH), (batch["labels"] != -100).sum() / tokens)
+    assert result.output_dir == folder
     assert result.checkpoint.is_dir()
     assert result.plot.read_bytes()[:4] == b"\x89PNG"
     assert result.model.hidden(np.zeros((1, 3), np.int32)).shape == (1, 3, 8)

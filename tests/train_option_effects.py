@@ -1,0 +1,170 @@
+"""What every option of a run does, and the test that shows it: tests/option_effects.py for the config classes of `train/` and RunConfig.
+
+Training has no second mode, so an entry's words for cached tokens are its words, and those for streaming are left out. A new option
+gets a line here; tests/test_options.py fails without it.
+"""
+
+from __future__ import annotations
+
+from option_effects import Effect
+
+_TRAINER = "train/test_trainer.py::"
+_WATCH = "train/test_watch.py::"
+_STEP = "train/test_step.py::"
+_OPTIMIZERS = "train/test_optimizers.py::"
+_EACH = _OPTIMIZERS + "test_every_option_of_an_optimizer_does_something_and_others_are_refused"
+_SCHEDULES = _OPTIMIZERS + "test_f25_schedules_have_their_formula"
+_MODEL = "train/test_model.py::"
+_LOGITS = "train/test_model_options.py::test_an_option_changes_the_logits"
+_REACH = "train/test_train_options.py::"
+_PROGRAM = _REACH + "test_loss_options_change_the_program_that_is_compiled"
+
+OPTIONS: dict[str, dict[str, Effect]] = {
+    "RunConfig": {
+        "data": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "what is trained on: see PipelineConfig"),
+        "train": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "see TrainConfig"),
+        "model": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "see ModelConfig"),
+        "eval": Effect(
+            "output",
+            "cli/test_quickstart.py::test_the_project_is_the_same_every_time_and_held_out_modules_are_apart",
+            "held-out data by name; prepared with the rest, and evaluated",
+        ),
+    },
+    "TrainConfig": {
+        "output_dir": Effect(
+            "files", _TRAINER + "test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model", "where all files of the run are"
+        ),
+        "steps": Effect("output", _TRAINER + "test_steps_default_to_the_length_of_the_loader", "how long it trains"),
+        "optimizer": Effect("output", _OPTIMIZERS + "test_f25_every_optimizer_descends", "see OptimizerConfig"),
+        "loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "see LossConfig"),
+        "mesh": Effect(
+            "memory", "train/test_mesh_runs.py::test_parameters_and_moments_are_born_in_parts", "which part of what each device holds"
+        ),
+        "accumulate_steps": Effect(
+            "memory+output",
+            "train/test_step.py::test_micro_batches_of_uneven_targets_give_the_same_update",
+            "micro-batches one after the other; the same update, up to rounding",
+        ),
+        "seed": Effect("output", _REACH + "test_seed_draws_other_parameters", "the first parameters, and dropout"),
+        "log_every": Effect("files", _TRAINER + "test_lines_every_few_steps_and_the_last", "which steps have a line in metrics.jsonl"),
+        "eval_every": Effect("output", _TRAINER + "test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model", "when it is evaluated"),
+        "eval_batches": Effect(
+            "output+cost", _TRAINER + "test_what_cannot_run_is_refused_before_anything_is_made", "ends the evaluation of a loader"
+        ),
+        "checkpoint": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "see CheckpointConfig"),
+        "on_nonfinite": Effect("error+output", _TRAINER + "test_a_loss_that_is_not_finite_names_its_step", "leave the step out, or stop"),
+        "max_nonfinite": Effect("error", _WATCH + "test_too_many_in_a_row_stop_the_run", "after so many in a row the run stops"),
+        "spikes": Effect("output", _WATCH + "test_a_spike_rolls_back_and_skips_the_window", "see SpikeConfig"),
+        "resume": Effect("error", _TRAINER + "test_resume_false_refuses_a_folder_with_a_run", "False refuses a folder with a run"),
+        "resume_changes": Effect("error", _TRAINER + "test_what_resume_changes_names_may_change", "what may differ from the checkpoint"),
+    },
+    "LossConfig": {
+        "z_loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "added to the loss, and not to nll"),
+        "label_smoothing": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "changes the loss, and not nll"),
+        "implementation": Effect("cost", _PROGRAM, "who computes it"),
+        "rule": Effect("memory+cost", _PROGRAM, "how much of the logits exists"),
+        "chunk_size": Effect("memory", _PROGRAM, "how many tokens' logits exist"),
+    },
+    "CheckpointConfig": {
+        "every": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "when it saves"),
+        "keep": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "how many stay"),
+    },
+    "SpikeConfig": {
+        "window": Effect("output", _WATCH + "test_the_limit_is_robust", "how many good steps the limit is made from"),
+        "threshold": Effect("output", _WATCH + "test_the_limit_is_robust", "how far above the median the limit is"),
+        "patience": Effect("output", _WATCH + "test_a_spike_rolls_back_and_skips_the_window", "bad steps before it goes back"),
+        "max_rollbacks": Effect("error", _WATCH + "test_a_run_that_spikes_for_ever_stops", "after so many the run stops"),
+    },
+    "OptimizerConfig": {
+        "name": Effect("output", _OPTIMIZERS + "test_f25_every_optimizer_descends", "which optimizer"),
+        "learning_rate": Effect("output", _SCHEDULES, "the peak of the schedule"),
+        "schedule": Effect("output", _SCHEDULES, "how the learning rate moves"),
+        "warmup_steps": Effect("output", _SCHEDULES, "steps that it rises"),
+        "cooldown_steps": Effect("output", _SCHEDULES, "last steps, in which it falls to the end"),
+        "cooldown_shape": Effect("output", _SCHEDULES, "along which curve"),
+        "final_fraction": Effect("output", _SCHEDULES, "where it ends, as a share of the peak"),
+        "power": Effect("output", _SCHEDULES, "of the polynomial schedule"),
+        **{
+            option: Effect("output+error", _EACH, f"{of}; refused by optimizers without it")
+            for option, of in {
+                "beta1": "how long the first moment remembers",
+                "beta2": "how long the second moment remembers",
+                "beta3": "how long the slow moment remembers",
+                "epsilon": "added where it divides",
+                "momentum": "of muon",
+                "newton_schulz_steps": "how orthogonal muon's updates are",
+                "decay_rate": "how long adafactor's second moments remember",
+                "gamma": "scale of sophia's curvature",
+                "alpha": "weight of ademamix's slow moment",
+                "update_interval": "steps between sophia's estimates, or turns of soap's basis",
+                "max_precondition_dim": "longest side that soap turns",
+            }.items()
+        },
+        "weight_decay": Effect(
+            "output",
+            _OPTIMIZERS + "test_decay_is_decoupled_on_matrices_alone_and_groups_train_otherwise",
+            "shrinks matrices by the rate times this",
+        ),
+        "clip_norm": Effect("output", "train/test_optim.py::test_updates_are_those_of_the_paper", "longer gradients are scaled to it"),
+        "groups": Effect(
+            "output",
+            _OPTIMIZERS + "test_decay_is_decoupled_on_matrices_alone_and_groups_train_otherwise",
+            "see ParameterGroup",
+        ),
+    },
+    "ParameterGroup": {
+        "match": Effect("output+error", _OPTIMIZERS + "test_a_group_decides_by_name_first_match_first", "which parameters"),
+        "learning_rate_scale": Effect("output", _OPTIMIZERS + "test_a_group_decides_by_name_first_match_first", "times the schedule"),
+        "weight_decay": Effect("output", _OPTIMIZERS + "test_a_group_decides_by_name_first_match_first", "in place of the optimizer's"),
+    },
+    "ModelConfig": {
+        **{
+            option: Effect("output+memory", _REACH + "test_sizes_are_those_of_the_parameters", f"size of the parameters: {of}")
+            for option, of in {
+                "vocab_size": "rows of embedding and head",
+                "hidden_size": "width between layers",
+                "intermediate_size": "width inside the MLP",
+                "num_layers": "layers",
+                "num_heads": "heads of the queries",
+                "num_kv_heads": "heads of keys and values",
+                "head_dim": "width of a head",
+            }.items()
+        },
+        "rope_theta": Effect("output", _REACH + "test_numbers_of_the_model_change_its_logits", "how fast positions turn"),
+        "norm_epsilon": Effect("output", _REACH + "test_numbers_of_the_model_change_its_logits", "added where norms divide"),
+        "tie_embeddings": Effect("output+memory", _MODEL + "test_parameters", "no head of its own"),
+        "dtype": Effect("output+cost", _MODEL + "test_dtypes", "of products and activations"),
+        "param_dtype": Effect("output+memory", _MODEL + "test_dtypes", "of parameters"),
+        "remat": Effect("memory+cost", _MODEL + "test_remat_keeps_less_and_unrolling_leaves_no_loop", "what is computed twice"),
+        "scan_layers": Effect("cost", _MODEL + "test_remat_keeps_less_and_unrolling_leaves_no_loop", "one compiled layer, or each"),
+        **{
+            option: Effect("output", _LOGITS, of)
+            for option, of in {
+                "rope_scaling": "see RopeScaling",
+                "local_rope_theta": "how fast positions turn in layers with a window",
+                "sliding_window": "how far back a query sees",
+                "global_every": "which layers have no window",
+                "qk_norm": "queries and keys are normalised",
+                "attention_width": "what scores are divided by",
+                "attention_soft_cap": "bounds scores",
+                "logit_soft_cap": "bounds logits",
+                "activation": "of the MLP's gate",
+                "post_norms": "what attention and MLP give is normalised",
+                "scale_embeddings": "embeddings are scaled",
+            }.items()
+        },
+        "qkv_bias": Effect(
+            "output", "train/test_model_options.py::test_caps_bound_and_bias_and_scales_are_parameters", "three biases a layer"
+        ),
+        "norm_scale": Effect(
+            "output", "train/test_model_options.py::test_caps_bound_and_bias_and_scales_are_parameters", "norms multiply by w, or by 1 + w"
+        ),
+    },
+    "RopeScaling": {
+        "kind": Effect("output", _LOGITS, "which positions turn slower"),
+        "factor": Effect("output", _REACH + "test_numbers_of_the_model_change_its_logits", "how much slower"),
+        "low_freq_factor": Effect("output", _LOGITS, "which pairs are slowed by all of factor"),
+        "high_freq_factor": Effect("output", _LOGITS, "which pairs are left alone"),
+        "original_length": Effect("output", _LOGITS, "the row length that these are measured by"),
+    },
+}
