@@ -1,4 +1,4 @@
-"""What a decoder is made of: norms, projections, rotations, attention, and the layer that joins them.
+"""What a decoder is made of: norms, projections, rotations, and the layer that joins them with attention.
 
 B batch · S sequence · D width · H query heads · K key and value heads · h head width
 """
@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
+from easypipe.train.attention import attend
 from easypipe.train.axes import partitioned
 from easypipe.train.model_config import ModelConfig, RopeScaling
 
@@ -43,7 +44,9 @@ class Layer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(config, width, rngs), norm(config, width, rngs)
 
-    def __call__(self, x_BSD: Float[Array, "B S D"], mask_BSS: Bool[Array, "B S S"], turns: Turns) -> Float[Array, "B S D"]:
+    def __call__(
+        self, x_BSD: Float[Array, "B S D"], segment_ids: Int[Array, "B S"], windowed: Bool[Array, ""] | bool, turns: Turns
+    ) -> Float[Array, "B S D"]:
         config, (batch, length, _) = self.config, x_BSD.shape
         normed_BSD = self.attention_norm(x_BSD)
         query_BSHh = self.query(normed_BSD).reshape(batch, length, config.num_heads, -1)
@@ -51,7 +54,16 @@ class Layer(nnx.Module):
         value_BSKh = self.value(normed_BSD).reshape(batch, length, config.num_kv_heads, -1)
         if config.qk_norm:
             query_BSHh, key_BSKh = self.query_norm(query_BSHh), self.key_norm(key_BSKh)
-        mixed_BSHh = attention(rotate(query_BSHh, turns), rotate(key_BSKh, turns), value_BSKh, mask_BSS, config)
+        mixed_BSHh = attend(
+            rotate(query_BSHh, turns),
+            rotate(key_BSKh, turns),
+            value_BSKh,
+            segment_ids,
+            window=config.sliding_window,
+            windowed=windowed,
+            scale=None if config.attention_width is None else config.attention_width**-0.5,
+            soft_cap=config.attention_soft_cap,
+        )
         added_BSD = self.output(mixed_BSHh.reshape(batch, length, -1))
         x_BSD = x_BSD + (self.attention_post_norm(added_BSD) if config.post_norms else added_BSD)
         normed_BSD = self.mlp_norm(x_BSD)
@@ -102,27 +114,6 @@ class OnePlusNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         size = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (wide * size * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
-
-
-def attention(
-    query_BSHh: Float[Array, "B S H h"],
-    key_BSKh: Float[Array, "B S K h"],
-    value_BSKh: Float[Array, "B S K h"],
-    mask_BSS: Bool[Array, "B S S"],
-    config: ModelConfig,
-) -> Float[Array, "B S H h"]:
-    """Every query's mean of the values it may see, weighted by softmax(cap(query·key / √width)); scores are float32."""
-    scale = None if config.attention_width is None else config.attention_width**-0.5
-    cap = config.attention_soft_cap
-    if cap is None:
-        return jax.nn.dot_product_attention(query_BSHh, key_BSKh, value_BSKh, mask=mask_BSS[:, None], scale=scale)
-    batch, length, heads, head = query_BSHh.shape
-    grouped_BSKGh = query_BSHh.reshape(batch, length, key_BSKh.shape[2], -1, head)
-    scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", grouped_BSKGh, key_BSKh, preferred_element_type=jnp.float32)
-    scores_BKGST = cap * jnp.tanh(scores_BKGST * ((head**-0.5 if scale is None else scale) / cap))
-    shares_BKGST = jax.nn.softmax(jnp.where(mask_BSS[:, None, None], scores_BKGST, -jnp.inf), axis=-1)
-    mixed_BSKGh = jnp.einsum("bkgst,btkh->bskgh", shares_BKGST.astype(value_BSKh.dtype), value_BSKh)
-    return mixed_BSKGh.reshape(batch, length, heads, head)
 
 
 def rotation(position_ids: Array, head_width: int, theta: float, scaling: RopeScaling | None) -> Turns:

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.stats import Layout
 from easypipe.train.axes import BATCH_AXES, constrain, on_mesh, partitioned
-from easypipe.train.layers import Layer, linear, norm, rotation
+from easypipe.train.layers import Layer, Turns, linear, norm, rotation
 from easypipe.train.model_config import ModelConfig, RopeScaling
 
-__all__ = ["Decoder", "ModelConfig", "RopeScaling", "check_mesh", "param_count", "positions", "segment_mask"]
+__all__ = ["Decoder", "ModelConfig", "RopeScaling", "check_mesh", "param_count", "positions"]
 
 
 class Decoder(nnx.Module):
@@ -75,33 +75,31 @@ class Decoder(nnx.Module):
         x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), BATCH_AXES, None, None)
         if self.config.scale_embeddings:
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)  # rounded to the dtype first, as Gemma was trained
-        sees = self._sees(segment_ids, position_ids)
+        config = self.config
+        kinds = sorted(set(config.windowed), reverse=True)  # layers with the window, those without, or both
+        turned = [self._turns(position_ids, windowed=kind) for kind in kinds]
 
         def layer(x_BSD: Array, one: tuple[Layer, Array | None]) -> tuple[Array, None]:
             block, windowed = one
-            mask_BSS, turns = sees[0] if windowed is None else jax.tree.map(functools.partial(jnp.where, windowed), *sees)
-            return constrain(block(x_BSD, mask_BSS, turns), BATCH_AXES, None, None), None
+            turns = turned[0] if windowed is None else jax.tree.map(functools.partial(jnp.where, windowed), *turned)
+            x_BSD = block(x_BSD, segment_ids, kinds[0] if windowed is None else windowed, turns)
+            return constrain(x_BSD, BATCH_AXES, None, None), None
 
-        if self.config.remat == "full":
+        if config.remat == "full":
             layer = jax.checkpoint(layer)
-        elif self.config.remat == "dots":
+        elif config.remat == "dots":
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        windowed = jnp.array(self.config.windowed) if len(sees) > 1 else None
-        unroll = 1 if self.config.scan_layers else self.config.num_layers
+        windowed = jnp.array(config.windowed) if len(kinds) > 1 else None
+        unroll = 1 if config.scan_layers else config.num_layers
         x_BSD, _ = jax.lax.scan(layer, x_BSD, (self.layers, windowed), unroll=unroll)
         return self.norm(x_BSD)
 
-    def _sees(self, segment_ids: Array, position_ids: Array) -> list[tuple[Array, tuple[Array, Array]]]:
-        """(mask, rotation) of layers with the window, then of those without; one entry where all layers are of a kind."""
-        config, kinds = self.config, []
-        mask_BSS = segment_mask(segment_ids)
-        for windowed in sorted(set(config.windowed), reverse=True):
-            theta, scaling = config.rope_theta, config.rope_scaling
-            if windowed and config.local_rope_theta is not None:
-                theta, scaling = config.local_rope_theta, None
-            turns = rotation(position_ids, config.head_width, theta, scaling)
-            kinds.append((mask_BSS & _near(segment_ids.shape[1], config.sliding_window) if windowed else mask_BSS, turns))
-        return kinds
+    def _turns(self, position_ids: Array, *, windowed: bool) -> Turns:
+        """The rotation of layers with the window, or of those without."""
+        config = self.config
+        if windowed and config.local_rope_theta is not None:
+            return rotation(position_ids, config.head_width, config.local_rope_theta, None)
+        return rotation(position_ids, config.head_width, config.rope_theta, config.rope_scaling)
 
     def lm_head(self) -> Float[Array, "D V"] | Float[Array, "V D"]:
         """The matrix that turns hidden states into logits, in `config.dtype`; which way round, `lm_head_layout` says."""
@@ -143,18 +141,6 @@ def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:
     index_BS = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     starts_BS = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return index_BS - jax.lax.cummax(jnp.where(starts_BS, index_BS, 0), axis=1)
-
-
-def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """True where query slot s may see key slot t: same segment, t not after s. Padding sees padding, so that no row of it is empty."""
-    causal_SS = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, dtype=bool))
-    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal_SS
-
-
-def _near(length: int, window: int | None) -> Bool[Array, "S S"]:
-    """True where key slot t is less than `window` before query slot s. Segments are contiguous, so slots count as positions do."""
-    index_S = jnp.arange(length)
-    return index_S[:, None] - index_S[None, :] < (length if window is None else window)
 
 
 def param_count(model: nnx.Module) -> int:
