@@ -255,14 +255,14 @@ def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None)
         try:
             yield temporary, lambda: done[0]
             _step("sync", target)
-            _sync(temporary)
+            sync(temporary)
             stamp = checksum(temporary)
             _step("rename", target)
             if remote:
                 _put(temporary, target, storage_options)
             else:
                 os.replace(temporary, target)
-                _sync(Path(target).parent)
+                sync(Path(target).parent)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -345,7 +345,8 @@ def _local(path: str | Path) -> Path:
     return Path(str(path).removeprefix("file://")).expanduser()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Returns when a local file or folder is on the disk, not only on its way there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

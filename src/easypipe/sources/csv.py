@@ -20,7 +20,7 @@ from easypipe.core.protocols import Reject
 from easypipe.sources import records
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import COMPRESSIONS, FileRef
-from easypipe.sources.records import Layout, RecordIndex, Records
+from easypipe.sources.records import Found, Layout, RecordReader, Records
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
@@ -28,9 +28,7 @@ HEADER_BYTES = 1 << 20  # a header is looked for in so many first bytes
 
 
 @dataclass(frozen=True)
-class _Found:
-    layout: Layout
-    index: RecordIndex
+class _Found(Found):
     header: list[str]
     delimiter: str
 
@@ -40,7 +38,7 @@ class CsvFormat:
     numbered = True
 
     def __init__(self) -> None:
-        self._stores = records.Stores()
+        self._records = RecordReader()
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
         check_compression(file)
@@ -54,26 +52,14 @@ class CsvFormat:
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         found: _Found = survey.detail
-        store = self._stores.get(file, found.index)
-        tables, numbers, rejects = [], [], []
-        for a, b in found.index.pieces(start, stop):
-            piece = records.read_records(file, store, found.layout, found.index, a, b)
-            table, kept, refused = _parse(piece, found, fields.names)
-            tables.append(table)
-            numbers.append(kept)
-            rejects += refused
-        return Rows(pa.concat_tables(tables), np.concatenate(numbers), rejects)
+        tables, numbers, rejects = self._records.parsed(file, found, start, stop, lambda piece: _parse(piece, found, fields.names))
+        return Rows(pa.concat_tables(tables), numbers, rejects)
 
     def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        found: _Found = survey.detail
-        store = self._stores.get(file, found.index)
-        piece = records.read_records(file, store, found.layout, found.index, row, row + 1)
-        return records.line_at(store, piece.offset + int(piece.starts[0]))
+        return self._records.line(file, survey.detail, row)
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        found: _Found = survey.detail
-        piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
-        return piece.record(0).decode("utf-8", "replace")
+        return self._records.text(file, survey.detail, row)
 
 
 class CsvShardedSource(FileSource):

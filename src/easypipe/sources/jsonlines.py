@@ -22,17 +22,11 @@ from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef
 from easypipe.sources.jsonarray import array_layout
 from easypipe.sources.jsontypes import Observer, schema_of
-from easypipe.sources.records import Layout, RecordIndex, Records
+from easypipe.sources.records import Found, Layout, RecordIndex, RecordReader, Records
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
 KIND_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object"}
-
-
-@dataclass(frozen=True)
-class _Found:
-    layout: Layout
-    index: RecordIndex
 
 
 class JsonFormat:
@@ -40,7 +34,7 @@ class JsonFormat:
     numbered = True
 
     def __init__(self) -> None:
-        self._stores = records.Stores()
+        self._records = RecordReader()
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
         check_compression(file)
@@ -55,33 +49,21 @@ class JsonFormat:
             return records.index_records(file, layout, observe, observer.facts)
 
         index = records.kept_index(file, index_dir, [layout.name, columns], build)
-        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema_of(index.facts), detail=_Found(layout, index))
+        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema_of(index.facts), detail=Found(layout, index))
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
-        found: _Found = survey.detail
-        store = self._stores.get(file, found.index)
-        tables, numbers, rejects = [], [], []
-        for a, b in found.index.pieces(start, stop):
-            piece = records.read_records(file, store, found.layout, found.index, a, b)
-            table, kept, refused = parse(piece, fields, lines_already=not found.layout.closes)
-            tables.append(table)
-            numbers.append(kept)
-            rejects += refused
-        return Rows(pa.concat_tables(tables), np.concatenate(numbers), rejects)
+        found: Found = survey.detail
+        tables, numbers, rejects = self._records.parsed(
+            file, found, start, stop, lambda piece: parse(piece, fields, lines_already=not found.layout.closes)
+        )
+        return Rows(pa.concat_tables(tables), numbers, rejects)
 
     def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        found: _Found = survey.detail
-        if not found.layout.closes:
-            return row + 1
-        store = self._stores.get(file, found.index)
-        piece = records.read_records(file, store, found.layout, found.index, row, row + 1)
-        text = piece.record(0)
-        return records.line_at(store, piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip()))
+        found: Found = survey.detail
+        return self._records.line(file, found, row) if found.layout.closes else row + 1
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        found: _Found = survey.detail
-        piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
-        return piece.record(0).decode("utf-8", "replace").strip()
+        return self._records.text(file, survey.detail, row).strip()
 
 
 class JsonShardedSource(FileSource):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from easypipe.core import storage
 from easypipe.core.config import digest
 from easypipe.core.errors import EasypipeError, SourceError, place
+from easypipe.core.protocols import Reject
 from easypipe.sources.files import FileRef, changed
 from easypipe.sources.streams import Bytes, Restart, open_bytes, open_stream
 
@@ -106,32 +107,60 @@ class Records(NamedTuple):
         return self.data[self.starts[i] : self.ends[i]].tobytes()
 
 
-class Stores:
-    """The Bytes of each file of a source; compressed ones remember places, so they are kept, the most recently used."""
+@dataclass(frozen=True)
+class Found:
+    """What surveying a file told of it, for whoever reads it."""
+
+    layout: Layout
+    index: RecordIndex
+
+
+class RecordReader:
+    """Records of files that were surveyed. Compressed files remember places, so the most recently used ones are kept; thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Bytes] = OrderedDict()
 
-    def get(self, file: FileRef, index: RecordIndex) -> Bytes:
+    def pieces(self, file: FileRef, found: Found, start: int, stop: int) -> Iterator[Records]:
+        """Records [start, stop), without their separators. Raises SourceError where the file is not what the index says."""
+        for a, b in found.index.pieces(start, stop):
+            yield self._read(file, found, a, b)
+
+    def parsed(
+        self, file: FileRef, found: Found, start: int, stop: int, parse: Callable[[Records], tuple[Any, NDArray[np.int64], list[Reject]]]
+    ) -> tuple[list[Any], NDArray[np.int64], list[Reject]]:
+        """What `parse` makes of every piece: a table or column of its good rows, their numbers, and the rejects in order."""
+        parts, numbers, rejects = zip(*(parse(piece) for piece in self.pieces(file, found, start, stop)), strict=True)
+        return list(parts), np.concatenate(numbers), [reject for some in rejects for reject in some]
+
+    def text(self, file: FileRef, found: Found, row: int) -> str:
+        """A record as it stands, for those who report it."""
+        return self._read(file, found, row, row + 1).record(0).decode("utf-8", "replace")
+
+    def line(self, file: FileRef, found: Found, row: int) -> int:
+        """The line, from 1, on which the text of a record begins."""
+        piece = self._read(file, found, row, row + 1)
+        text = piece.record(0)
+        return _line_at(self._bytes(file, found.index), piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip()))
+
+    def _bytes(self, file: FileRef, index: RecordIndex) -> Bytes:
         with self._lock:
-            store = self._kept.pop(file.path, None) or open_bytes(file, index.restarts)
-            self._kept[file.path] = store
+            kept = self._kept.pop(file.path, None) or open_bytes(file, index.restarts)
+            self._kept[file.path] = kept
             while len(self._kept) > KEPT_FILES:
                 self._kept.popitem(last=False)
-            return store
+            return kept
 
-
-def read_records(file: FileRef, store: Bytes, layout: Layout, index: RecordIndex, start: int, stop: int) -> Records:
-    """Records [start, stop), without their separators. Raises SourceError where the file is not what the index says."""
-    row, begin, end, following = index.span(start, stop)
-    data = frozen(store.fetch(begin, end, following))
-    starts, ends = np.empty(stop - row, np.int64), np.empty(stop - row, np.int64)
-    count, _, _ = layout.split(data, True, starts, ends)
-    if count != stop - row:
-        raise changed(file)
-    skip = start - row
-    return Records(data, starts[skip:] + layout.lead, ends[skip:], start, begin)
+    def _read(self, file: FileRef, found: Found, start: int, stop: int) -> Records:
+        row, begin, end, following = found.index.span(start, stop)
+        data = frozen(self._bytes(file, found.index).fetch(begin, end, following))
+        starts, ends = np.empty(stop - row, np.int64), np.empty(stop - row, np.int64)
+        count, _, _ = found.layout.split(data, True, starts, ends)
+        if count != stop - row:
+            raise changed(file)
+        skip = start - row
+        return Records(data, starts[skip:] + found.layout.lead, ends[skip:], start, begin)
 
 
 def index_records(
@@ -227,7 +256,7 @@ def kept_index(file: FileRef, index_dir: Path | None, options: Any, build: Calla
     return index
 
 
-def line_at(store: Bytes, offset: int) -> int:
+def _line_at(store: Bytes, offset: int) -> int:
     """Line, from 1, in which plain byte `offset` stands."""
     lines, at = 1, 0
     while at < offset:

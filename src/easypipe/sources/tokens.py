@@ -26,7 +26,7 @@ from easypipe.sources import records
 from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
 from easypipe.sources.megatron import MegatronIndex, open_index
-from easypipe.sources.records import Layout, RecordIndex
+from easypipe.sources.records import Found, Layout, RecordReader
 
 NPY_MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 1 << 16
@@ -62,8 +62,7 @@ class _Found:
     dtype: np.dtype[Any]
     start: int
     width: int = 0
-    layout: Layout | None = None
-    index: RecordIndex | None = None
+    separated: Found | None = None
     megatron: MegatronIndex | None = None
 
 
@@ -74,7 +73,7 @@ class TokenFormat:
     def __init__(self, layout: TokenFilesConfig | None = None, indexes: Mapping[str, FileRef] | None = None) -> None:
         self._options = layout or TokenFilesConfig()
         self._indexes = dict(indexes or {})
-        self._stores = records.Stores()
+        self._records = RecordReader()
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
         if file.path in self._indexes:
@@ -113,14 +112,14 @@ class TokenFormat:
         layout = Layout(name="tokens", split=partial(_split, dtype.itemsize, self._options.separator_id), start=start)
         options = [layout.name, dtype.str, self._options.separator_id, start]
         index = records.kept_index(file, index_dir, options, lambda: records.index_records(file, layout, None, dict))
-        return _survey(file, _Found(dtype, start, layout=layout, index=index), index.num_rows, index.cuts())
+        return _survey(file, _Found(dtype, start, separated=Found(layout, index)), index.num_rows, index.cuts())
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         found: _Found = survey.detail
         if found.megatron is not None:
             values, offsets = found.megatron.read(file, start, stop)
-        elif found.index is not None and found.layout is not None:
-            values, offsets = self._separated(file, found, found.layout, found.index, start, stop)
+        elif found.separated is not None:
+            values, offsets = self._separated(file, found.separated, found.dtype, start, stop)
         else:
             width = found.width
             size, total = found.dtype.itemsize, (file.num_bytes - found.start) // found.dtype.itemsize
@@ -137,15 +136,11 @@ class TokenFormat:
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         return None
 
-    def _separated(
-        self, file: FileRef, found: _Found, layout: Layout, index: RecordIndex, start: int, stop: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        store = self._stores.get(file, index)
-        values, ends, size = [], [np.zeros(1, np.int64)], found.dtype.itemsize
-        for a, b in index.pieces(start, stop):
-            piece = records.read_records(file, store, layout, index, a, b)
-            values.append(np.frombuffer(piece.data[piece.starts[0] : piece.ends[-1]].tobytes(), found.dtype))
-            ends.append((piece.ends - piece.starts[0]) // size + ends[-1][-1])
+    def _separated(self, file: FileRef, found: Found, dtype: np.dtype, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        values, ends = [], [np.zeros(1, np.int64)]
+        for piece in self._records.pieces(file, found, start, stop):
+            values.append(np.frombuffer(piece.data[piece.starts[0] : piece.ends[-1]].tobytes(), dtype))
+            ends.append((piece.ends - piece.starts[0]) // dtype.itemsize + ends[-1][-1])
         return np.concatenate(values), np.concatenate(ends)
 
     def _refuse(self, file: FileRef, why: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,11 @@ from easypipe.core.protocols import Reject
 from easypipe.sources import records
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef
-from easypipe.sources.records import Layout, RecordIndex, Records
+from easypipe.sources.records import Found, Layout, RecordReader, Records
 from easypipe.sources.streams import check_compression
 
 TEXT = "text"
 BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True)
-class _Found:
-    layout: Layout
-    index: RecordIndex
 
 
 class TextFormat:
@@ -30,7 +23,7 @@ class TextFormat:
     numbered = True
 
     def __init__(self) -> None:
-        self._stores = records.Stores()
+        self._records = RecordReader()
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
         from easypipe.sources.scanners import split_lines
@@ -40,26 +33,17 @@ class TextFormat:
         layout = Layout(name="txt", split=split_lines, start=len(BOM) if head == BOM else 0)
         index = records.kept_index(file, index_dir, layout.name, lambda: records.index_records(file, layout, None, dict))
         schema = pa.schema([pa.field(TEXT, pa.large_string())])
-        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema, detail=_Found(layout, index))
+        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema, detail=Found(layout, index))
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
-        found: _Found = survey.detail
-        store = self._stores.get(file, found.index)
-        chunks, numbers, rejects = [], [], []
-        for a, b in found.index.pieces(start, stop):
-            text, kept, refused = _lines(records.read_records(file, store, found.layout, found.index, a, b))
-            chunks.append(text)
-            numbers.append(kept)
-            rejects += refused
-        return Rows(pa.table({TEXT: pa.chunked_array(chunks, pa.large_string())}), np.concatenate(numbers), rejects)
+        chunks, numbers, rejects = self._records.parsed(file, survey.detail, start, stop, _lines)
+        return Rows(pa.table({TEXT: pa.chunked_array(chunks, pa.large_string())}), numbers, rejects)
 
     def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
         return row + 1
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
-        found: _Found = survey.detail
-        piece = records.read_records(file, self._stores.get(file, found.index), found.layout, found.index, row, row + 1)
-        return piece.record(0).decode("utf-8", "replace")
+        return self._records.text(file, survey.detail, row)
 
 
 class TextShardedSource(FileSource):

@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from easypipe.core.errors import ConfigError, MissingFileError, StorageError, TrainError
-from easypipe.core.storage import json_bytes
+from easypipe.core.storage import json_bytes, sync
 from easypipe.train.model import Decoder
 from easypipe.train.models.families import from_hf, shape_of, to_hf, weights
 from easypipe.train.models.files import CONFIG, INDEX, WEIGHTS
@@ -55,11 +55,11 @@ def save_pretrained(module: Decoder, path: str | Path, *, tokenizer: Any = None,
         if tokenizer is not None and not copied:
             tokenizer.save_pretrained(str(temporary))
         for file in temporary.iterdir():
-            _sync(file)
+            sync(file)
         if target.is_dir():
             target.rmdir()
         os.rename(temporary, target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise StorageError(at=str(target), problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
     finally:
@@ -131,12 +131,3 @@ def _write_shards(folder: Path, tensors: list[_Tensor], max_shard_bytes: int) ->
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors)}, "weight_map": where}
         (folder / INDEX).write_bytes(json_bytes(index))
-
-
-def _sync(path: Path) -> None:
-    """On the disk, not only on its way there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
