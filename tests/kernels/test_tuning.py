@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 from easypipe.cli.app import run
 from easypipe.core.errors import ConfigError
 from easypipe.kernels import choice, pallas_tpu, tune, tuning
+from easypipe.kernels.api import fused_linear_cross_entropy
 from easypipe.kernels.pallas_tpu_blocks import (
     DEVICES,
     LANES,
@@ -170,6 +174,21 @@ def test_blocks_of_the_table_reach_the_kernel(user_table, monkeypatch):
     user_table.unlink()
     program = jax.make_jaxpr(lambda: pallas_tpu.stats(Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None))()
     assert "grid=(1, 3, 4, 1)" not in str(program)
+
+
+@pytest.mark.parametrize("rule", ["strict", "fast"])
+def test_rows_of_the_table_reach_the_row_kernels(user_table, rule):
+    blocks = {"row_columns": 64, "row_warps": 4}
+    shape: Any = {"tokens": 512, "width": 128, "vocab": 512, "dtype": "float32"}
+    hidden, head, labels = jnp.zeros((300, 128), jnp.float32), jnp.zeros((128, 504), jnp.float32), jnp.zeros(300, jnp.int32)
+
+    def num_warps() -> set[str]:
+        loss = functools.partial(fused_linear_cross_entropy, layout="dv", implementation="pallas_gpu", rule=rule)
+        return set(re.findall(r"num_warps=(\d+)", str(jax.make_jaxpr(jax.grad(loss))(hidden, head, labels))))
+
+    assert num_warps() == {"32"}
+    extend_table(user_table, [Entry(device="cpu", implementation="pallas_gpu", **shape, blocks=blocks, source="model")])
+    assert num_warps() == {"4"}
 
 
 def test_tune_measures_and_its_result_is_used(user_table, capsys):

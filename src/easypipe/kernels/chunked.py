@@ -207,10 +207,11 @@ def loss_gradients(
     num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
     num_chunks, chunk = chunk_shape(num_tokens, chunk_size)
     head_dtype = jnp.dtype(grad_dtype or lm_head.dtype)
+    options = kernel.row_options(hidden, lm_head, layout) if hasattr(kernel, "row_options") else {}
 
     def one(hidden_CD: Array, labels_C: Array, weights_C: Array) -> tuple[LogitStats, Array, Array]:
         logits_CV = _chunk_logits(hidden_CD, lm_head, bias, layout)
-        dx_CV, stats = _row_step(kernel, logits_CV, labels_C, weights_C, objective, soft_cap, vocab_axes)
+        dx_CV, stats = _row_step(kernel, logits_CV, labels_C, weights_C, objective, vocab_axes, {"soft_cap": soft_cap, **options})
         # Summed over shards in the dtype of the result, as under *strict*: a float32 copy would be a fourth of a small shard's logits.
         d_hidden_CD = jnp.einsum(f"cv,{layout}->cd", dx_CV, lm_head, preferred_element_type=dtype).astype(hidden.dtype)
         return stats, jax.lax.psum(d_hidden_CD, vocab_axes) if vocab_axes else d_hidden_CD, dx_CV
@@ -255,14 +256,14 @@ def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: 
 
 
 def _row_step(
-    kernel: Any, logits: Array, labels: Array, weights: Array, objective: Objective, soft_cap: float | None, vocab_axes: tuple[str, ...]
+    kernel: Any, logits: Array, labels: Array, weights: Array, objective: Objective, vocab_axes: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Array, LogitStats]:
     if not vocab_axes:
-        return getattr(kernel, "row_step", rows.row_step)(logits, labels, weights, objective=objective, soft_cap=soft_cap)
-    local = getattr(kernel, "row_stats", rows.row_stats)(logits, labels, soft_cap=soft_cap)
+        return getattr(kernel, "row_step", rows.row_step)(logits, labels, weights, objective=objective, **options)
+    local = getattr(kernel, "row_stats", rows.row_stats)(logits, labels, **options)
     stats = merge_shards(local, vocab_axes)
     cotangents = loss_cotangents(stats.lse, weights, objective)
-    return getattr(kernel, "row_gradients", rows.row_gradients)(logits, labels, stats.lse, cotangents, soft_cap=soft_cap), stats
+    return getattr(kernel, "row_gradients", rows.row_gradients)(logits, labels, stats.lse, cotangents, **options), stats
 
 
 def _add_product(d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None) -> Array:

@@ -31,7 +31,7 @@ from easypipe.kernels.pallas_gpu_rows import RowBlock, row_gradients, row_stats,
 from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, LogitStats, vocab_size
 from easypipe.kernels.tuning import blocks_for, device_kind
 
-__all__ = ["DEFAULT_BLOCKS", "gradients", "neighbours", "refusals", "row_gradients", "row_stats", "row_step", "stats"]
+__all__ = ["DEFAULT_BLOCKS", "gradients", "neighbours", "refusals", "row_gradients", "row_options", "row_stats", "row_step", "stats"]
 
 MIB = 1 << 20
 DEFAULT_BLOCKS: Mapping[str, int] = {
@@ -75,7 +75,7 @@ def stats(
 
         if not fused.refusals(hidden, lm_head, bias, layout=layout):
             return fused.stats(hidden, lm_head, labels, layout=layout, soft_cap=soft_cap, splits=sizes["fused_splits"])
-    row_block = RowBlock(sizes["row_columns"], sizes["row_warps"])
+    row_block = _row_block(sizes)
     asked = hidden.shape[0]
     hidden, (labels,) = _whole_vectors(hidden, (labels,))
     budget = _budget(sizes, hidden, asked)
@@ -122,7 +122,7 @@ def gradients(
     hidden, per_token = _whole_vectors(hidden, per_token)
     num_tokens, width = hidden.shape
     vocab, axis = vocab_size(lm_head, layout), 1 if layout == "dv" else 0
-    row_block = RowBlock(sizes["row_columns"], sizes["row_warps"])
+    row_block = _row_block(sizes)
     group, columns = group_and_columns(num_tokens, width, vocab, hidden.dtype.itemsize, layout, _budget(sizes, hidden, asked))
 
     def of_group(carry: tuple[Array, Array, Array | None], hidden: Array, start: Any, size: int) -> tuple[Array, Array, Array | None]:
@@ -163,6 +163,11 @@ def gradients(
     if d_bias is not None and bias is not None:
         d_bias = d_bias.astype(grad_dtype or bias.dtype)
     return Gradients(d_hidden[:asked], d_head, d_bias)
+
+
+def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, Any]:
+    """What the table says of the row kernels, for the logits of these arguments (see stats.RowKernel)."""
+    return {"block": _row_block(_blocks(None, hidden, lm_head, layout))}
 
 
 def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -229,6 +234,10 @@ def _blocks(block: Mapping[str, int] | None, hidden: Array, lm_head: Array, layo
     num_tokens, width = hidden.shape
     shape = num_tokens, width, vocab_size(lm_head, layout)
     return {**DEFAULT_BLOCKS, **blocks_for(device_kind(), "pallas_gpu", *shape, hidden.dtype, default=dict)}
+
+
+def _row_block(sizes: Mapping[str, int]) -> RowBlock:
+    return RowBlock(sizes["row_columns"], sizes["row_warps"])
 
 
 def _whole_vectors(hidden: Array, per_token: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:

@@ -108,7 +108,8 @@ class RowKernel(Protocol):
 
     `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is needed for *fast* on one vocabulary
     shard; with `row_stats` and `row_gradients` also where the vocabulary is sharded (the shards' sums are merged in between). What an
-    implementation has not, the rows of XLA (rows.py) do in its place.
+    implementation has not, the rows of XLA (rows.py) do in its place. `row_options(hidden, lm_head, layout)`, where it has that, gives
+    further keyword arguments of the three, by its table.
     """
 
     def row_stats(self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None) -> LogitStats: ...
