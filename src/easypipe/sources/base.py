@@ -25,6 +25,7 @@ from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
 from easypipe.sources.partitions import constant, partition_schema
+from easypipe.sources.records import Found
 from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]
@@ -138,6 +139,23 @@ class FileSource(ShardedDataSource):
         """Digest of all that decides the rows of one shard: its file, the reading options, and the schema that the files have together."""
         schema = [[field.name, str(field.type)] for field in self.schema]
         return digest("file", READER_VERSION, self._format.name, self._options(), self.files[shard].digest, schema)
+
+    def head(self, num_bytes: int) -> FileSource:
+        """The same files as far as can be told without reading them through: of those that are records (lines, JSON, CSV) the records that
+        end within so many first plain bytes. Others know their rows from a footer, and keep them all.
+
+        A file that has no whole record there has no row. Shards have `num_rows` of what can be read here; `total_rows` tells the file's.
+        """
+        twin = copy.copy(self)
+        twin.files = tuple(dataclasses.replace(file, head_bytes=num_bytes) for file in self.files)
+        twin._lock, twin._opened = threading.Lock(), None
+        return twin
+
+    def total_rows(self, shard: int) -> int | None:
+        """Rows of the whole file; None for a head whose file nobody has counted."""
+        survey = self._open().surveys[shard]
+        found = survey.detail if isinstance(survey.detail, Found) else getattr(survey.detail, "separated", None)
+        return survey.num_rows if found is None else found.index.total_rows
 
     def select(self, columns: Sequence[str]) -> FileSource:
         """The same rows with only `columns`: no other column is read, and what is wrong in another column spoils no row."""

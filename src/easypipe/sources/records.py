@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,9 +58,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordIndex:
-    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. Records end at `stop`. `facts` are the format's own, as JSON."""
+    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. Records end at `stop`. `facts` are the format's own, as JSON.
+
+    total_rows: of the whole file, where `num_rows` are those of its head (FileRef.head_bytes); None where nobody has counted them.
+    """
 
     num_rows: int
+    total_rows: int | None
     rows: NDArray[np.int64]
     offsets: NDArray[np.int64]
     stop: int
@@ -166,7 +170,7 @@ class RecordReader:
 def index_records(
     file: FileRef, layout: Layout, observe: Callable[[Records], None] | None, facts: Callable[[], dict[str, Any]]
 ) -> RecordIndex:
-    """Reads the file once: counts records, notes where they begin, and shows them to `observe` in order.
+    """Reads the file, or its head, once: counts records, notes where they begin, and shows them to `observe` in order.
 
     Raises SourceError for a file that is damaged, truncated or has a record above MAX_RECORD_BYTES.
     """
@@ -180,17 +184,22 @@ def index_records(
     kept_rows, kept_offsets = [np.zeros(1, np.int64)], [np.array([layout.start], np.int64)]
     row = have = 0
     base, skip, final, closed = 0, layout.start, False, False
+    limit, cut = file.head_bytes, False  # cut: the head ends here, the file does not
     try:
-        while not final:
+        while not final and not cut:
             if have == len(buffer):
                 if have >= MAX_RECORD_BYTES:
                     problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
                     raise SourceError(at=place(file.path, row=row), problem=problem, fix="A quote or bracket may be open.")
                 buffer = np.concatenate([buffer, np.empty_like(buffer)])
-            while have < len(buffer) and not final:  # full, so that a record longer than the buffer is scanned few times
-                count = stream.readinto(buffer.data[have:])
+            room = len(buffer) if limit is None else min(len(buffer), limit - base)
+            while have < room and not final:  # full, so that a record longer than the buffer is scanned few times
+                count = stream.readinto(buffer.data[have:room])
                 final = count == 0
                 have += count
+            if limit is not None and base + have == limit and not final:
+                final = stream.readinto(memoryview(bytearray(1))) == 0
+                cut = not final
             at = min(skip, have)  # bytes before the first record: a byte order mark, a header
             skip -= at
             if skip:
@@ -227,13 +236,14 @@ def index_records(
                     break
             buffer[: have - at] = buffer[at:have]
             base, have = base + at, have - at
-        if layout.closes and not closed:
+        if layout.closes and not closed and not cut:
             raise SourceError(at=place(file.path, row=row), problem="truncated: the JSON array does not end", fix="Copy or write it again.")
         return RecordIndex(
             num_rows=row,
+            total_rows=None if cut else row,
             rows=np.concatenate(kept_rows),
             offsets=np.concatenate(kept_offsets),
-            stop=base + have,
+            stop=base if cut else base + have,
             restarts=tuple(stream.restarts),
             facts=facts(),
         )
@@ -242,18 +252,32 @@ def index_records(
 
 
 def kept_index(file: FileRef, index_dir: Path | None, options: Any, build: Callable[[], RecordIndex]) -> RecordIndex:
-    """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again, with a warning."""
-    if index_dir is None:
-        return build()
-    sidecar = index_dir / f"{digest('index', INDEX_VERSION, file.digest, options)}.index.json"
-    if sidecar.exists():
-        try:
-            return _from_json(storage.read_json(sidecar))
-        except (EasypipeError, KeyError, TypeError, ValueError) as error:
-            log.warning("index %s of %s is damaged (%s) and is made again", sidecar, file.path, error)
+    """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again, with a warning.
+
+    That of a head is not kept; its file's sidecar, where there is one, tells `total_rows`.
+    """
+    whole = file if file.head_bytes is None else replace(file, head_bytes=None)
+    sidecar = None if index_dir is None else index_dir / f"{digest('index', INDEX_VERSION, whole.digest, options)}.index.json"
+    kept = None if sidecar is None else _kept(sidecar, file)
+    if file.head_bytes is not None:
+        head = build()
+        return head if kept is None else replace(head, total_rows=kept.num_rows)
+    if kept is not None:
+        return kept
     index = build()
-    storage.commit_json(sidecar, _to_json(index))
+    if sidecar is not None:
+        storage.commit_json(sidecar, _to_json(index))
     return index
+
+
+def _kept(sidecar: Path, file: FileRef) -> RecordIndex | None:
+    if not sidecar.exists():
+        return None
+    try:
+        return _from_json(storage.read_json(sidecar))
+    except (EasypipeError, KeyError, TypeError, ValueError) as error:
+        log.warning("index %s of %s is damaged (%s) and is made again", sidecar, file.path, error)
+        return None
 
 
 def _line_at(store: Bytes, offset: int) -> int:
@@ -308,6 +332,7 @@ def _from_json(value: Any) -> RecordIndex:
         raise ValueError("its entries do not ascend")
     return RecordIndex(
         num_rows=int(value["num_rows"]),
+        total_rows=int(value["num_rows"]),
         rows=rows,
         offsets=offsets,
         stop=int(value["stop"]),

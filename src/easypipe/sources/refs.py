@@ -37,7 +37,8 @@ class FileRef:
 
     path: absolute path or URL, without credentials. num_bytes: size at rest. identity: changes when the content does (mtime in ns; an
     object's etag). partitions: values that its folders name (`lang=en/`), constant columns of its rows. url: where it is read, where
-    that is not `path`. twin: a copy on this machine, which is read instead.
+    that is not `path`. twin: a copy on this machine, which is read instead. head_bytes: of a file of records, look only at those that end
+    within so many first plain bytes.
     """
 
     path: str
@@ -47,6 +48,7 @@ class FileRef:
     url: str | None = field(default=None, compare=False, repr=False)  # may be signed: never shown
     storage_options: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # may hold credentials: never shown
     twin: FileRef | None = field(default=None, compare=False, repr=False)
+    head_bytes: int | None = None
 
     @property
     def address(self) -> str:
@@ -63,8 +65,9 @@ class FileRef:
 
     @property
     def digest(self) -> str:
-        parts = [self.path, self.num_bytes, self.identity]
-        return digest(*parts, [list(pair) for pair in self.partitions]) if self.partitions else digest(*parts)
+        parts: list[Any] = [self.path, self.num_bytes, self.identity]
+        parts += [[list(pair) for pair in self.partitions]] if self.partitions else []
+        return digest(*parts, *(() if self.head_bytes is None else ("head", self.head_bytes)))
 
 
 def format_of(path: str) -> str | None:
