@@ -9,6 +9,7 @@ from __future__ import annotations
 from option_effects import Effect
 
 _TRAINER = "train/test_trainer.py::"
+_NAMED = "train/test_named_callbacks.py::"
 _WATCH = "train/test_watch.py::"
 _STEP = "train/test_step.py::"
 _OPTIMIZERS = "train/test_optimizers.py::"
@@ -52,6 +53,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output+cost", _TRAINER + "test_what_cannot_run_is_refused_before_anything_is_made", "ends the evaluation of a loader"
         ),
         "checkpoint": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "see CheckpointConfig"),
+        "callbacks": Effect("output+files", _NAMED + "test_the_command_line_names_them_too", "see CallbacksConfig"),
         "on_nonfinite": Effect("error+output", _TRAINER + "test_a_loss_that_is_not_finite_names_its_step", "leave the step out, or stop"),
         "max_nonfinite": Effect("error", _WATCH + "test_too_many_in_a_row_stop_the_run", "after so many in a row the run stops"),
         "spikes": Effect("output", _WATCH + "test_a_spike_rolls_back_and_skips_the_window", "see SpikeConfig"),
@@ -68,6 +70,50 @@ OPTIONS: dict[str, dict[str, Effect]] = {
     "CheckpointConfig": {
         "every": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "when it saves"),
         "keep": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "how many stay"),
+    },
+    "CallbacksConfig": {
+        "early_stopping": Effect("output", _NAMED + "test_a_run_stops_early_and_says_why", "see EarlyStoppingConfig"),
+        "best": Effect("files", _NAMED + "test_the_best_checkpoints_are_kept_and_listed", "see BestConfig"),
+        "tensorboard": Effect("files", _NAMED + "test_tensorboard_has_every_number_once", "see TensorBoardConfig"),
+        "wandb": Effect("files", _NAMED + "test_wandb_offline_keeps_the_run_and_no_key", "see WandbConfig"),
+        "profile": Effect("files", _NAMED + "test_a_profile_of_the_window_is_written", "see ProfileConfig"),
+        "heartbeat": Effect("files", _NAMED + "test_heartbeats_are_renewed_and_say_how_it_ended", "see HeartbeatConfig"),
+    },
+    "EarlyStoppingConfig": {
+        "metric": Effect("output+error", _NAMED + "test_metrics_that_will_not_be_there_are_refused", "what is watched"),
+        **{
+            option: Effect("output", _NAMED + "test_early_stopping_follows_its_options_and_its_state", of)
+            for option, of in {
+                "mode": "whether lower or higher is better",
+                "patience": "values without a gain that end the run",
+                "min_delta": "the least gain that counts",
+            }.items()
+        },
+    },
+    "BestConfig": {
+        "metric": Effect("files+error", _NAMED + "test_metrics_that_will_not_be_there_are_refused", "what decides"),
+        "mode": Effect("files", _NAMED + "test_the_best_checkpoints_are_kept_and_listed", "whether lower or higher is better"),
+        "keep": Effect("files", _NAMED + "test_the_best_checkpoints_are_kept_and_listed", "how many stay"),
+    },
+    "TensorBoardConfig": {
+        "folder": Effect("files", _NAMED + "test_tensorboard_has_every_number_once", "where event files are"),
+        "flush_s": Effect("files", _NAMED + "test_tensorboard_writes_what_it_has_after_flush_s", "how old what is on the disk may be"),
+    },
+    "WandbConfig": {
+        option: Effect("output", _NAMED + "test_wandb_offline_keeps_the_run_and_no_key", of)
+        for option, of in {
+            "project": "where the run is listed",
+            "entity": "whose it is",
+            "name": "what it is called",
+            "mode": "sent, or kept in the output folder",
+        }.items()
+    },
+    "ProfileConfig": {
+        "start": Effect("files+error", _NAMED + "test_a_profile_of_the_window_is_written", "the first step that is traced"),
+        "steps": Effect("files", _NAMED + "test_the_window_is_as_long_as_it_is_told", "how many are"),
+    },
+    "HeartbeatConfig": {
+        "every_s": Effect("files", _NAMED + "test_heartbeats_come_no_more_often_than_every_s", "how often the file is renewed"),
     },
     "SpikeConfig": {
         "window": Effect("output", _WATCH + "test_the_limit_is_robust", "how many good steps the limit is made from"),

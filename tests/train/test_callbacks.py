@@ -9,6 +9,7 @@ from easypipe.train.metrics import read_metrics
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, numbers, settings
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
@@ -21,6 +20,7 @@ from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 from train.runs import LENGTH, ROWS, Arithmetic, Tiny, numbers, settings
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 STEPS = 12
 
@@ -30,26 +30,8 @@ def trainer(folder, *, model=Tiny, train=None, evals=None, listener=lambda event
     return Trainer(model, settings(folder, **changes), train, evals, listener=listener, mesh=MESH)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory):
-    """Every Trainer compiles its own step; here they are mostly the same one."""
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in changes}
-    for name, value in changes.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(compiled_once, tmp_path_factory):
     """One whole run, looked at by many tests."""
     folder = tmp_path_factory.mktemp("finished")
     events = []

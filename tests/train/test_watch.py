@@ -17,6 +17,7 @@ from easypipe.train.trainer import Trainer
 from easypipe.train.watch import Watch
 from train.runs import Arithmetic, Tiny, numbers, settings
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 
@@ -93,7 +94,7 @@ class Stop(Exception):
 
 
 @pytest.fixture(scope="module")
-def rough(tmp_path_factory):
+def rough(compiled_once, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rough")
     events = []
     trainer(folder, Shaken(**ROUGH), steps=30, spikes=SPIKES, listener=events.append).run()

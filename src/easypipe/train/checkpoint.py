@@ -34,7 +34,8 @@ class _Keep:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         first = len(checkpoints) - self._newest
-        return [i >= first or one.step in self._owner.protected for i, one in enumerate(checkpoints)]
+        protected = set().union(*self._owner.protected.values())
+        return [i >= first or one.step in protected for i, one in enumerate(checkpoints)]
 
 
 class Checkpoints:
@@ -47,7 +48,7 @@ class Checkpoints:
         context = ocp.Context()
         context.checkpointables.registry = registry
         context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
-        self.protected: set[int] = set()  # steps that are kept whatever their age
+        self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._orbax = ocp.training.Checkpointer(

@@ -9,6 +9,7 @@ from typing import Literal
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.optim_config import OptimizerConfig, check_warmup
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -80,6 +81,7 @@ class TrainConfig:
     eval_every: int | None = None  # steps between evaluations; None: only after the last step
     eval_batches: int | None = None  # of each held-out loader; None: all it has
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)  # by name; more can be given from Python
     on_nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite: leave it out and go on, or stop
     max_nonfinite: int = 10  # skipped steps in a row with which the run stops all the same
     spikes: SpikeConfig | None = None  # go back to the last good checkpoint when the loss leaves its range; None: never

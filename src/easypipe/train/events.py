@@ -13,12 +13,22 @@ from typing import Any, Literal, Protocol
 
 @dataclass
 class Control:
-    """What listeners ask of the run. reason: why it shall stop after the step it is at, saved, as if that were its last."""
+    """What listeners ask of the run.
+
+    reason: why it shall stop after the step it is at, saved, as if that were its last. saving: whether the step that was just evaluated
+    shall be saved. kept: steps whose checkpoints are kept whatever their age.
+    """
 
     reason: str | None = None
+    saving: bool = False
+    kept: set[int] = field(default_factory=set)
 
     def stop(self, reason: str) -> None:
         self.reason = self.reason or reason
+
+    def save(self) -> None:
+        """Asked from on_eval, or on_step of a step that was evaluated: of any other step the next one is under way."""
+        self.saving = True
 
 
 @dataclass(frozen=True, kw_only=True)

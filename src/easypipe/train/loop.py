@@ -67,8 +67,9 @@ class Loop:
                 if save_due or eval_due:  # both need to know that this step was sound
                     state = self._settle(state, *unread, evaluate=eval_due and self._stop.received is None)
                     unread = None
-                if save_due or control.reason is not None:
-                    self._save(step, state, calendar=calendar or self._watch.owes)
+                asked = control.reason is not None or control.saving  # now: an evaluation may have asked
+                if save_due or asked:
+                    self._save(step, state, calendar=calendar or self._watch.owes, asked=asked)
                 if self._stop.received is not None and step < self._steps:
                     self._checkpoints.wait(step)
                     raise Interrupted(signum=self._stop.received, step=step, folder=str(self._checkpoints.folder))
@@ -100,15 +101,16 @@ class Loop:
             self._trainer.tell("evaluated", step, record["eval"])
         self._trainer.tell("step", step, record)
 
-    def _save(self, step: int, state: TrainState, *, calendar: bool) -> None:
-        """calendar: it was due anyway, whatever signals came, so that a run which was stopped and one which was not go back to the same."""
-        watch = self._watch
+    def _save(self, step: int, state: TrainState, *, calendar: bool, asked: bool) -> None:
+        """calendar: it was due anyway, whatever signals came, so that a run which was stopped and one which was not go back to the same.
+        asked: a listener wants it, in doubt or not."""
+        watch, self._trainer.control.saving = self._watch, False
         watch.owes = calendar and watch.in_doubt and step < self._steps
-        if watch.owes and self._stop.received is None and self._trainer.control.reason is None:
+        if watch.owes and self._stop.received is None and not asked:
             return  # what may have to be undone is no good checkpoint: saved once a sound step follows
         if calendar and not watch.in_doubt:
             watch.good = step
-            self._checkpoints.protected = {step} if watch.guards else set()
+            self._checkpoints.protected["watch"] = {step} if watch.guards else set()
         self._metrics.sync()
         self._rollbacks.sync()
         self._trainer.save(self._checkpoints, step, state, self._watch)

@@ -23,6 +23,8 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
+from easypipe.train.callbacks.make import make_callbacks
+from easypipe.train.callbacks.metric import Known
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
 from easypipe.train.checks import (
     LOADER_PARTS,
@@ -101,7 +103,6 @@ class Trainer:
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run; touches no file and makes no array."""
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
-        self.callbacks = tuple(callbacks)
         self.mesh = make_mesh(config.mesh) if mesh is None else mesh
         self.steps = resolve_steps(config, train)
         self.output_dir = Path(config.output_dir).expanduser()
@@ -118,6 +119,9 @@ class Trainer:
         self._build = builder(model, config.seed)
         self._own_optimizer = optimizer is not None
         self._run_config = to_dict(run_config or {})
+        self._given, measured = tuple(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
+        self._named = make_callbacks(config.callbacks, self.output_dir, measured, run_config=self._run_config, process=jax.process_index())
+        self.callbacks = (*self._given, *self._named.values())
         check_changes(config.resume_changes, self._identity())
         # Shapes of any other module are asked for on one device: the mesh itself would refuse a size without naming the parameter.
         apart = self.mesh if self._model_config else make_mesh(devices=[self.mesh.devices.flat[0]])
@@ -160,6 +164,7 @@ class Trainer:
             checkpoints = stack.enter_context(Checkpoints(self.output_dir / "checkpoints", keep=self.config.checkpoint.keep))
             stop = stack.enter_context(StopSignals())
             watch, self.control = Watch(self.config), Control()
+            checkpoints.protected["listeners"] = self.control.kept
             state, begun = self._begin(checkpoints, watch)
             step = begun or 0
             metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=_is_first())))
@@ -229,9 +234,12 @@ class Trainer:
         loader.restore(loader_state(loader, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
         watch.restore(saved.get("watch"), step, checkpoints.steps())
         if watch.guards:
-            checkpoints.protected = {watch.good}
-        for callback, told in zip(self.callbacks, saved.get("callbacks", ()), strict=False):
+            checkpoints.protected["watch"] = {watch.good}
+        for callback, told in zip(self._given, saved.get("callbacks", ()), strict=False):
             callback.restore(told)
+        for name, told in saved.get("named_callbacks", {}).items():
+            if name in self._named:
+                self._named[name].restore(told)
         if unlike:
             logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
         return state
@@ -252,8 +260,11 @@ class Trainer:
 
     def save(self, checkpoints: Checkpoints, step: int, state: states.TrainState, watch: Watch) -> None:
         run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config), "watch": watch.state()}
-        told = [callback.state() for callback in self.callbacks]
-        checkpoints.save(step, states.flatten(state), {**run, "callbacks": told, "loader": saved_loader_state(self.train)})
+        told = {
+            "callbacks": [callback.state() for callback in self._given],
+            "named_callbacks": {name: callback.state() for name, callback in self._named.items()},
+        }
+        checkpoints.save(step, states.flatten(state), {**run, **told, "loader": saved_loader_state(self.train)})
 
     def evaluate(self, step: int, state: states.TrainState) -> dict[str, Any]:
         """What every held-out loader comes to, by name."""

@@ -1,0 +1,57 @@
+"""Metrics that callbacks are told to watch, by name: `loss`, `eval.held_out.loss`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from easypipe.core.errors import ConfigError, did_you_mean
+
+Mode = Literal["min", "max"]
+
+TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm", "tokens_per_second")  # of each line of metrics.jsonl
+HELD_OUT = ("loss", "nll", "ppl")  # of each held-out loader
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run will measure. evals: names of its held-out loaders. eval_every: steps between evaluations; None: only the last step's."""
+
+    evals: Sequence[str]
+    eval_every: int | None
+    steps: int
+
+    def check(self, at: str, metric: str, *, training: bool) -> None:
+        """Raises ConfigError for a metric that will not be there, or only when all is over. training: False takes held-out ones only."""
+        held_out = [f"eval.{name}.{key}" for name in self.evals for key in HELD_OUT]
+        known = [*(TRAINING if training else ()), *held_out]
+        if metric not in known:
+            fix = did_you_mean(metric, known) or ("Give the run held-out data, under `eval`." if not known else None)
+            what = "metric" if training else "held-out metric"
+            raise ConfigError(at=at, problem=f"no {what} named {metric!r}", have=known, fix=fix)
+        if metric in held_out and self.eval_every is None:
+            raise ConfigError(at=at, problem=f"{metric} is measured once, after the last step", fix="Set train.eval_every.")
+
+
+def value_of(record: Mapping[str, Any], metric: str) -> float | None:
+    """The value of `metric` in a line of metrics.jsonl; None where the line has none, or one that is not finite."""
+    value = flat(record).get(metric)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def flat(record: Mapping[str, Any], under: str = "") -> dict[str, float]:
+    """Every number of a record, by dotted name; what is None is left out."""
+    found: dict[str, float] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{under}{key}.")
+        elif isinstance(value, int | float):
+            found[f"{under}{key}"] = value
+    return found
+
+
+def better(value: float, than: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
+    """Whether `value` beats `than` by more than min_delta; anything beats None."""
+    return than is None or (than - value if mode == "min" else value - than) > min_delta

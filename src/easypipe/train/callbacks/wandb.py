@@ -1,0 +1,81 @@
+"""The metrics of a run at Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError
+from easypipe.train.callbacks.metric import flat
+from easypipe.train.events import Callback, TrainEvent
+
+
+@config
+class WandbConfig:
+    """Sends every number of metrics.jsonl, and the resolved configuration, to Weights & Biases. Needs the extra [wandb].
+
+    The API key is not part of this configuration: log in with `wandb login`, or set WANDB_API_KEY. It is neither logged nor saved.
+    """
+
+    project: str = "easypipe"
+    entity: str | None = None  # None: the default one of the account
+    name: str | None = None  # of the run; None: W&B makes one up
+    mode: Literal["online", "offline"] = "online"  # offline: kept in wandb/ in the output folder, for `wandb sync`
+
+
+class Wandb(Callback):
+    """A run that goes on from a checkpoint goes on in the same W&B run; `step` is the x axis, so lines written twice do no harm."""
+
+    def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the package wandb is not installed."""
+        try:
+            import wandb
+        except ImportError as error:
+            problem = f"needs the package wandb: {error}"
+            raise ConfigError(at="train.callbacks.wandb", problem=problem, fix="pip install 'easypipe[wandb]'") from error
+        self._wandb, self.config, self._folder, self._run_config = wandb, config, folder, dict(run_config)
+        self.id: str | None = None
+        self._run: Any = None
+
+    def on_init(self, event: TrainEvent) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = self._wandb.init(
+                project=self.config.project,
+                entity=self.config.entity,
+                name=self.config.name,
+                mode=self.config.mode,
+                id=self.id,
+                resume="allow" if self.id is not None and self.config.mode == "online" else None,
+                dir=str(self._folder),
+                config=self._run_config,
+                settings=self._wandb.Settings(console="off", save_code=False, silent=True),
+            )
+        except self._wandb.Error as error:
+            fix = "Run `wandb login`, or set train.callbacks.wandb.mode to offline."
+            raise ConfigError(at="train.callbacks.wandb", problem=f"W&B does not begin: {error}", fix=fix) from error
+        self.id = self._run.id
+        self._run.define_metric("*", step_metric="step")
+
+    def on_step(self, event: TrainEvent) -> None:
+        if self._run is not None:
+            self._run.log({name.replace(".", "/"): value for name, value in flat(event.record).items()})
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._finish(0)
+
+    def on_exception(self, event: TrainEvent) -> None:
+        self._finish(1)
+
+    def state(self) -> dict[str, Any]:
+        return {"id": self.id}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.id = state["id"]
+
+    def _finish(self, code: int) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=code)
+            self._run = None
