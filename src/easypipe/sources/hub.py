@@ -8,30 +8,25 @@ in that cache is read there, whatever its format.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, Unpack
+from functools import partial
+from typing import Any, NamedTuple, Unpack
 
 import pyarrow as pa
 
-from easypipe.core import remote
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
+from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Scan, Shard, ShardedDataSource
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.hub_layout import choose_files
+from easypipe.sources.hub_repo import BY_RANGES, HubRepo
 from easypipe.sources.open import FORMATS
 from easypipe.sources.refs import FileRef, format_of
 
-T = TypeVar("T")
 log = logging.getLogger("easypipe")
 
-CONVERTED = "refs/convert/parquet"  # where the Hub keeps its own parquet copy of datasets that came in another form
-BY_RANGES = ("parquet", "arrow")
 DOWNLOADS = 8  # at a time
 
 
@@ -94,11 +89,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
             raise ConfigError(
                 at="split" if split else "subset", problem="has no effect beside a pattern", fix="Leave it or the pattern out."
             )
-        access = dict(options.get("storage_options") or {})
-        self._token, self._endpoint = access.pop("token", None), access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT")
-        if access:
-            problem = f"{sorted(access)} mean nothing to the Hub"
-            raise ConfigError(at="storage_options", problem=problem, have=["token", "endpoint"], fix="Leave them out.")
+        self._hub = HubRepo(name.repo, options.get("storage_options"))
         self.repo, self.split, self.subset = name.repo, split or (None if name.pattern else "train"), subset
         self._num_rows = num_rows
         self._made: FileOptions = {"columns": options.get("columns"), "on_error": options.get("on_error", "error")}
@@ -106,18 +97,22 @@ class HuggingFaceShardedSource(ShardedDataSource):
             self._made["index_dir"] = options["index_dir"]
         self._lock = threading.Lock()
         self._rows: FileSource | None = None
-        self._revision = name.revision or revision
-        self.commit, found = self._list(name.pattern, self._revision)
-        kinds = {format_of(file.path): file.path for file in found}
-        if len(kinds) > 1 or None in kinds:
-            raise SourceError(
-                at=self._at(),
-                problem="files of several formats: " + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
-                fix=f"Name one kind: hf://datasets/{self.repo}/*.parquet.",
-            )
-        self.kind = str(next(iter(kinds)))
+        revision = name.revision or revision
+        listing = self._hub.listing(revision)
+        self.commit = listing.commit
+        names = choose_files(
+            list(listing.sizes),
+            listing.card,
+            at=self._hub.at,
+            pattern=name.pattern,
+            subset=subset,
+            split=self.split,
+            converted=listing.converted,
+        )
+        found = [self._hub.file(file, listing) for file in names]
+        self.kind = one_format(found, self._hub)
         self.files = tuple(found)
-        log.info("%s: revision %s is commit %s; %d files of %s", self._at(), self._revision or "main", self.commit, len(found), self.kind)
+        log.info("%s: revision %s is commit %s; %d files of %s", self._hub.at, revision or "main", self.commit, len(found), self.kind)
 
     @property
     def schema(self) -> pa.Schema:
@@ -138,6 +133,10 @@ class HuggingFaceShardedSource(ShardedDataSource):
         """Of the file's content: a new commit that leaves a file as it is leaves its tokens as they are."""
         return self._open().shard_identity(shard)
 
+    def head(self, num_bytes: int) -> FileSource:
+        """As FileSource.head, of the first file; nothing is downloaded whole for it."""
+        return open_repo_files(self._hub, self.files[:1], self.kind, self.commit, self._made).head(num_bytes)
+
     def select(self, columns: Sequence[str]) -> FileSource:
         return self._open().select(columns)
 
@@ -150,20 +149,18 @@ class HuggingFaceShardedSource(ShardedDataSource):
     def raw(self, shard: int, row: int) -> str | None:
         return self._open().raw(shard, row)
 
-    def _at(self) -> str:
-        return f"hf://datasets/{self.repo}"
-
     def _open(self) -> FileSource:
         with self._lock:
             if self._rows is None:
                 reader: Any = FORMATS[self.kind]
+                get = partial(self._hub.ready, commit=self.commit, whole=self.kind not in BY_RANGES)
                 if self._num_rows is None:
                     with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="easypipe-hub") as pool:
-                        ready = list(pool.map(self._ready, self.files))
+                        ready = list(pool.map(get, self.files))
                 else:
                     ready, rows = [], 0
                     for file in self.files:
-                        ready.append(self._ready(file))
+                        ready.append(get(file))
                         rows += reader([ready[-1]], **self._made).shards[0].num_rows
                         if rows >= self._num_rows:
                             break
@@ -171,88 +168,20 @@ class HuggingFaceShardedSource(ShardedDataSource):
             rows: Any = self._rows
             return rows
 
-    def _ready(self, file: FileRef) -> FileRef:
-        """The file as it is to be read: from the Hub client's cache, or by ranges."""
-        from huggingface_hub import get_hf_file_metadata, hf_hub_download, try_to_load_from_cache
 
-        inside = file.path.removeprefix(self._at() + "/")
-        cached = try_to_load_from_cache(self.repo, inside, revision=self.commit, repo_type="dataset")
-        if not isinstance(cached, str):
-            if self.kind in BY_RANGES:
-                url = file.address  # asked for once here, because the Hub's client knows why it is refused
-                self._call(lambda: get_hf_file_metadata(url, token=self._token, endpoint=self._endpoint))
-                return file
-            more: dict[str, Any] = {"revision": self.commit, "repo_type": "dataset", "token": self._token, "endpoint": self._endpoint}
-            cached = self._call(lambda: hf_hub_download(self.repo, inside, **more))
-        status = os.stat(cached)
-        if status.st_size != file.num_bytes:
-            raise SourceError(
-                at=file.path,
-                problem=f"{status.st_size} bytes in the cache of the Hub's client, not {file.num_bytes}",
-                fix=f"Delete {Path(cached).resolve()} and run again.",
-            )
-        return replace(file, twin=FileRef(path=cached, num_bytes=status.st_size, identity=str(status.st_mtime_ns)))
+def open_repo_files(hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: FileOptions) -> FileSource:
+    """The files read by ranges, whatever their format, where the Hub's client has not downloaded them already."""
+    reader: Any = FORMATS[kind]
+    return reader([hub.ready(file, commit, whole=False) for file in files], **options)
 
-    def _list(self, pattern: str | None, revision: str | None) -> tuple[str, list[FileRef]]:
-        commit, sizes, card = self._info(revision)
-        converted = False
-        if revision is None and not any(format_of(name) for name in sizes if not name.startswith((".", "README"))):
-            try:  # a dataset made by a script: the Hub keeps its rows as parquet
-                commit, sizes, _ = self._info(CONVERTED)
-                card, converted = {}, True
-                log.info("%s: has no data files of its own; the Hub's parquet copy (%s) is read", self._at(), CONVERTED)
-            except MissingFileError:
-                log.debug("%s: has no converted copy either", self._at())
-        names = choose_files(list(sizes), card, at=self._at(), pattern=pattern, subset=self.subset, split=self.split, converted=converted)
-        return commit, [self._ref(name, commit, *sizes[name]) for name in names]
 
-    def _ref(self, name: str, commit: str, num_bytes: int, content: str) -> FileRef:
-        from huggingface_hub import get_token, hf_hub_url
-
-        token = self._token or get_token()
-        options = {"headers": {"Authorization": f"Bearer {token}"}} if token else None
-        url = hf_hub_url(self.repo, name, repo_type="dataset", revision=commit, endpoint=self._endpoint)
-        return FileRef(path=f"{self._at()}/{name}", num_bytes=num_bytes, identity=f"blob:{content}", url=url, storage_options=options)
-
-    def _info(self, revision: str | None) -> tuple[str, dict[str, tuple[int, str]], Mapping[str, Any]]:
-        """Commit, (size, content hash) of every file, and the card's data."""
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=self._endpoint, token=self._token)
-        info: Any = self._call(lambda: api.dataset_info(self.repo, revision=revision, files_metadata=True), revision)
-        sizes = {
-            file.rfilename: (int(file.size or 0), str(file.lfs.sha256 if file.lfs is not None else file.blob_id))
-            for file in info.siblings or ()
-        }
-        card = info.card_data.to_dict() if info.card_data is not None else {}
-        return str(info.sha), sizes, card
-
-    def _call(self, call: Callable[[], T], revision: str | None = None) -> T:
-        """`call()`, tried again where it fails for a passing reason; what the Hub refuses is said in words."""
-        from huggingface_hub import errors
-
-        page = f"{(self._endpoint or 'https://huggingface.co').rstrip('/')}/datasets/{self.repo}"
-
-        def attempt(timeout_s: float) -> T:
-            try:
-                return call()
-            except errors.GatedRepoError:
-                refused: SourceError = SourceError(
-                    at=self._at(),
-                    problem="is gated: its authors want their licence accepted",
-                    fix=f"Accept it at {page}, and set HF_TOKEN to a token of that account.",
-                )
-            except errors.RevisionNotFoundError:
-                refused = MissingFileError(at=self._at(), problem=f"no revision {revision!r}", fix=f"See the branches and tags at {page}.")
-            except errors.RepositoryNotFoundError:
-                refused = MissingFileError(
-                    at=self._at(),
-                    problem="the Hub has no such dataset, or it is private",
-                    fix="Check the spelling of owner/name; for a private one set HF_TOKEN.",
-                )
-            raise refused
-
-        try:
-            return remote.retrying(self._at(), attempt, options={"token": self._token})
-        except StorageError as error:
-            raise SourceError(at=self._at(), problem=error.problem, fix=error.fix) from None
+def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:
+    """Raises SourceError where the files have several."""
+    kinds = {format_of(file.path): file.path for file in files}
+    if len(kinds) > 1 or None in kinds:
+        raise SourceError(
+            at=hub.at,
+            problem="files of several formats: " + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
+            fix=f"Name one kind: {hub.at}/*.parquet.",
+        )
+    return str(next(iter(kinds)))

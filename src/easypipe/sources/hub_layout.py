@@ -46,7 +46,7 @@ def choose_files(
         if not chosen:
             raise MissingFileError(at=f"{at}/{pattern}", problem="the pattern matches no file", have=data[:8], fix="Correct the pattern.")
         return chosen
-    splits = _from_folders(data, subset, at) if converted else _from_card(data, card, subset, at)
+    splits = _splits(data, card, subset, at, converted)
     wanted = split or TRAIN
     if wanted not in splits:
         raise MissingFileError(
@@ -55,9 +55,27 @@ def choose_files(
     return splits[wanted]
 
 
-def _from_card(data: list[str], card: Mapping[str, Any], subset: str | None, at: str) -> dict[str, list[str]]:
+def layouts(names: Sequence[str], card: Mapping[str, Any], *, at: str, converted: bool = False) -> dict[str, dict[str, list[str]]]:
+    """subset -> split -> names of its data files, of a whole dataset. Raises MissingFileError where there is no data file."""
+    data = sorted((name for name in names if _is_data(name)), key=natural)
+    if not data:
+        raise MissingFileError(at=at, problem="holds no data file that could be read", have=names[:8], fix="Check the name of the dataset.")
+    subsets = sorted({name.split("/")[0] for name in data}) if converted else list(_configs(card)) or ["default"]
+    return {subset: _splits(data, card, subset, at, converted) for subset in subsets}
+
+
+def _splits(data: list[str], card: Mapping[str, Any], subset: str | None, at: str, converted: bool) -> dict[str, list[str]]:
+    return _from_folders(data, subset, at) if converted else _from_card(data, card, subset, at)
+
+
+def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What the card says of each subset that it gives files."""
     configs = {str(entry.get("config_name", "default")): entry for entry in card.get("configs") or () if isinstance(entry, Mapping)}
-    configs = {name: entry for name, entry in configs.items() if entry.get("data_files") or entry.get("data_dir")}
+    return {name: entry for name, entry in configs.items() if entry.get("data_files") or entry.get("data_dir")}
+
+
+def _from_card(data: list[str], card: Mapping[str, Any], subset: str | None, at: str) -> dict[str, list[str]]:
+    configs = _configs(card)
     if not configs:
         if subset is None or subset == "default":
             return _by_names(data)
@@ -108,14 +126,15 @@ def _by_names(data: list[str]) -> dict[str, list[str]]:
     """Splits by `split-00000-of-00004.parquet`, else by the words in folders and file names; without any, all is `train`."""
     shards = {name: match[1] for name in data if (match := SHARD.search(name))}
     if len(shards) == len(data):
-        return _grouped({name: _keyword(found) or found for name, found in shards.items()})
-    words = {name: _keyword(name) for name in data}
+        return _grouped({name: split_word(found) or found for name, found in shards.items()})
+    words = {name: split_word(name) for name in data}
     if any(words.values()):
         return _grouped({name: word for name, word in words.items() if word})
     return {TRAIN: data}
 
 
-def _keyword(name: str) -> str | None:
+def split_word(name: str) -> str | None:
+    """The split that a path's folders and file name speak of."""
     parts = set(re.split(r"[/._\s-]+|(?<=[a-z])(?=\d)", name.lower()))
     return next((split for split, words in KEYWORDS.items() if parts & set(words)), None)
 
