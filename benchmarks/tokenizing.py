@@ -6,6 +6,7 @@ from Arrow memory and into nothing, is timed in the same rounds: what no pipelin
 
 --tokenizer: gpt2, which gigatoken encodes, or wordpiece, which only `tokenizers` supports, trained here on the text.
 --cold: one run each in a new process, imports and proofs included, with no cache but the system's.
+--floor: processor time instead, of the whole and of what it cannot do without, each alone.
 --memory 1000: RssAnon instead, on real text and on text without repetitions.
 """
 
@@ -225,6 +226,63 @@ def cold(options: Any) -> None:
     report.finish(options.out)
 
 
+def floor(options: Any) -> None:
+    """Processor seconds of user and kernel, all threads: the sum of the parts is what no arrangement of them can pass."""
+    from easypipe.stages.shard_writer import open_writer
+
+    report = Report("tokenizing_floor", "s")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        _, tokenizer, files, megabytes = prepared(options, scratch)
+        columns = [chunk.cast(pa.large_string()) for file in files for chunk in pq.read_table(file).column("text").chunks]
+        ours(files, tokenizer, scratch / "ours")
+        stored = [pa.ipc.open_file(file).get_batch(0) for file in sorted((scratch / "ours" / "cache" / "tokens").rglob("*.arrow"))]
+        saved = [batch.select(["input_ids"]) for batch in stored]
+
+        def write_arrow() -> None:
+            for number, batch in enumerate(stored):
+                with open(scratch / f"{number}.arrow", "wb") as sink:
+                    with pa.ipc.new_file(sink, batch.schema) as writer:
+                        writer.write_batch(batch)
+                    os.fsync(sink.fileno())
+
+        def write_parquet() -> None:
+            for number, batch in enumerate(saved):
+                with open_writer(scratch / f"{number}.parquet", "parquet", "zstd", batch.schema) as write:
+                    write(batch)
+
+        parts = {
+            "parquet to text, pyarrow": lambda: [pq.ParquetFile(file).read(columns=["text"], use_threads=False) for file in files],
+            f"text to tokens, {'gigatoken' if options.tokenizer == 'gpt2' else 'tokenizers'}": functools.partial(
+                encode_alone, columns, tokenizer, options.tokenizer == "gpt2", 1
+            ),
+            "tokens to Arrow files, synced": write_arrow,
+            "tokens to parquet, zstd": write_parquet,
+        }
+        whole = "easypipe, all of it"
+
+        def counted(call: Any) -> float:
+            call()
+            return 1.0
+
+        def clear(name: str) -> None:
+            for made in ("out", "cache/tokens", "cache/ranges", "cache/manifests") if name == whole else ():
+                shutil.rmtree(scratch / "ours" / made, ignore_errors=True)
+
+        contenders = {**parts, whole: functools.partial(ours, files, tokenizer, scratch / "ours")}
+        runs = {name: functools.partial(counted, call) for name, call in contenders.items()}
+        alternate(report, runs, options.rounds, clear, clock=time.process_time)
+        least, cores = sum(report.figure(name) for name in parts), len(os.sched_getaffinity(0))
+        report.facts |= {
+            "text MB": round(megabytes, 1),
+            "sum of the parts s": least,
+            "share of the whole": least / report.figure(whole),
+            f"MB/s that {cores} cores cannot pass": megabytes * cores / report.figure(whole),
+            "the same with nothing but the parts": megabytes * cores / least,
+        }
+    report.finish(options.out)
+
+
 def _same(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
     """Document by document, in order; easypipe's rows may end with the tokenizer's EOS column apart, never in the ids."""
     if len(mine) != len(other):
@@ -315,6 +373,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100, help="text to tokenize")
     parser.add_argument("--tokenizer", choices=["gpt2", "wordpiece"], default="gpt2", help="which tokenizer")
     parser.add_argument("--cold", action="store_true", help="new processes, imports included")
+    parser.add_argument("--floor", action="store_true", help="processor time of the whole and of its parts")
     parser.add_argument("--memory", type=int, metavar="MB", help="measure memory on so much text instead of speed")
     parser.add_argument("--child", help="used by --memory and --cold for the process they measure")
     options = parser.parse_args()
@@ -322,6 +381,8 @@ def main() -> None:
         child(json.loads(options.child))
     elif options.memory:
         memory(options)
+    elif options.floor:
+        floor(options)
     elif options.cold:
         cold(options)
     else:
