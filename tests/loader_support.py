@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, token_dtype
+from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_BREAK, SEGMENT_IDS, token_dtype
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
@@ -22,7 +22,7 @@ EOS, PAD = 1, 0
 
 
 class MemoryCache:
-    """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0 and 1 each, or None."""
+    """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0 and 1 each (of pairs, a 2), or None."""
 
     remote = False
 
@@ -32,6 +32,7 @@ class MemoryCache:
         self.docs, self.masks = [np.asarray(d) for d in docs], masks
         self.vocab_size = vocab_size
         self.num_docs = len(docs)
+        self.pairs = masks is not None and any((np.asarray(mask) == SEGMENT_BREAK).any() for mask in masks)
         self.fingerprint = digest([d.tolist() for d in self.docs], None if masks is None else [np.asarray(m).tolist() for m in masks])
         self.tokenizer_fingerprint = "words"
         self.eos_token_id = EOS

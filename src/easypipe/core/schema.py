@@ -13,6 +13,7 @@ import pyarrow as pa
 
 INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
+SEGMENT_BREAK = 2  # in the loss_mask of a token cache: no target, and the first token of the second half of a pair
 SEGMENT_IDS = "segment_ids"  # 0 is padding, segments of a row count from 1
 POSITION_IDS = "position_ids"  # restart at 0 with each segment
 LOOK_AHEAD = "look_ahead"  # rows of strategy "stream" only, one number a row: the label of the last slot, which lies in another row

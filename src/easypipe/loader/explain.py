@@ -154,8 +154,10 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
     pieces = {piece.slot: piece for piece in planned.pieces}
 
     def place(segment: int, slots: slice) -> dict[str, Any]:
-        piece = pieces[slots.start]
-        assert (piece.slot, piece.stop - piece.start) == (slots.start, slots.stop - slots.start), "the plan says what is gathered"
+        piece = pieces[max(slot for slot in pieces if slot <= slots.start)]
+        start = piece.start + slots.start - piece.slot  # more than the piece's own where a pair's second half begins
+        stop = start + slots.stop - slots.start
+        assert stop <= piece.stop, "the plan says what is gathered"
         cache = rows.caches[piece.dataset]
         file, row = cache.where(piece.doc)
         stored = int(cache.lengths(np.array([piece.doc]))[0])
@@ -164,10 +166,10 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
             "file": file,
             "row": row,
             "document": piece.doc,
-            "token_start": piece.start,
-            "token_stop": min(piece.stop, stored),
+            "token_start": start,
+            "token_stop": min(stop, stored),
             "document_tokens": stored,
-            "ends_with_eos": piece.stop > stored,
+            "ends_with_eos": stop > stored,
         }
 
     return planned.epoch, planned.window, list(pieces), place

@@ -17,6 +17,7 @@ from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MAS
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.gather import tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
+from easypipe.loader.pairs import open_pairs
 from easypipe.loader.staged import staged_rows
 from easypipe.plan.windows import Plan, Window, WindowState
 from easypipe.sources.cache import TokenCache
@@ -136,6 +137,7 @@ class PlannedRows:
         self._tables = tables([cache.buffers() for cache in caches])
         self._eos = -1 if eos_token_id is None else eos_token_id
         self._masked = any(LOSS_MASK in cache.schema.names for cache in caches)
+        self._paired = any(cache.pairs for cache in caches)
         self._end: int | None = None  # rows of the run, once the scan has met the end
 
     @property
@@ -206,13 +208,13 @@ class PlannedRows:
         ahead = np.full(len(rows) if self._streams else 0, IGNORE, dtype=np.int32)
         done = np.zeros(len(rows), dtype=np.bool_)
         want_labels = labels.size > 0
+        shift = want_labels and not (self.joined or self._paired)
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
             window = self.plan.window_at(row if row >= 0 else int(rows.max(initial=0)))
             layout = window.layout
             view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
-            shift = want_labels and not self.joined
             with staged_rows(self._caches, window, rows):
                 left, bad = write_rows(
                     view, rows, done, self._tables, self._eos, self.pad_token_id, shift, ids, labels, segments, positions, mask
@@ -223,8 +225,10 @@ class PlannedRows:
                     last_labels(view, window.length, rows, self._tables, self._eos, self.joined, self.seq_length, ahead)
         if self.joined:
             join_segments(segments, positions)
-            if want_labels:
-                shift_labels(ids, segments, mask, labels)
+        if self._paired:
+            open_pairs(segments, positions, mask)
+        if want_labels and not shift:
+            shift_labels(ids, segments, mask, labels)
         return mask, ahead
 
     def _not_there(self, window: Window, piece: int, width: int) -> CacheError:

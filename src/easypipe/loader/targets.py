@@ -62,7 +62,7 @@ def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, first_par
         flags = uint8_at(mask_at[part])
         count = np.int64(0)
         for t in range(begin + skipped, min(begin + length, end)):
-            count += flags[t]
+            count += flags[t] == 1
         if begin + length > end and length > skipped:  # an added EOS is a target where the token before it is one
             count += flags[end - 1] if end > offsets[local] else 1
         found[d] += count

@@ -113,6 +113,11 @@ class TokenCache(ShardedDataSource):
     def schema(self) -> pa.Schema:
         return cache_schema(self.vocab_size, loss_mask=self.manifest.loss_mask)
 
+    @property
+    def pairs(self) -> bool:
+        """Whether every document is two answers, see Manifest."""
+        return self.manifest.pairs
+
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         cuts: list[list[int]] = [[] for _ in self.manifest.shard_names]

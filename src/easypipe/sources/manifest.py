@@ -98,6 +98,7 @@ class Manifest:
     counts: Counts
     fingerprint: str  # of the documents: equal wherever the same text met the same tokenizer
     loss_mask: bool = False
+    pairs: bool = False  # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
     quarantine: str = ""  # file beside this one
     facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
     format: int = FORMAT

@@ -80,7 +80,7 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
                 "dropped": part.tokens_dropped,
             },
         )
-        starts = int(i == first) if joined else part.segments
+        starts = int(i == first) if joined else part.segments * (2 if mixture.paired else 1)
         labels = part.tokens_placed - starts
         out = {"targets": labels} if trained is None else {"targets": int(trained[i]), "masked": labels - int(trained[i])}
         ledger.add("labels", name, "tokens", into={"placed": part.tokens_placed}, out={**out, "segment starts": starts})

@@ -30,7 +30,7 @@ from easypipe.plan.spec import Unit
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from easypipe.sources.cache import TokenCache
 from easypipe.stages.schedule import MixSchedule
-from easypipe.stages.tokens import Documents, token_info
+from easypipe.stages.tokens import Documents, is_paired, token_info
 
 
 class _Choice(NamedTuple):
@@ -83,6 +83,11 @@ class Mixture:
     @property
     def has_loss_mask(self) -> bool:
         return any(LOSS_MASK in source.schema.names for source in self.parts.values())
+
+    @property
+    def paired(self) -> bool:
+        """Whether every document is a pair: one that was preferred, and one that was not."""
+        return any(is_paired(source) for source in self.parts.values())
 
     @cached_property
     def caches(self) -> tuple[TokenCache, ...]:

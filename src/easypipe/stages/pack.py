@@ -136,6 +136,8 @@ class PackedShardedSource(ShardedDataSource):
                 problem="names the dataset of every segment, and under pack.segments 'row' documents have none of their own",
                 fix="Leave it out, or set pack.segments to 'document'.",
             )
+        if mixture.paired:
+            _check_pairs(config)
         self.eos_token_id = _eos(mixture, config)
         self.pad_token_id = _pad(mixture, config, self.eos_token_id)
         self._rows: dict[int | None, PlannedRows] = {}
@@ -224,10 +226,21 @@ class PackedShardedSource(ShardedDataSource):
     def _provenance(self, rows: NDArray[np.int64]) -> pa.Array:
         """For every row the datasets of its segments, the first segment first."""
         pieces = self.plan().pieces(rows)
-        ends = np.cumsum(np.bincount(pieces.row, minlength=len(rows)))
+        each = 2 if self.mixture.paired else 1  # segments of a piece
+        ends = np.cumsum(np.bincount(pieces.row, minlength=len(rows)) * each)
         offsets = np.concatenate([np.zeros(1, np.int64), ends])
-        names = pa.DictionaryArray.from_arrays(pa.array(pieces.dataset), pa.array(list(self.mixture.parts), pa.string()))
+        names = pa.DictionaryArray.from_arrays(pa.array(np.repeat(pieces.dataset, each)), pa.array(list(self.mixture.parts), pa.string()))
         return pa.LargeListArray.from_arrays(pa.array(offsets), names.cast(pa.string()))
+
+
+def _check_pairs(config: PackStageConfig) -> None:
+    """Both halves of a pair stand in one row, whole."""
+    if config.strategy == "stream":
+        problem = "'stream' cuts documents wherever a row ends, and pairs must stay whole"
+        raise ConfigError(at="pack.strategy", problem=problem, fix="Use 'first_fit'.")
+    if config.oversize in ("split", "truncate"):
+        problem = f"{config.oversize!r} would cut pairs that are longer than a row, which must stay whole"
+        raise ConfigError(at="pack.oversize", problem=problem, fix="Set it to 'drop' or 'error'; max_length cuts each answer by itself.")
 
 
 def _eos(mixture: Mixture, config: PackStageConfig) -> int:

@@ -55,6 +55,11 @@ def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
     return info_of(load_tokenizer(chosen))
 
 
+def is_paired(source: ShardedSource) -> bool:
+    """Whether every document is a pair of answers, which must stay in one row."""
+    return bool(getattr(getattr(source, "form", None), "pairs", False))
+
+
 def token_info(source: ShardedSource) -> TokenInfo | None:
     """Whose tokens these are; None where nobody knows."""
     if isinstance(source, LimitedSource):
