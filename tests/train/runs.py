@@ -19,6 +19,7 @@ from flax import nnx
 from easypipe.train.axes import partitioned
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from easypipe.train.events import TrainEvent
+from easypipe.train.meter import RATES
 from easypipe.train.signals import Interrupted
 from easypipe.train.trainer import Trainer
 
@@ -108,7 +109,7 @@ def settings(output_dir: Path | str, **changes: Any) -> TrainConfig:
 
 def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the law says is equal bit for bit: everything but rates."""
-    return [{key: r[key] for key in r if key not in ("tokens_per_second", "mfu", "data_wait")} for r in records]
+    return [{key: r[key] for key in r if key not in (*RATES, "peak_memory")} for r in records]
 
 
 def main(output_dir: str, kill_step: str = "0", kill_save: str = "0", save_files: str = "0") -> int:

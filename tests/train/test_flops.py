@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from easypipe.train.flops import flops_from_sums, flops_per_step, matmul_params, palm_flops_per_step, segment_sums
+from easypipe.train.flops import flops_from_sums, flops_per_step, matmul_params, palm_flops_per_step, segment_sums, windows
 from easypipe.train.model import Decoder, ModelConfig, param_count, positions
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -43,3 +43,18 @@ def test_sums_on_device_equal_the_lengths():
     lengths = [3, 2, 1, 4, 1]
     assert (int(tokens), float(squares)) == (sum(lengths), sum(n * n for n in lengths))
     np.testing.assert_allclose(flops_from_sums(CONFIG, float(tokens), float(squares)), flops_per_step(CONFIG, lengths), rtol=1e-12)
+
+
+def test_a_window_bounds_what_a_token_is_counted_for():
+    windowed = dataclasses.replace(CONFIG, sliding_window=4, global_every=3)
+    assert windows(windowed) == [4, 4, None]
+    lengths = [3, 7, 5, 1]
+    by_token = [sum(min(2 * place + 1, 2 * 4) for place in range(n)) for n in lengths]  # twice the tokens seen, less the half of itself
+    attended = sum(2 * near + n * n for n, near in zip(lengths, by_token, strict=True))
+    assert flops_per_step(windowed, lengths) == 6 * matmul_params(CONFIG) * sum(lengths) + 6 * 4 * 16 * attended
+    segments = jnp.array([[1] * 3 + [2] * 7, [1] * 5 + [2] + [0] * 4])
+    tokens, seen = segment_sums(segments, positions(segments), windows(windowed))
+    np.testing.assert_allclose(flops_from_sums(windowed, float(tokens), float(seen)), flops_per_step(windowed, lengths), rtol=1e-6)
+    assert palm_flops_per_step(windowed, 10, 10) == 10 * (6 * matmul_params(CONFIG) + 12 * 4 * 16 * (4 + 4 + 10))
+    wide = dataclasses.replace(CONFIG, sliding_window=100)
+    assert flops_per_step(wide, lengths) == flops_per_step(CONFIG, lengths)

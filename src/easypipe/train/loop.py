@@ -12,7 +12,6 @@ import jax
 from easypipe.core.errors import EasypipeError, TrainError
 from easypipe.train.checkpoint import Checkpoints
 from easypipe.train.mesh import place_batch
-from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.signals import Interrupted, StopSignals
 from easypipe.train.state import TrainState
@@ -32,7 +31,7 @@ class Loop:
     ) -> None:
         self._trainer, self._config, self._steps = trainer, trainer.config, trainer.steps
         self._checkpoints, self._metrics, self._rollbacks = checkpoints, metrics, rollbacks
-        self._stop, self._watch, self._meter = stop, watch, Meter(trainer.mfu)
+        self._stop, self._watch, self._meter = stop, watch, trainer.meter()
 
     def run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         """The state after the last step, saved, and which that was: a listener may have asked for an earlier end.

@@ -5,7 +5,7 @@ B rows of a batch · A micro-batches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ def make_train_step(
     *,
     accumulate_steps: int = 1,
     curvature_loss: LossFn | None = None,
+    windows: Sequence[int | None] = (None,),
 ) -> TrainStep:
     """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed (donated).
 
@@ -41,8 +42,9 @@ def make_train_step(
     Losses and gradients are summed over tokens and divided once by the
     number of targets: every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
-    learning_rate (Float32), updates (Int32, steps not skipped so far),
-    num_targets, num_tokens (Int32, slots outside padding), num_slots (Int32), attended (Float32, sum of squared segment lengths).
+    param_norm (Float32, after the step), learning_rate (Float32), updates (Int32, steps not skipped so far),
+    num_targets, num_tokens (Int32, slots outside padding), num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
+    windows: of each layer, for `attended`.
     schedule: None where the learning rate is not known; metrics have none then.
     curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice; default: `loss`. It sees the first
     micro-batch.
@@ -86,7 +88,7 @@ def make_train_step(
             "nll": out.nll_sum * scale,
             "grad_norm": optax.tree.norm(grads),
             "num_targets": out.num_targets,
-            **_count(batch),
+            **_count(batch, windows),
         }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
@@ -94,7 +96,7 @@ def make_train_step(
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
         # Elementwise, so that it is fused into the update: no array is read or written once more for it.
         state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, state)
-        return state, metrics | {"updates": state.step}
+        return state, metrics | {"updates": state.step, "param_norm": optax.tree.norm(state.params).astype(jnp.float32)}
 
     return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
 
@@ -134,9 +136,10 @@ def _float32(out: LossOutput) -> LossOutput:
     return LossOutput(out.loss_sum.astype(jnp.float32), out.num_targets.astype(jnp.int32), out.nll_sum.astype(jnp.float32))
 
 
-def _count(batch: Mapping[str, jax.Array]) -> Metrics:
+def _count(batch: Mapping[str, jax.Array], windows: Sequence[int | None]) -> Metrics:
     ids = batch["input_ids"]
     segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
     position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape))
-    num_tokens, attended = segment_sums(segment_ids, position_ids)
-    return {"num_tokens": num_tokens, "attended": attended, "num_slots": jnp.int32(ids.size)}
+    num_tokens, attended = segment_sums(segment_ids, position_ids, windows)
+    sizes = {"num_slots": jnp.int32(ids.size), "seq_length": jnp.int32(ids.shape[-1])}
+    return {"num_tokens": num_tokens, "attended": attended, **sizes}

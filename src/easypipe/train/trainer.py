@@ -40,10 +40,11 @@ from easypipe.train.checks import (
 from easypipe.train.config import TrainConfig
 from easypipe.train.evaluate import HeldOut, held_out
 from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
-from easypipe.train.flops import flops_from_sums
+from easypipe.train.flops import flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
 from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import check_batch_size, make_mesh
+from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.model import ModelConfig
 from easypipe.train.optim import Optimizer, make_optimizer
@@ -141,7 +142,13 @@ class Trainer:
         # A Pallas kernel has no second derivative; the plain XLA loss has.
         twice = loss or functools.partial(loss_sums, **options | {"implementation": options.get("implementation") or "chunked"})
         self.train_step = make_train_step(
-            self.layout, self.optimizer, schedule, chosen, accumulate_steps=config.accumulate_steps, curvature_loss=twice
+            self.layout,
+            self.optimizer,
+            schedule,
+            chosen,
+            accumulate_steps=config.accumulate_steps,
+            curvature_loss=twice,
+            windows=windows(self._model_config) if self._model_config else (None,),
         )
         self._eval_step = make_eval_step(self.layout, chosen)
 
@@ -291,11 +298,17 @@ class Trainer:
         train = {key: to_dict(getattr(self.config, key)) for key in MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
         return {"model": to_dict(self._model_config), "train": train, "loader": {"batch_size": self.train.batch_size}}
 
-    def mfu(self, num_tokens: float, attended: float, seconds: float) -> float | None:
-        peak = peak_flops(self.mesh.devices.flat[0])
-        if peak is None or self._model_config is None:
-            return None
-        return flops_from_sums(self._model_config, num_tokens, attended) / seconds / (peak * self.mesh.size)
+    def meter(self) -> Meter:
+        """What reads this run's steps."""
+        config, peak = self._model_config, peak_flops(self.mesh.devices.flat[0])
+
+        def flops(measured: Mapping[str, Any]) -> tuple[float, float]:
+            assert config is not None
+            exact = flops_from_sums(config, measured["num_tokens"], measured["attended"])
+            return exact, float(palm_flops_per_step(config, measured["num_slots"], measured["seq_length"]))
+
+        devices = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
+        return Meter(None if config is None else flops, None if peak is None else peak * self.mesh.size, devices)
 
 
 def _is_first() -> bool:
