@@ -182,6 +182,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "dtype": Effect("output+cost", _MODEL + "test_dtypes", "of products and activations"),
         "param_dtype": Effect("output+memory", _MODEL + "test_dtypes", "of parameters"),
         "remat": Effect("memory+cost", _MODEL + "test_remat_keeps_less_and_unrolling_leaves_no_loop", "what is computed twice"),
+        "attention": Effect(
+            "memory+cost", "train/test_attention.py::test_for_tpus_splash_is_compiled_and_no_scores_exist", "who computes attention"
+        ),
         "scan_layers": Effect("cost", _MODEL + "test_remat_keeps_less_and_unrolling_leaves_no_loop", "one compiled layer, or each"),
         **{
             option: Effect("output", _LOGITS, of)

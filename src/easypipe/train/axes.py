@@ -37,9 +37,11 @@ def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
     """
     if not on_mesh():
         return array
+    return jax.lax.with_sharding_constraint(array, P(*(fitting(size, names) for size, names in zip(array.shape, axes, strict=True))))
+
+
+def fitting(size: int, axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """`axes` of the mesh in `jax.set_mesh`, where together they divide a dimension of `size`; else None."""
     shape = jax.sharding.get_abstract_mesh().shape
-    fitting = []
-    for size, names in zip(array.shape, axes, strict=True):
-        names = (names,) if isinstance(names, str) else tuple(names or ())
-        fitting.append(names if names and size % math.prod(shape[name] for name in names) == 0 else None)
-    return jax.lax.with_sharding_constraint(array, P(*fitting))
+    names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return names if names and size % math.prod(shape[name] for name in names) == 0 else None

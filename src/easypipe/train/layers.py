@@ -63,6 +63,7 @@ class Layer(nnx.Module):
             windowed=windowed,
             scale=None if config.attention_width is None else config.attention_width**-0.5,
             soft_cap=config.attention_soft_cap,
+            backend=config.attention,
         )
         added_BSD = self.output(mixed_BSHh.reshape(batch, length, -1))
         x_BSD = x_BSD + (self.attention_post_norm(added_BSD) if config.post_norms else added_BSD)

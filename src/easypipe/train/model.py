@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
         if config.remat == "full":
             layer = jax.checkpoint(layer)
         elif config.remat == "dots":
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+            layer = jax.checkpoint(layer, policy=_PRODUCTS)
         windowed = jnp.array(config.windowed) if len(kinds) > 1 else None
         unroll = 1 if config.scan_layers else config.num_layers
         x_BSD, _ = jax.lax.scan(layer, x_BSD, (self.layers, windowed), unroll=unroll)
@@ -114,6 +114,12 @@ class Decoder(nnx.Module):
     def lm_head_layout(self) -> Layout:
         """A table that is also the head stays as it lies: turned round, it would be copied."""
         return "vd" if self.config.tie_embeddings else "dv"
+
+
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names("attention"),  # what the fused kernels of attention give
+)
 
 
 def check_mesh(config: ModelConfig) -> None:

@@ -7,6 +7,9 @@ from typing import Literal
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 
+AttentionBackend = Literal["xla", "splash", "triton"]
+TRITON_WIDTHS = (16, 32, 64, 128, 256)  # of a head: Triton's blocks are powers of two, and its products no smaller than 16
+
 
 @config
 class RopeScaling:
@@ -49,6 +52,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters the optimizer updates
     remat: Literal["none", "dots", "full"] = "none"  # recompute in the backward pass: nothing, all but matrix products, whole layers
+    attention: AttentionBackend | None = None  # what computes attention; None: "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
     scan_layers: bool = True  # one compiled layer run num_layers times; False compiles each: slower to compile, faster on CPU
     rope_scaling: RopeScaling | None = None  # of layers that turn by rope_theta; None: none
     local_rope_theta: float | None = None  # of layers with a window, in place of rope_theta; None: rope_theta
@@ -83,6 +87,9 @@ class ModelConfig:
             if value is not None and value <= 0:
                 fix = "Leave it out for none." if field.endswith("cap") else "10000.0 and 1e-6 are usual."
                 raise ConfigError(at=field, problem=f"{value} is not positive", fix=fix)
+        if self.attention == "triton" and self.head_width not in TRITON_WIDTHS:
+            problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have {self.head_width}"
+            raise ConfigError(at="attention", problem=problem, fix="Leave it out, and the fastest that can run is taken.")
         for field in ("global_every", "local_rope_theta"):
             if getattr(self, field) is not None and self.sliding_window is None:
                 raise ConfigError(at=field, problem="has no effect without sliding_window", fix="Leave it out, or set sliding_window.")
