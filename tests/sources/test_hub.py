@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -23,10 +21,11 @@ from easypipe.core.protocols import ShardedSource
 from easypipe.sources.hub import HuggingFaceShardedSource, parse_hub_name
 from easypipe.sources.hub_layout import choose_files
 from easypipe.sources.open import open_files
+from hub_mirror import MAIN, hub_mirror, publish  # noqa: F401  (a fixture)
 from laws import assert_stateless_reads
-from web import WebServer, web_server
+from web import WebServer
 
-MAIN, OLD = "a" * 40, "b" * 40
+OLD = "b" * 40
 TOKEN = "hf_" + "x" * 30
 
 
@@ -37,57 +36,19 @@ def parquet(start: int, rows: int) -> bytes:
     return out.getvalue()
 
 
-def publish(
-    server: WebServer, repo: str, files: dict[str, bytes], *, commit: str = MAIN, revisions: tuple[str, ...] = ("main",), **info
-) -> None:
-    siblings = []
-    for name, data in files.items():
-        sha = hashlib.sha256(data).hexdigest()
-        lfs = {"lfs": {"sha256": sha, "size": len(data), "pointerSize": 100}} if name.endswith((".parquet", ".gz")) else {}
-        siblings.append({"rfilename": name, "size": len(data), "blobId": sha[:40], **lfs})
-        path = f"/datasets/{repo}/resolve/{commit}/{name}"
-        server.files[path] = data
-        server.etags[path] = f'"{sha}"'
-        server.extra[path] = {"X-Repo-Commit": commit}
-    answer = {
-        "_id": "1",
-        "id": repo,
-        "sha": commit,
-        "private": False,
-        "gated": False,
-        "siblings": siblings,
-        "tags": [],
-        "downloads": 0,
-        "likes": 0,
-        **info,
-    }
-    for revision in (*revisions, commit):
-        server.json(f"/api/datasets/{repo}/revision/{revision}", answer)
-    if "main" in revisions:
-        server.json(f"/api/datasets/{repo}", answer)
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WebServer]:
-    with web_server() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the server is on this machine
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        remote.set_retry_policy(remote.RetryPolicy(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, attempt_timeout_s=5, deadline_s=10))
-        publish(
-            server,
-            "org/stories",
-            {
-                "README.md": b"# card",
-                "data/train-00000-of-00002.parquet": parquet(0, 3000),
-                "data/train-00001-of-00002.parquet": parquet(3000, 2000),
-                "data/validation-00000-of-00001.parquet": parquet(9000, 10),
-            },
-        )
-        yield server
-        remote.set_retry_policy(None)
+def hub(hub_mirror: WebServer) -> WebServer:  # noqa: F811
+    publish(
+        hub_mirror,
+        "org/stories",
+        {
+            "README.md": b"# card",
+            "data/train-00000-of-00002.parquet": parquet(0, 3000),
+            "data/train-00001-of-00002.parquet": parquet(3000, 2000),
+            "data/validation-00000-of-00001.parquet": parquet(9000, 10),
+        },
+    )
+    return hub_mirror
 
 
 def texts(source) -> list[str]:

@@ -13,11 +13,13 @@ from rich.logging import RichHandler
 
 from easypipe import __version__
 from easypipe.cli.cache import cache
+from easypipe.cli.discover import discover
 from easypipe.cli.explain import explain
 from easypipe.cli.kernels import kernels
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
 from easypipe.cli.quickstart import quickstart
+from easypipe.cli.report import report
 from easypipe.cli.show import console
 from easypipe.cli.train import train
 from easypipe.cli.verify import verify
@@ -34,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(quickstart)
+app.command()(discover)
 app.command()(prepare)
 app.command()(plan)
 app.command()(explain)
@@ -41,6 +44,7 @@ app.command()(verify)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")
 app.command()(train)
+app.command()(report)
 
 
 def _version(asked: bool) -> None:

@@ -18,6 +18,14 @@ def is_saved_dataset(path: str | os.PathLike[str]) -> bool:
     return (folder / SPLITS).is_file() or ((folder / STATE).is_file() and (folder / INFO).is_file())
 
 
+def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
+    """The splits of a folder that `is_saved_dataset`, and whether it is a DatasetDict, of which one has to be chosen."""
+    folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
+    if (folder / SPLITS).is_file():
+        return [str(name) for name in _read(folder / SPLITS).get("splits", [])], True
+    return [str(_read(folder / STATE).get("_split") or "train")], False
+
+
 def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) -> list[str]:
     """The Arrow shards, in their order. Raises ConfigError for a split that is not there, SourceError for a folder that is damaged."""
     folder = Path(os.path.expanduser(str(path).removeprefix("file://")))

@@ -1,0 +1,80 @@
+"""`easypipe discover`: what is in a dataset, and a config that would read it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from easypipe.cli.plan import AsJson
+from easypipe.cli.show import console
+from easypipe.core.errors import ConfigError
+from easypipe.stages.discover import discover as look
+from easypipe.stages.discovery import Discovery
+from easypipe.stages.proposal import Proposal
+
+
+def discover(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, glob, folder or URL, or hf://datasets/owner/name.")],
+    kind: Annotated[
+        str | None, typer.Option("--type", metavar="TYPE", help="The format, where names do not tell it; huggingface for owner/name.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Look at this split alone.")] = None,
+    subset: Annotated[str | None, typer.Option(help="Look at this configuration of a dataset of the Hub alone.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a dataset of the Hub.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="How many rows are shown.")] = 2,
+    count: Annotated[bool, typer.Option("--count", help="Count rows where that means to read the files.")] = False,
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", metavar="PART=COLUMN", help="Decide for a column: prompt=question; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where indexes of counted files are kept.")] = None,
+) -> None:
+    """Tell what PATH holds: splits, columns, types, rows, what kind of rows they are, and the config that would read them."""
+    options: dict[str, Any] = {
+        "type": kind,
+        "split": split,
+        "subset": subset,
+        "revision": revision,
+        "sample_rows": rows,
+        "count": count,
+        "cache_dir": cache_dir,
+    }
+    found = look(path, **options)
+    decided = dict(_decision(text) for text in columns or ())
+    if as_json:
+        shown = found.to_json()
+        for part, made in zip(shown["parts"], _proposals(found, decided), strict=True):
+            part["refused" if isinstance(made, ConfigError) else "proposal"] = str(made)
+        typer.echo(json.dumps(shown, default=str))
+        return
+    _say(str(found))
+    for part, made in zip(found.parts, _proposals(found, decided), strict=True):
+        refused = isinstance(made, ConfigError)
+        of = f" ({part.files[0]})" if part.files else ""
+        _say(f"\nTo read {part.name}{of}{', decide first' if refused else ''}:", style="bold")
+        _say(str(made).rstrip())
+
+
+def _say(text: str, style: str | None = None) -> None:
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def _proposals(found: Discovery, decided: dict[str, str]) -> list[Proposal | ConfigError]:
+    """Of every part what is proposed, or the error that says why nothing is."""
+    made: list[Proposal | ConfigError] = []
+    for part in found.parts:
+        try:
+            made.append(part.propose(columns=decided or None))
+        except ConfigError as error:
+            made.append(error)
+    return made
+
+
+def _decision(text: str) -> tuple[str, str]:
+    slot, equals, column = text.partition("=")
+    if not equals or not slot or not column:
+        raise ConfigError(at="--column", problem=f"{text!r} decides nothing", fix="Write --column prompt=question.")
+    return slot, column

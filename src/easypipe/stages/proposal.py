@@ -1,0 +1,109 @@
+"""A config for rows that nobody has described yet: what each column is taken for, and why, to be read, corrected and pasted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from easypipe.core.config import is_config, to_dict
+from easypipe.core.errors import ConfigError
+from easypipe.core.schema import INPUT_IDS
+from easypipe.stages.source import DatasetConfig
+from easypipe.transforms.kinds import SLOTS, TITLES, Kind, guess_kind
+from easypipe.transforms.prompts import PromptConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """fields: of a DatasetConfig; those left out keep their defaults. reasons: why, a line for each column that is read."""
+
+    kind: Kind
+    fields: Mapping[str, Any]
+    reasons: tuple[str, ...]
+
+    @property
+    def config(self) -> DatasetConfig:
+        return DatasetConfig(**self.fields)
+
+    def yaml(self) -> str:
+        """To be pasted into a config: the dataset under `datasets:`, with the reasons as comments.
+
+        Rows in memory stand in no file, so their data_files are left for Python, which a comment says.
+        """
+        values = {name: _written(value) for name, value in self.fields.items()}
+        lines = [f"# {TITLES[self.kind.name]}", *(f"# {reason}" for reason in self.reasons)]
+        if self.config.in_memory:
+            del values["data_files"]
+            lines.append("# data_files: the rows are in memory; give them in Python")
+        return "\n".join(lines) + "\n" + yaml.safe_dump({"datasets": [values]}, sort_keys=False, allow_unicode=True, width=120)
+
+    def __str__(self) -> str:
+        return self.yaml()
+
+
+def _written(value: Any) -> Any:
+    """What YAML takes back; of a config within only what is set."""
+    if not is_config(type(value)):
+        return to_dict(value)
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+    return {name: _written(each) for name, each in fields.items()}
+
+
+def propose(part: Any, *, kind: str | None = None, columns: Mapping[str, str] | None = None) -> Proposal:
+    """part: a Part. Raises ConfigError where two columns fit equally well, and where no kind fits."""
+    found = part.kind
+    if part.columns is None:
+        raise ConfigError(at=part.name, problem="was listed only, not looked into", fix="Discover it by its own subset and split.")
+    if kind is not None or columns:
+        found = guess_kind(part.schema, part.sample, kind=kind, columns=columns)
+    found.require_decided(part.name)
+    if found.name == "unknown":
+        asked = "" if kind is None else f" that make {TITLES[kind]}"
+        raise ConfigError(
+            at=part.name,
+            problem=f"no columns{asked} among them",
+            have=[column.name for column in part.columns],
+            fix=f"Name them: kind='text', columns={{'text': ...}}; kinds are {', '.join(SLOTS)}.",
+        )
+    if found.name == "preference":
+        problem = "preference pairs: a dataset of the pipeline reads one answer a row, not two"
+        raise ConfigError(at=part.name, problem=problem, fix=f"To train on the better answer, {_better(found)}.")
+    reasons = tuple(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices)
+    return Proposal(kind=found, fields={**part.reads, **_fields(found)}, reasons=reasons)
+
+
+def _better(kind: Kind) -> str:
+    """What to propose for the better answer of each pair alone."""
+    chosen, prompt = kind.column("chosen"), kind.column("prompt")
+    if kind.roles:
+        return f"propose it with kind='messages', columns={{'messages': {chosen!r}}}"
+    if prompt is None:
+        return f"propose it with kind='text', columns={{'text': {chosen!r}}}"
+    return f"propose it with kind='prompt_completion', columns={{'prompt': {prompt!r}, 'completion': {chosen!r}}}"
+
+
+def _fields(kind: Kind) -> dict[str, Any]:
+    """The fields of a DatasetConfig that read these columns."""
+    column = {choice.slot: choice.column for choice in kind.choices}
+    if kind.name == "text":
+        return {"content_field": column["text"]}
+    if kind.name == "prompt_completion":
+        return {"prompt_field": column["prompt"], "completion_field": column["completion"]}
+    if kind.name == "messages":
+        tools = column.get("tools", "tools")
+        return {"content_field": column["messages"], **({} if tools == "tools" else {"tools_field": tools})}
+    if kind.name == "tokens":
+        return {} if column[INPUT_IDS] == INPUT_IDS else {"format_fields": {column[INPUT_IDS]: INPUT_IDS}}
+    if kind.name == "alpaca":
+        inputs = tuple(column[slot] for slot in ("instruction", "input") if slot in column)
+        return {"prompt": PromptConfig(format_type="alpaca", input_columns=inputs, label_column=column["output"])}
+    tools = column.get("tools", "tools")
+    return {
+        "prompt": PromptConfig(
+            format_type="sharegpt", input_columns=(column["conversations"],), tools_column=None if tools == "tools" else tools
+        )
+    }

@@ -1,0 +1,280 @@
+"""discover: what stands in files, folders, the Hub and memory, without loading it; and configs that read what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import easypipe
+from easypipe import DatasetConfig, Discovery, Pipeline, PipelineConfig, discover, tokenize_and_save
+from easypipe.cli import main
+from easypipe.core.config import from_dict
+from easypipe.core.errors import ConfigError, MissingFileError, SourceError
+from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
+from pipelines import jsonl, tokenizer
+from web import WebServer
+
+CHAT = Path(__file__).parents[3] / "shared" / "data" / "chat"
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "cache"))
+
+
+def first_row(dataset: DatasetConfig) -> dict[str, Any]:
+    source = Pipeline(PipelineConfig(datasets=(dataset,), seed=1)).source().get_data()["dataset1"]
+    return source.read(0, 0, 1).to_pylist()[0]
+
+
+def assert_reads(found: Discovery) -> None:
+    """What is proposed for every part is a config that reads its rows, from Python and from the YAML."""
+    for part in found.parts:
+        proposal = part.propose()
+        read = [proposal.config]
+        if not proposal.config.in_memory:
+            read.append(from_dict(DatasetConfig, yaml.safe_load(proposal.yaml())["datasets"][0]))
+        for dataset in read:
+            row = first_row(dataset)
+            for choice in proposal.kind.choices:
+                assert choice.column in row
+        assert all(reason in proposal.yaml() for reason in proposal.reasons)
+
+
+def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
+    jsonl(tmp_path / "qa_train.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(30)])
+    jsonl(tmp_path / "qa_val.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(5)])
+    jsonl(tmp_path / "chat.jsonl", [{"messages": TALK}] * 4)
+    jsonl(tmp_path / "chat2.jsonl", [{"messages": TALK, "source": "x"}] * 4)
+    (tmp_path / "notes.txt").write_text("one\ntwo\n")
+    found = discover(tmp_path)
+    assert isinstance(found, Discovery)
+    told = {(part.split, part.kind.name, part.num_rows, len(part.files)) for part in found.parts}
+    assert told == {
+        ("train", "prompt_completion", 30, 1),
+        ("validation", "prompt_completion", 5, 1),
+        ("train", "messages", 8, 2),
+        ("train", "text", 2, 1),
+    }
+    assert found.splits == ("train", "validation")
+    assert_reads(found)
+    with pytest.raises(ConfigError, match="3 parts are meant by 'train'"):
+        found.part("train")
+    assert found.propose("validation").fields["prompt_field"] == "question"
+    assert {part.split for part in discover(tmp_path, split="validation").parts} == {"validation"}
+    with pytest.raises(ConfigError, match="nothing here is called 'test'"):
+        discover(tmp_path, split="test")
+
+
+def test_globs_hive_and_compressed(tmp_path: Path) -> None:
+    for lang in ("de", "en"):
+        folder = tmp_path / "hive" / f"lang={lang}"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"text": [f"{lang} {i}" for i in range(10)]}), folder / "part.parquet")
+    found = discover(str(tmp_path / "hive"))
+    [part] = found.parts
+    assert [column.name for column in part.columns or ()] == ["text", "lang"]
+    assert (part.num_rows, part.rows_from, part.format) == (20, "footer", "parquet")
+    assert part.sample[0] == {"text": "de 0", "lang": "de"}
+    assert_reads(found)
+    assert discover(str(tmp_path / "hive" / "*" / "*.parquet")).parts[0].num_rows == 20
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt", "rows.json"])
+def test_a_terabyte_is_not_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    start = {"jsonl": '{"text": "a"}\n' * 9, "csv": "text\n" + "a\n" * 9, "txt": "a\n" * 9, "json": "[" + '{"text": "a"},' * 9}
+    with path.open("wb") as file:
+        file.write(start[path.suffix[1:]].encode())
+        file.truncate(1 << 40)
+    before = _bytes_read()
+    found = discover(path)
+    assert _bytes_read() - before < 16 << 20
+    [part] = found.parts
+    assert (part.num_rows, part.rows_from) == (None, None)
+    assert part.cost == "counting reads 1.1 TB (count=True, --count)"
+    assert (part.kind.name, part.sample[0]) == ("text", {"text": "a"})
+    assert "not counted: counting reads 1.1 TB" in str(found)
+
+
+def test_rows_are_counted_where_asked_or_known(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": "x" * 1000}] * 6000)  # more than is looked at
+    assert discover(path).parts[0].num_rows is None
+    assert not (tmp_path / "cache" / "indexes").exists()
+    counted = discover(path, count=True).parts[0]
+    assert (counted.num_rows, counted.rows_from) == (6000, "count")
+    known = discover(path).parts[0]  # its index is kept now, and the pipeline uses the same
+    assert (known.num_rows, known.rows_from) == (6000, "index")
+    elsewhere = discover(path, cache_dir=tmp_path / "other").parts[0]
+    assert elsewhere.num_rows is None
+    assert discover(path, sample_rows=5).parts[0].sample == ({"text": "x" * 1000},) * 5
+
+
+def test_saved_folders_and_tokens(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": f"some words {i}"} for i in range(50)])
+    tokenize_and_save(path, tokenizer(), tmp_path / "saved", progress=lambda event: None)
+    found = discover(tmp_path / "saved")
+    [part] = found.parts
+    assert (part.kind.name, part.num_rows, part.rows_from) == ("tokens", 50, "manifest")
+    assert_reads(found)
+
+
+def test_folders_of_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"instruction": f"do {i}", "input": "", "output": str(i)} for i in range(20)])
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(tmp_path / "dict")
+    rows.save_to_disk(tmp_path / "one")
+    found = discover(tmp_path / "dict")
+    assert [(part.split, part.num_rows, part.rows_from, part.kind.name) for part in found.parts] == [
+        ("train", 20, "footer", "alpaca"),
+        ("test", 3, "footer", "alpaca"),
+    ]
+    assert_reads(found)
+    assert [part.num_rows for part in discover(tmp_path / "one").parts] == [20]
+    in_memory = discover(datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}))
+    assert [(part.split, part.num_rows, part.rows_from) for part in in_memory.parts] == [("train", 20, "memory"), ("test", 3, "memory")]
+    assert_reads(in_memory)
+    assert_reads(discover(rows))
+
+
+def test_rows_in_memory() -> None:
+    for data in ([{"text": "a"}] * 3, {"text": ["a"] * 3}, pa.table({"text": ["a"] * 3})):
+        found = discover(data)
+        assert [(part.num_rows, part.kind.name) for part in found.parts] == [(3, "text")]
+        assert_reads(found)
+    proposal = discover([{"text": "a"}]).propose()
+    assert "data_files: the rows are in memory" in proposal.yaml()
+
+
+def test_the_hub(hub_mirror: WebServer) -> None:  # noqa: F811
+    lines = "".join(json.dumps({"question": f"q {i}", "answer": "a " * 400}) + "\n" for i in range(20_000)).encode()
+    main = [{"split": name, "path": f"main/{name}.jsonl"} for name in ("train", "test")]
+    card = {
+        "configs": [
+            {"config_name": "main", "default": True, "data_files": main},
+            {"config_name": "socratic", "data_files": [{"split": "train", "path": "socratic/*.jsonl"}]},
+        ],
+        "dataset_info": [{"config_name": "main", "splits": [{"name": "train", "num_examples": 20_000}]}],
+    }  # fmt: skip
+    files = {
+        "README.md": b"# card",
+        "main/train.jsonl": lines,
+        "main/test.jsonl": lines[: lines.index(b"\n") + 1],
+        "socratic/a.jsonl": lines,
+    }
+    publish(hub_mirror, "org/gsm", files, cardData=card)
+    before = hub_mirror.sent
+    found = discover("hf://datasets/org/gsm")
+    assert hub_mirror.sent - before < 30 << 20 < 2 * len(lines)
+    assert (found.configs, found.splits) == (("main", "socratic"), ("train", "test"))
+    assert [(part.name, part.num_rows, part.rows_from) for part in found.parts] == [
+        ("main/train", 20_000, "card"),
+        ("main/test", 1, "read"),
+        ("socratic/train", None, None),
+    ]
+    part = found.part("train", subset="socratic")
+    assert part.kind.name == "prompt_completion"
+    assert part.propose().fields == {
+        "data_files": "hf://datasets/org/gsm",
+        "type": "huggingface",
+        "split": "train",
+        "subset": "socratic",
+        "prompt_field": "question",
+        "completion_field": "answer",
+    }
+    assert first_row(part.propose().config)["question"] == "q 0"
+    [test] = discover("org/gsm", type="huggingface", subset="main", split="test").parts
+    assert test.num_rows == 1
+    with pytest.raises(ConfigError, match=r"no part 'validation'.*main/train"):
+        discover("org/gsm", type="huggingface", split="validation")
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="no such file or folder"):
+        discover(tmp_path / "nothing.jsonl")
+    (tmp_path / "a.xyz").write_text("?")
+    with pytest.raises(SourceError, match="its extension names no format"):
+        discover(tmp_path / "a.xyz")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no footer")
+    with pytest.raises(SourceError, match="truncated"):
+        discover(tmp_path / "bad.parquet")
+    jsonl(tmp_path / "good.jsonl", [{"text": "a"}])
+    found = discover([tmp_path / "good.jsonl", tmp_path / "bad.parquet", tmp_path / "a.xyz"])
+    assert len(found.parts) == 1
+    assert any("bad.parquet: truncated" in note for note in found.notes)
+    assert any("a.xyz: its extension names no format" in note for note in found.notes)
+    (tmp_path / "some.jsonl").write_text('{"text": "a"}\nnot json\n{"text": "b"}\n')
+    [part] = discover(tmp_path / "some.jsonl").parts
+    assert len(part.sample) == 2
+    assert any("1 of the first 64 rows are bad; row 1: unparsable" in note for note in part.notes)
+    for options, message in (({"subset": "x"}, "datasets of the Hub alone"), ({"sample_rows": -1}, "Give 0 or more")):
+        with pytest.raises(ConfigError, match=message):
+            discover(tmp_path / "good.jsonl", **options)
+    with pytest.raises(ConfigError, match="says nothing about rows in memory"):
+        discover([{"text": "a"}], type="json")
+
+
+def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "solution": "s", "answer": "a"}])
+    found = discover(path)
+    with pytest.raises(ConfigError, match=r"'solution' and 'answer' fit 'completion' equally well.*Say which one is meant"):
+        found.propose()
+    assert found.propose(columns={"completion": "answer"}).fields["completion_field"] == "answer"
+    assert found.propose(kind="text", columns={"text": "solution"}).fields["content_field"] == "solution"
+    unknown = discover(jsonl(tmp_path / "ab.jsonl", [{"a": "x", "b": "y"}]))
+    with pytest.raises(ConfigError, match=r"no columns among them \(have: a, b\)\. Name them: kind='text'"):
+        unknown.propose()
+    assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
+    pairs = discover(jsonl(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "c", "rejected": "r"}]))
+    with pytest.raises(ConfigError, match="propose it with kind='prompt_completion'"):
+        pairs.propose()
+    assert (
+        pairs.propose(kind="prompt_completion", columns={"prompt": "prompt", "completion": "chosen"}).fields["completion_field"] == "chosen"
+    )
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "solution": "s", "answer": "a"}])
+    assert main(["discover", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "rows     1 (read)" in out
+    assert "decide first" in out
+    assert "equally well" in out
+    assert main(["discover", str(path), "--column", "completion=answer"]) == 0
+    assert (
+        yaml.safe_load(capsys.readouterr().out.partition("To read")[2].partition(":\n")[2])["datasets"][0]["completion_field"] == "answer"
+    )
+    assert main(["discover", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["parts"][0]["kind"]["ties"][0]["columns"] == ["solution", "answer"]
+    assert "equally well" in shown["parts"][0]["refused"]
+    assert main(["discover", str(tmp_path / "nothing")]) == 2
+    assert main(["discover", str(path), "--column", "completion"]) == 2
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not CHAT.is_dir(), reason="needs ../shared/data/chat")
+def test_the_files_of_chat() -> None:
+    found = discover(CHAT)
+    told = {part.kind.name: part for part in found.parts}
+    assert {name: part.num_rows for name, part in told.items()} == {"alpaca": 2000, "prompt_completion": 3000, "messages": 155}
+    assert told["messages"].kind.roles == ("user", "assistant", "tool", "system")
+    assert told["messages"].kind.tools
+    assert_reads(found)
+
+
+def test_exported() -> None:
+    assert easypipe.discover is discover
+
+
+def _bytes_read() -> int:
+    with open(f"/proc/{os.getpid()}/io") as file:
+        return int(next(line for line in file if line.startswith("rchar")).split()[1])
