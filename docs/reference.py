@@ -25,7 +25,7 @@ import easypipe
 from easypipe.core.config import is_config
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("run", "pipeline", "stages", "sources", "transforms", "plan", "loader", "train", "kernels", "core")
+ROOMS = ("run", "pipeline", "faces", "stages", "sources", "transforms", "plan", "loader", "train", "kernels", "core")
 
 
 def on_files(files: Any, config: Any) -> Any:

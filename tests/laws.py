@@ -233,6 +233,15 @@ def assert_contiguous(
         assert labels[r, t] == (tokens[i + 1][0] if follows else IGNORE), f"row {r}, slot {t}: label {labels[r, t]}"
 
 
+# Law 9: one way
+
+
+def assert_one_way(face: Any, spelling: Any, *, what: str) -> None:
+    """A face of text gives the batches of its Pipeline spelling, byte for byte, as many, and each at least one."""
+    assert assert_same_batches(face, spelling, what=f"{what} and its Pipeline spelling") > 0
+    assert len(face) == len(spelling), what
+
+
 # Law 7 and good manners
 
 

@@ -8,8 +8,15 @@ At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
+
+from easypipe.core.config import config
+from easypipe.core.errors import ConfigError, SourceError
 
 INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
@@ -19,6 +26,8 @@ POSITION_IDS = "position_ids"  # restart at 0 with each segment
 LOOK_AHEAD = "look_ahead"  # rows of strategy "stream" only, one number a row: the label of the last slot, which lies in another row
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
+DECODER_INPUT_IDS = "decoder_input_ids"  # sequence-to-sequence batches: what the decoder sees where it is to say `labels`
+PIXEL_VALUES = "pixel_values"
 HAS_EOS = "has_eos"  # token cache only: the document already ends with the tokenizer's EOS
 
 SOURCE = "__source__"  # which dataset a row came from
@@ -35,3 +44,78 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def token_list(vocab_size: int) -> pa.DataType:
     """Arrow type of a document's tokens: lists with int64 offsets, so that one shard may pass 2^31 tokens."""
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
+
+
+_TOKEN_COLUMNS = (INPUT_IDS, LABELS, ATTENTION_MASK, SEGMENT_IDS, POSITION_IDS, DECODER_INPUT_IDS)
+
+
+def _dtypes() -> dict[str, str]:
+    return dict.fromkeys(_TOKEN_COLUMNS, "int32") | {PIXEL_VALUES: "float32"}
+
+
+@config
+class OutputSchema:
+    """The dtype of every column of a batch, by NumPy's names; columns that are not named keep their own.
+
+    dtypes: {column: dtype}, laid over the usual ones: int32 for tokens, labels and masks, float32 for pixel_values.
+    """
+
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        for name, kind in self.dtypes.items():
+            try:
+                numeric = np.dtype(kind).kind in "iufb"
+            except TypeError:
+                numeric = False
+            if not numeric:
+                raise ConfigError(at=f"dtypes.{name}", problem=f"{kind!r} is no dtype of numbers", fix="Write 'int32', 'float32', ...")
+
+    def cast(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch in these dtypes. Raises SourceError for a whole number that does not fit."""
+        wanted = _dtypes() | self.dtypes
+        return {
+            name: _cast(name, np.asarray(values), np.dtype(wanted[name])) if name in wanted else values for name, values in batch.items()
+        }
+
+
+def _cast(name: str, values: np.ndarray[Any, Any], kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    if values.dtype == kind:
+        return values
+    cast = values.astype(kind)
+    if kind.kind in "iu" and not np.array_equal(cast, values):
+        wrong = values[cast != values].flat[0]
+        raise SourceError(
+            at=f"column {name!r}", problem=f"{wrong} does not fit {kind}", fix="Name a wider dtype in OutputSchema(dtypes=...)."
+        )
+    return cast
+
+
+@config
+class TaskSpec:
+    """What is learned from what: how a collator is chosen (`CollatorRegistry.get_collator(task_spec=...)`), and its options.
+
+    name: of the task, for messages. modality: of the rows, "text", "vision", "multimodal" or one that a collator was registered for.
+    task_type: what is predicted: "causal_lm", "masked_lm", "seq2seq", "classification" or any other word; it chooses among collators of one
+        modality. options: of the collator, where the caller gives none.
+    """
+
+    name: str
+    modality: str
+    task_type: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        for key in ("name", "modality", "task_type"):
+            if not getattr(self, key):
+                raise ConfigError(at=key, problem="is empty", fix="Give a word.")
+
+    @classmethod
+    def lm_tiny(cls) -> TaskSpec:
+        """The next token of texts."""
+        return cls(name="lm_tiny", modality="text", task_type="causal_lm")
+
+    @classmethod
+    def vision_tiny(cls) -> TaskSpec:
+        """The class of images that are all of one size."""
+        return cls(name="vision_tiny", modality="vision", task_type="classification")

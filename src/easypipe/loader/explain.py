@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.loader.ranks import RankRows
 from easypipe.loader.row_transforms import MappedRows
 from easypipe.loader.rows import PlannedRows, Rows
 from easypipe.loader.stored import StoredRows
@@ -112,14 +113,15 @@ def explain_rows(rows: Rows, step: int, numbers: NDArray[np.int64], chosen: Sequ
 
 
 def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
-    laid = rows
-    while isinstance(laid, MappedRows):  # they change tokens, never which document they are of
+    laid, there = rows, number
+    while isinstance(laid, MappedRows | RankRows):  # the first change tokens, never which document they are of
+        there = laid.row_below(there) if isinstance(laid, RankRows) else there
         laid = laid.below
     if isinstance(laid, PlannedRows):
-        epoch, window, starts, place = _planned(laid, number)
+        epoch, window, starts, place = _planned(laid, there)
     elif isinstance(laid, StoredRows):
         starts = []
-        epoch, window, place = _stored(laid, number)
+        epoch, window, place = _stored(laid, there)
     else:
         raise ConfigError(at="explain", problem=f"rows of {type(rows).__name__} do not say where they come from")
     columns = {name: values[0] for name, values in rows.gather(np.array([number], dtype=np.int64)).items()}

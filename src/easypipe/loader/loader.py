@@ -22,6 +22,7 @@ from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_row
 from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
+from easypipe.loader.ranks import RankRows
 from easypipe.loader.row_transforms import MappedRows, RowTransform
 from easypipe.loader.rows import Rows
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
@@ -117,6 +118,17 @@ class Loader:
         states of a loader carry it, and are refused by a loader whose transforms are others. The cost is one call for every row.
         """
         return self._twin(MappedRows(self.rows, transform, version, self._seed), self.config)
+
+    def of_rank(self, rank: int, world_size: int) -> Loader:
+        """A loader over the rows `rank`, `rank + world_size`, ...: batch t of all ranks together is batch t of one that is world_size times
+        as large. For programs that have ranks and no mesh. With drop_last every rank has as many batches.
+        """
+        return self._twin(RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config)
+
+    @property
+    def seed(self) -> int:
+        """Of the order, given or drawn."""
+        return self._seed
 
     def copy(self, config: LoadStageConfig | None = None) -> Loader:
         """A loader over the same rows that goes its own way, from the first batch; with other options where a config is given."""
@@ -328,7 +340,7 @@ class Loader:
             made = self.rows.batch(rows, width)
             made = with_asked(made, self.collate)
             if pieces > 1:
-                made = {name: column.reshape(pieces, -1, width) for name, column in made.items()}
+                made = {name: column.reshape(pieces, -1, *column.shape[1:]) for name, column in made.items()}
             if placement is None:
                 return made
             stage = "place"

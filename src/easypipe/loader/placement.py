@@ -63,6 +63,13 @@ def local_mesh() -> Mesh:
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
+def on_default_device(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with its NumPy arrays as jax.Arrays."""
+    import jax
+
+    return {name: jax.device_put(values) if isinstance(values, np.ndarray) else values for name, values in batch.items()}
+
+
 def gather_bytes(own: bytes) -> list[bytes]:
     """What every process gives, all of one length, in their order. Collective: every process calls it, in the same place of its program."""
     import jax

@@ -6,6 +6,7 @@ special   the tokens that the tokenizer's own post-processor puts before and aft
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -124,6 +125,7 @@ class Tokenizer:
         self.config = config
         self.name = config.name_or_path
         self.origin = files.origin
+        self._files = files
         self._definition = files.definition
         self._reference: Any
         self._reference, self.vocab_size = _load_reference(files.definition, files.origin)
@@ -181,6 +183,10 @@ class Tokenizer:
         verdict = proof.recall(memo, self.fingerprint)
         return verdict is not None and verdict.after_use
 
+    def with_length(self, max_length: int | None) -> Tokenizer:
+        """The same tokenizer with another max_length; None knows no limit."""
+        return Tokenizer(dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files)
+
     def encode_column(self, texts: pa.Array) -> Encoded:
         """Token ids of a string column without nulls. Raises TokenizerError where there are nulls."""
         column = _column(texts)
@@ -234,6 +240,10 @@ class Tokenizer:
         """Every special token of the vocabulary, in the order of ids."""
         added = self._reference.get_added_tokens_decoder()
         return tuple(added[i].content for i in sorted(added) if added[i].special)
+
+    def token(self, number: int) -> str | None:
+        """A token as the vocabulary spells it."""
+        return self._reference.id_to_token(number)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False) -> str:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)

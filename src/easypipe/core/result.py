@@ -1,0 +1,89 @@
+# pyright: strict
+"""A value or an error, for callers who would rather look than catch: `Ok(value)` or `Err(error)`.
+
+`Err` holds what would have been raised otherwise: the same check seen from another side. Bugs stay exceptions: `attempt` turns
+EasypipeError into Err, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, NoReturn, ParamSpec, TypeAlias, TypeVar
+
+from easypipe.core.errors import EasypipeError
+
+T = TypeVar("T", covariant=True)
+U = TypeVar("U")
+E = TypeVar("E", bound=BaseException, covariant=True)
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Ok(Generic[T]):
+    """What was asked for."""
+
+    value: T
+
+    def is_ok(self) -> bool:
+        return True
+
+    def is_err(self) -> bool:
+        return False
+
+    def unwrap(self) -> T:
+        return self.value
+
+    def unwrap_err(self) -> NoReturn:
+        """Raises TypeError: there is no error to have."""
+        raise TypeError(f"unwrap_err() of {self!r}: ask is_err() first")
+
+    def unwrap_or(self, default: object) -> T:
+        return self.value
+
+    def map(self, function: Callable[[T], U]) -> Ok[U]:
+        return Ok(function(self.value))
+
+    def and_then(self, function: Callable[[T], Result[U, E]]) -> Result[U, E]:
+        """What `function`, which may fail itself, makes of the value."""
+        return function(self.value)
+
+
+@dataclass(frozen=True)
+class Err(Generic[E]):
+    """Why there is nothing."""
+
+    error: E
+
+    def is_ok(self) -> bool:
+        return False
+
+    def is_err(self) -> bool:
+        return True
+
+    def unwrap(self) -> NoReturn:
+        """Raises the error."""
+        raise self.error
+
+    def unwrap_err(self) -> E:
+        return self.error
+
+    def unwrap_or(self, default: U) -> U:
+        return default
+
+    def map(self, function: Callable[..., object]) -> Err[E]:
+        return self
+
+    def and_then(self, function: Callable[..., object]) -> Err[E]:
+        return self
+
+
+Result: TypeAlias = Ok[T] | Err[E]
+
+
+def attempt(function: Callable[P, U], *args: P.args, **kwargs: P.kwargs) -> Result[U, EasypipeError]:
+    """Ok of what the function returns, Err of an EasypipeError that it raises. Any other exception is a bug, and passes through."""
+    try:
+        return Ok(function(*args, **kwargs))
+    except EasypipeError as error:
+        return Err(error)

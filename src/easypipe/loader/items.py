@@ -1,0 +1,260 @@
+"""Rows of any dataset that gives them by number (images, tuples, dicts of arrays), made into batches by a collator.
+
+The loader, its order, its threads and its states are those of text: this is one more kind of Rows. What such a row holds is the dataset's
+affair: columns, lengths and labels are known to the collator alone.
+
+row     counted over the whole run; row r of a dataset of n is number `r % n` of the order of pass `r // n`
+key     64 random bits of a row, for collators that draw (masks, crops): they depend on seed, pass and row alone
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.random import fold
+from easypipe.core.schema import IGNORE, LABELS
+from easypipe.plan.order import OrderSpec, documents
+
+
+@runtime_checkable
+class KeyedCollator(Protocol):
+    """A collator that draws: it is called with `keys`, 64 bits for each row, and draws nothing else."""
+
+    def __call__(self, rows: Sequence[Any], *, keys: Sequence[int] | None = None) -> Any: ...
+
+    @property
+    def draws(self) -> bool: ...
+
+
+class _Unsized:
+    """What Rows says of rows whose widths are the collator's affair."""
+
+    seq_length: int | None = None
+    pad_token_id = 0
+    lengths_are_free = True
+    num_epochs: int | None
+    _collate: Any
+    _seed: int
+    _name: str
+
+    @property
+    def datasets(self) -> Mapping[str, str]:
+        return {}
+
+    def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        return np.zeros(len(rows), np.int32)
+
+    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+        """Raises ConfigError: there are no columns at rest."""
+        raise ConfigError(
+            at=self._name,
+            problem="its rows are made into columns by a collator, so there are none at rest to look at or to change",
+            fix="Change rows in the dataset or in the collator.",
+        )
+
+    def hint(self, row: int) -> Any:
+        return None
+
+    def seek(self, hint: Any) -> None:
+        """Rows are found without one."""
+
+    def _collated(self, items: list[Any], rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:
+        """The batch of `items`, the real ones of `rows`; rows of -1, which come last, are filled up with nothing."""
+        real = rows[rows >= 0]
+        if not getattr(self._collate, "draws", False):
+            batch = self._collate(items)
+        else:
+            pairs = zip(epochs.tolist(), real.tolist(), strict=True)
+            batch = self._collate(items, keys=[fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs])
+        missing = len(rows) - len(real)
+        return _filled(batch, missing) if missing else batch
+
+
+class ItemRows(_Unsized):
+    """The rows of a map-style dataset (`len()` and `dataset[i]`), in the order in which a Pipeline over a dataset of that name reads them.
+
+    collate: a function of a list of rows to a batch: a dict of arrays, or a tuple of them. One with an attribute `draws` that is true is
+    given `keys` too (KeyedCollator). shuffle: a new keyed permutation every pass; False: in order. num_epochs: None without end.
+    Thread safe where `dataset[i]` and the collator are. States tell another length, fingerprint (where the dataset has one, as those of
+    `datasets` do), collator, seed or order; rows are not hashed, as reading one may cost a decoded image.
+    Reading adds a note with the row's number to what the dataset raises.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Any,
+        *,
+        seed: int = 0,
+        shuffle: bool = False,
+        num_epochs: int | None = 1,
+        name: str = "dataset1",
+    ) -> None:
+        self._dataset, self._collate, self._seed, self._name = dataset, collate, seed, name
+        self._order = OrderSpec(shuffle=shuffle)
+        self._key = np.array([fold(seed, "order", name)], np.uint64)
+        self.num_epochs = num_epochs
+
+    @property
+    def num_rows(self) -> int | None:
+        if self.num_epochs is None:
+            return None if self._size else 0
+        return self._size * self.num_epochs
+
+    @cached_property
+    def _size(self) -> int:
+        return len(self._dataset)
+
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        return {
+            "sources": digest("items", self._size, fingerprint_of(self._dataset)),
+            "tokenizer": digest("collator", describe_collator(self._collate)),
+            "plan": digest("items", self._name, self._seed, self._order.shuffle),
+        }
+
+    def available(self, start: int, stop: int) -> int:
+        total = self.num_rows
+        return stop - start if total is None else max(0, min(stop, total) - start)
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum(rows, 0) // max(self._size, 1)
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> Any:
+        real = rows[rows >= 0]
+        items = []
+        for number in self.numbers(real).tolist():  # whose reading is a call of the user's own code, row by row
+            try:
+                items.append(self._dataset[number])
+            except Exception as error:
+                error.add_note(f"{self._name}: row {number}")
+                raise
+        return self._collated(items, rows, self.epochs(real))
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which rows of the dataset stand at these rows of the run."""
+        if not rows.size:
+            return rows
+        first, size = int(rows.min()), np.array([self._size])
+        stop = int(rows.max()) + 1
+        order = documents(self._order, size, self._key, 0, np.array([first]), np.array([stop - first]))
+        return order[rows - first]
+
+
+class ForwardRows(_Unsized):
+    """The rows of a dataset that can only be iterated over, from its start every time: exact, and quick where rows are asked for in order.
+
+    dataset: something whose `iter()` begins at the first row and gives the same rows every time. A row behind the one that was read last
+    is reached by reading what lies between, one in front of it by beginning again. collate, seed, name: as ItemRows has them. Thread safe;
+    one thread reads at a time.
+    """
+
+    num_epochs: int | None = 1
+
+    def __init__(self, dataset: Iterable[Any], collate: Any, *, seed: int = 0, name: str = "dataset1") -> None:
+        self._dataset, self._collate, self._seed, self._name = dataset, collate, seed, name
+        self._lock = threading.Lock()
+        self._ahead: list[Any] = []  # rows from `_first` on that were read and not handed out
+        self._first = 0
+        self._seen = 0  # rows that are known to be there
+        self._total: int | None = None  # once the end was seen
+        self._items: Iterator[Any] | None = None
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows in all, for which they have to be read to the end once."""
+        with self._lock:
+            while self._total is None:
+                self._reach(self._first + len(self._ahead) + 1024, keep=False)
+            return self._total
+
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        return {
+            "sources": digest("forward", fingerprint_of(self._dataset)),
+            "tokenizer": digest("collator", describe_collator(self._collate)),
+            "plan": digest("forward", self._name, self._seed),
+        }
+
+    def available(self, start: int, stop: int) -> int:
+        with self._lock:
+            if self._total is None and stop > self._seen:
+                self._seek(start)
+                self._reach(stop)
+            if stop <= self._seen:
+                return stop - start
+            return stop - start if self._total is None else max(0, min(stop, self._total) - start)
+
+    def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.zeros(len(rows), np.int64)
+
+    def batch(self, rows: NDArray[np.int64], width: int) -> Any:
+        real = rows[rows >= 0]
+        with self._lock:
+            self._seek(int(real.min()))
+            self._reach(int(real.max()) + 1)
+            items = [self._ahead[row - self._first] for row in real.tolist()]
+        return self._collated(items, rows, self.epochs(real))
+
+    def _seek(self, row: int) -> None:
+        """Makes `row` the first one that is kept."""
+        if self._items is None or row < self._first:
+            self._items, self._ahead, self._first = iter(self._dataset), [], 0
+        self._reach(row)
+        del self._ahead[: row - self._first]
+        self._first = row
+
+    def _reach(self, stop: int, keep: bool = True) -> None:
+        if self._items is None:
+            self._seek(0)
+        assert self._items is not None
+        while (missing := stop - self._first - len(self._ahead)) > 0:
+            more = list(itertools.islice(self._items, min(missing, 1024)))
+            self._ahead += more
+            self._seen = max(self._seen, self._first + len(self._ahead))
+            if len(more) < min(missing, 1024):
+                self._total = self._first + len(self._ahead)
+                return
+            if not keep:
+                self._first, self._ahead = self._first + len(self._ahead), []
+
+
+def fingerprint_of(dataset: Any) -> str:
+    """What a dataset says of its content, and its kind."""
+    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    return f"{type(dataset).__qualname__}:{own if isinstance(own, str) else ''}"
+
+
+def describe_collator(collate: Any) -> str:
+    """A collator of this package by its options, any other by its name."""
+    own = getattr(collate, "recipe", None)
+    if own is not None:
+        return digest(own)
+    return f"{getattr(collate, '__module__', '')}.{getattr(collate, '__qualname__', type(collate).__qualname__)}"
+
+
+def _filled(batch: Any, missing: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _padded(name, column, missing) for name, column in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_padded("", column, missing) for column in batch)
+    raise SourceError(
+        at="batch",
+        problem=f"the collator made {type(batch).__name__}, which cannot be filled up",
+        fix="Make a dict of arrays, or set drop_last.",
+    )
+
+
+def _padded(name: str, column: Any, missing: int) -> NDArray[Any]:
+    column = np.asarray(column)
+    fill = IGNORE if name == LABELS and column.dtype.kind == "i" else 0
+    return np.concatenate([column, np.full((missing, *column.shape[1:]), fill, column.dtype)])

@@ -1,0 +1,197 @@
+"""Collators of tokens: padding, masks, the one shift, hidden tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe import create_causal_lm_collate, create_collate_fn, create_masked_lm_collate, create_seq2seq_collate
+from easypipe.core.errors import ConfigError, SourceError, TokenizerError
+from easypipe.core.schema import OutputSchema
+from easypipe.faces.collators import default_collate
+from easypipe.transforms.tokenizer import load_tokenizer
+from easypipe.transforms.words import word_starts
+from laws import assert_labels, assert_same_batch
+from pipelines import texts
+from strategies import examples
+
+ROWS = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"input_ids": [9, 4]}]
+
+
+def rows_of_tokens() -> st.SearchStrategy[list[dict[str, list[int]]]]:
+    one = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 1)), min_size=1, max_size=12)
+    return st.lists(one, min_size=1, max_size=6).map(
+        lambda rows: [{"input_ids": [t for t, _ in row], "loss_mask": [m for _, m in row]} for row in rows]
+    )
+
+
+def test_f27_create_collate_fn_pads_and_never_shifts():
+    batch = create_collate_fn(pad_token_id=3)(ROWS)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8], [9, 4, 3, 3]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, 8], [9, 4, -100, -100]]
+    assert {column.dtype for column in batch.values()} == {np.dtype(np.int32)}
+
+
+def test_labels_are_masked_where_attention_is_0_whatever_they_were():
+    row = {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1], "labels": [5, 6, 40]}
+    assert create_collate_fn(label_pad_token_id=-1)([row])["labels"].tolist() == [[5, -1, 40]]  # labels of tokens need not be tokens
+
+
+def test_left_padding_fixed_length_lists_and_other_columns():
+    collate = create_collate_fn(0, padding_side="left", max_length=5, return_tensors=False)
+    batch = collate([row | {"weight": 0.5, "word_ids": list(range(len(row["input_ids"])))} for row in ROWS])
+    assert batch["input_ids"] == [[0, 5, 6, 7, 8], [0, 0, 0, 9, 4]]
+    assert batch["word_ids"] == [[0, 0, 1, 2, 3], [0, 0, 0, 0, 1]]
+    assert batch["weight"] == [0.5, 0.5]
+    with pytest.raises(SourceError, match=r"row 0 of the batch: 4 tokens do not fit max_length 3.*raise max_length to 4"):
+        create_collate_fn(max_length=3)(ROWS)
+    assert create_collate_fn(max_length=4)(ROWS)["input_ids"].shape == (2, 4)
+
+
+def test_one_label_for_a_row():
+    assert create_collate_fn()([{"input_ids": [1, 2], "labels": 1}, {"input_ids": [1], "labels": 0}])["labels"].tolist() == [1, 0]
+
+
+def test_dtypes_come_from_the_output_schema_and_jax_arrays_from_return_tensors():
+    import jax
+
+    wide = create_collate_fn(schema=OutputSchema(dtypes={"labels": "int64", "attention_mask": "bool"}))(ROWS)
+    assert (wide["labels"].dtype, wide["attention_mask"].dtype, wide["input_ids"].dtype) == (np.int64, np.bool_, np.int32)
+    on_device = create_causal_lm_collate(return_tensors="jax")(ROWS)
+    assert all(isinstance(column, jax.Array) for column in on_device.values())
+    assert_same_batch(on_device, create_causal_lm_collate()(ROWS))
+    with pytest.raises(SourceError, match=r"column 'input_ids': 300 does not fit uint8"):
+        create_collate_fn(schema=OutputSchema(dtypes={"input_ids": "uint8"}))([{"input_ids": [300]}])
+    with pytest.raises(ConfigError, match=r"dtypes.labels: 'text' is no dtype of numbers"):
+        OutputSchema(dtypes={"labels": "text"})
+
+
+@examples(40)
+@given(rows_of_tokens(), st.sampled_from(["right", "left"]))
+def test_causal_lm_shifts_once(rows, side):
+    batch = create_causal_lm_collate(padding_side=side)(rows)
+    width = batch["input_ids"].shape[1]
+    mask = np.zeros(batch["input_ids"].shape, np.int64)
+    for r, row in enumerate(rows):
+        start = 0 if side == "right" else width - len(row["loss_mask"])
+        mask[r, start : start + len(row["loss_mask"])] = row["loss_mask"]
+    assert_labels(batch, mask)
+    assert (batch["attention_mask"] == (batch["segment_ids"] > 0)).all()
+
+
+def test_causal_lm_refuses_labels_that_were_shifted():
+    with pytest.raises(SourceError, match=r"column 'labels': token 0 has label 6, its id is 5. Give unshifted labels"):
+        create_causal_lm_collate()([{"input_ids": [5, 6], "labels": [6, -100]}])
+    assert create_causal_lm_collate(label_pad_token_id=-1)([{"input_ids": [5, 6], "labels": [-100, 6]}])["labels"].tolist() == [[6, -1]]
+
+
+def test_seq2seq_starts_the_decoder():
+    rows = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [4], "labels": [3, -100, 2]}]
+    batch = create_seq2seq_collate(0, decoder_start_token_id=1, max_length=4)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [4, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[8, 9, -100], [3, -100, 2]]
+    assert batch["decoder_input_ids"].tolist() == [[1, 8, 9], [1, 3, 0]]
+    assert batch["decoder_attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert create_seq2seq_collate(0, decoder_start_token_id=1, max_target_length=5)(rows)["labels"].shape == (2, 5)
+    with pytest.raises(SourceError, match="column 'labels': no token to predict"):
+        create_seq2seq_collate(0, decoder_start_token_id=1)([{"input_ids": [5], "labels": []}])
+
+
+def test_masked_lm_hides_by_berts_shares_and_leaves_the_rest():
+    rows = [{"input_ids": list(range(5, 205))} for _ in range(50)]
+    collate = create_masked_lm_collate(mask_token_id=3, vocab_size=300, special_token_ids=[0, 1, 2, 4], seed=5)
+    batch = collate(rows, keys=range(50))
+    chosen = batch["labels"] != -100
+    ids = np.array([row["input_ids"] for row in rows])
+    assert (batch["labels"][chosen] == ids[chosen]).all()
+    assert (batch["input_ids"][~chosen] == ids[~chosen]).all()
+    assert abs(chosen.mean() - 0.15) < 0.015
+    masked, kept = (batch["input_ids"] == 3)[chosen].mean(), (batch["input_ids"] == ids)[chosen].mean()
+    assert (abs(masked - 0.8) < 0.04, abs(kept - 0.1) < 0.03) == (True, True)
+    assert batch["input_ids"].min() >= 3  # special tokens are never drawn
+    assert len({row.tobytes() for row in chosen}) == 50  # every row has draws of its own
+
+
+def test_masked_lm_depends_on_the_row_and_its_key_alone():
+    rows = [{"input_ids": list(range(5, 25))}, {"input_ids": list(range(9, 20))}]
+    collate = create_masked_lm_collate(mask_token_id=3, vocab_size=30)
+    both, alone = collate(rows, keys=[7, 8]), collate(rows[1:], keys=[8])
+    np.testing.assert_array_equal(both["labels"][1, :11], alone["labels"][0])
+    assert_same_batch(collate(rows), collate(rows))
+    assert (collate(rows, keys=[1, 2])["labels"] != collate(rows, keys=[3, 4])["labels"]).any()
+    other = create_masked_lm_collate(mask_token_id=3, vocab_size=30, seed=1)
+    assert (other(rows)["labels"] != collate(rows)["labels"]).any()
+
+
+def test_whole_words_are_hidden_together(tmp_path: Path):
+    from easypipe import train_bpe
+
+    tokenizer = load_tokenizer(str(train_bpe(texts(200), 300, ["[MASK]"], tmp_path / "bpe")))
+    rows = [{"input_ids": tokenizer.reference_encode(text)} for text in texts(60)]
+    batch = create_masked_lm_collate(tokenizer, whole_word=True, probability=0.4)(rows)
+    starts = word_starts(tokenizer)
+    split = 0
+    for r, row in enumerate(rows):
+        words = np.cumsum(starts[row["input_ids"]])
+        for word in np.unique(words):
+            hidden = (batch["labels"][r, : len(words)] != -100)[words == word]
+            assert hidden.all() or not hidden.any()
+            split += hidden.size > 1
+    assert split > 50
+    by_ids = [{"input_ids": [5, 6, 7, 8], "word_ids": [None, 0, 0, 1]}] * 8
+    labels = create_masked_lm_collate(mask_token_id=3, vocab_size=9, whole_word=True, probability=0.5)(by_ids, keys=range(8))["labels"]
+    assert ((labels[:, 1] == -100) == (labels[:, 2] == -100)).all()
+
+
+def test_what_masked_lm_cannot_know_it_asks_for(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"mask_token_id: is not known. Give it, or a tokenizer that has one"):
+        create_masked_lm_collate(vocab_size=9)
+    with pytest.raises(SourceError, match="column 'word_ids': whole_word needs it"):
+        create_masked_lm_collate(mask_token_id=3, vocab_size=9, whole_word=True)([{"input_ids": [1]}])
+    with pytest.raises(ConfigError, match=r"probability: 1\.5 is no share"):
+        create_masked_lm_collate(mask_token_id=3, vocab_size=9, probability=1.5)
+    with pytest.raises(SourceError, match="9 is outside the vocabulary of 9"):
+        create_masked_lm_collate(mask_token_id=3, vocab_size=9)([{"input_ids": [9]}])
+    plain = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}, "pre_tokenizer": {"type": "Whitespace"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(plain | {"version": "1.0", "added_tokens": []}))
+    with pytest.raises(TokenizerError, match="nothing in its vocabulary tells where words begin"):
+        word_starts(load_tokenizer(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"return_tensors": "pt"}, "return_tensors: 'pt' is not made here.*TorchBatches"),
+        ({"padding_side": "top"}, "padding_side: 'top' is no side"),
+        ({"max_length": 0}, "max_length: 0 is no row length"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        create_collate_fn(**options)
+
+
+def test_bad_rows_are_named():
+    collate = create_collate_fn()
+    with pytest.raises(SourceError, match=r"row 1 of the batch, column 'input_ids': there is none .have: text"):
+        collate([{"input_ids": [1]}, {"text": "a"}])
+    with pytest.raises(SourceError, match="row 0 of the batch, column 'attention_mask': 1 values for 2 tokens"):
+        collate([{"input_ids": [1, 2], "attention_mask": [1]}])
+    with pytest.raises(SourceError, match="expected a row of integers, got float64"):
+        collate([{"input_ids": [0.5]}])
+
+
+def test_default_collate():
+    assert default_collate([(np.ones(3), 1), (np.zeros(3), 2)])[1].tolist() == [1, 2]
+    assert default_collate([{"a": 1, "b": "x"}, {"a": 2, "b": "y"}])["b"] == ["x", "y"]
+    assert default_collate([np.ones(2), np.ones(2)])["data"].shape == (2, 2)
+    with pytest.raises(SourceError, match=r"row 1 of the batch, column 'a': shape \(2,\), the first row has \(3,\)"):
+        default_collate([{"a": [1, 2, 3]}, {"a": [1, 2]}])
+    with pytest.raises(SourceError, match="row 1 of the batch: has"):
+        default_collate([{"a": 1}, {"b": 1}])
