@@ -24,7 +24,7 @@ EOS, PAD = 1, 0
 class MemoryCache:
     """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0 and 1 each (of pairs, a 2), or None."""
 
-    remote = False
+    comes_and_goes = False
 
     def __init__(
         self, docs: Sequence[np.ndarray], *, vocab_size: int = 1000, masks: Sequence[np.ndarray] | None = None, parts: int = 3

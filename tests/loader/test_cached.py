@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.sources import mapping
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
@@ -15,6 +17,7 @@ from easypipe.transforms.bpe import train_bpe
 from easypipe.transforms.tokenizer import load_tokenizer
 from laws import assert_exact_resume, assert_labels, assert_rows_well_formed, assert_same_batches
 from loader_support import plan_rows
+from token_support import ShardedTexts
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it", "follows"]
 TEXTS = [" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(1 + i % 60)) for i in range(300)]
@@ -60,3 +63,27 @@ def test_batches_are_the_documents_of_the_cache(caches, tokenizer):
 def test_laws_over_a_real_cache(caches, tokenizer):
     assert_same_batches(make(caches, tokenizer), make(caches, tokenizer, prefetch_enabled=False, mesh={"data": 1}))
     assert_exact_resume(lambda: make(caches, tokenizer), len(make(caches, tokenizer)), hops=[1, 2])
+
+
+@pytest.mark.parametrize("strategy", ["first_fit", "stream"])
+def test_more_files_than_a_process_may_map(tokenizer, tmp_path, monkeypatch, strategy):
+    split = [TEXTS[i : i + 30] for i in range(0, len(TEXTS), 30)]
+    caches = [
+        prepare(ShardedTexts(*some), tokenizer, dataset=name, cache_dir=tmp_path) for name, some in (("a", split[:7]), ("b", split[7:]))
+    ]
+    rows = {"strategy": strategy, "weights": [0.7, 0.3], "window": 64, "eos": tokenizer.eos_token_id}
+    wanted = list(Loader(plan_rows(caches, **rows), LoadStageConfig(batch_size=4)))
+    monkeypatch.setattr(mapping, "most_maps", lambda: 16)
+    several = [TokenCache(cache.path) for cache in caches]
+    assert [cache.comes_and_goes for cache in several] == [True, True]
+
+    def loader() -> Loader:
+        return Loader(plan_rows(several, **rows), LoadStageConfig(batch_size=4, prefetch_workers=3))
+
+    assert_same_batches(wanted, loader())
+    assert_exact_resume(loader, len(wanted), hops=[3])
+    assert 0 < len(mapping._open) <= 4
+    assert [one.count_without_eos() for one in several] == [one.count_without_eos() for one in caches]
+    del several
+    gc.collect()
+    assert not mapping._open

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from pathlib import Path
@@ -8,15 +9,18 @@ import numpy as np
 import pytest
 
 from easypipe.core.errors import CacheError, MissingFileError, SourceError
-from easypipe.sources.cache import TokenCache
+from easypipe.sources import mapping
+from easypipe.sources.cache import Buffers, TokenCache
 from easypipe.stages.cache_writer import prepare
 from laws import assert_stateless_reads
 from token_support import ShardedTexts, small_tokenizer, texts
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> TokenCache:
+@pytest.fixture(params=["mapped whole", "mapped while it is read"])
+def cache(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TokenCache:
     """Three shards, 57 rows, 55 documents in seven parts."""
+    if request.param != "mapped whole":
+        monkeypatch.setattr(mapping, "most_maps", lambda: 8)  # two files at once
     source = ShardedTexts(texts(30), [], [None, *texts(25, seed=2), "x<|endoftext|>", ""])
     return prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
 
@@ -48,11 +52,15 @@ def test_lengths_ends_and_places_agree_with_the_rows(cache: TokenCache) -> None:
 
 
 def test_buffers_point_at_the_tokens(cache: TokenCache) -> None:
-    import ctypes
-
     b = cache.buffers()
     assert b.id_bytes == 2
     assert (np.diff(b.first_doc) > 0).all()
+    with cache.staged(np.arange(cache.num_docs)):
+        _assert_tokens_at(cache, b)
+    assert len(mapping._open) <= 2
+
+
+def _assert_tokens_at(cache: TokenCache, b: Buffers) -> None:
     assert b.mask_address.tolist() == [0] * len(b.ids_address)
     for part, first in enumerate(b.first_doc[:-1]):
         count = int(cache.lengths(np.array([first]))[0])
@@ -76,11 +84,11 @@ def test_open_files_do_not_grow_with_parts(cache: TokenCache) -> None:
 
 
 def test_a_cache_trains_without_its_sources_and_elsewhere(cache: TokenCache, tmp_path: Path) -> None:
-    moved = tmp_path.parent / f"{tmp_path.name}-moved"
+    before, moved = cache.lengths(np.arange(56)).tolist(), tmp_path.parent / f"{tmp_path.name}-moved"
     tmp_path.rename(moved)
     again = TokenCache(moved / "manifests" / cache.path.name, dataset="renamed")
     again.verify()
-    assert again.lengths(np.arange(56)).tolist() == cache.lengths(np.arange(56)).tolist()
+    assert again.lengths(np.arange(56)).tolist() == before
     assert again.ledger.find("tokenize", "renamed", "rows").out["null"] == 1
 
 

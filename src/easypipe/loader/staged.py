@@ -1,4 +1,4 @@
-"""Before kernels read: tokens of caches in a bucket are brought to this machine for as long as a block lasts. Local caches need nothing."""
+"""Before kernels read: tokens of a bucket, or of more files than may be mapped at once, are there for as long as a block lasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def staged(caches: Sequence[TokenCache], dataset: NDArray[np.integer], docs: NDA
     """Documents `docs` (Int64[n]) of the caches numbered `dataset` (Int[n]); those that a cache does not have are left to the reader."""
     with contextlib.ExitStack() as stack:
         for i, cache in enumerate(caches):
-            if cache.remote:
+            if cache.comes_and_goes:
                 asked = np.unique(docs[dataset == i])
                 stack.enter_context(cache.staged(asked[(asked >= 0) & (asked < cache.num_docs)]))
         yield
@@ -25,7 +25,7 @@ def staged(caches: Sequence[TokenCache], dataset: NDArray[np.integer], docs: NDA
 
 def staged_rows(caches: Sequence[TokenCache], window: Window, rows: NDArray[np.int64]) -> contextlib.AbstractContextManager[None]:
     """The documents of those of `rows` (Int64[R]) that stand in the window, and the one behind each, whose first token may be a label."""
-    if not any(cache.remote for cache in caches):
+    if not any(cache.comes_and_goes for cache in caches):
         return contextlib.nullcontext()
     layout = window.layout
     here = rows[(rows >= window.first_row) & (rows < window.first_row + window.num_rows)] - window.first_row

@@ -10,9 +10,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +26,12 @@ from easypipe.core.errors import CacheError, SourceError, place
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
+from easypipe.sources import mapping
 from easypipe.sources.cache_folder import CacheFolder, RemoteFolder
 from easypipe.sources.manifest import Manifest, Part, read_manifest
 from easypipe.sources.staging import AGAIN, Staged
+
+KEPT_BATCHES = 32  # that were read last, where files are mapped only while they are read
 
 
 class Buffers(NamedTuple):
@@ -66,13 +71,21 @@ class TokenCache(ShardedDataSource):
         self.dataset = dataset or self.manifest.dataset
         self._parts = [part for part in self.manifest.parts if part.docs]
         self._staged: Staged | None = None
+        self._files: mapping.MappedFiles | None = None
+        self._batches: list[pa.RecordBatch] = []  # one for each part; none where files are mapped only while they are read ...
+        self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()  # ... and then those that were asked for last
         if isinstance(self.folder, RemoteFolder):
             urls = [self.folder.tokens(part.file) for part in self._parts]
             self._staged = Staged(self.folder.staging, self._parts, urls, self.folder.options, self.folder.reading)
             self._batches = [self._checked_batch(staged.batch, staged.part) for staged in self._staged.parts]
+        elif mapping.may_map(self, len(self._parts)):
+            self._batches = [self._map(part)[0] for part in self._parts]
         else:
-            self._batches = [self._map(part) for part in self._parts]
+            files = [f"{self.folder.local}/tokens/{part.file}" for part in self._parts]
+            self._files = mapping.MappedFiles(files, [part.num_bytes for part in self._parts])
         self._first_doc = np.concatenate([[0], np.cumsum([part.docs for part in self._parts], dtype=np.int64)]).astype(np.int64)
+        if self._files is not None:
+            _ = self._buffers  # looks into every file
 
     @property
     def fingerprint(self) -> str:
@@ -139,7 +152,7 @@ class TokenCache(ShardedDataSource):
         for i in self._parts_of(shard):
             part = self._parts[i]
             if part.start < stop and start < part.stop:
-                rows = self._batches[i].column(ROW_NUMBER).to_numpy()
+                rows = self._batch(i).column(ROW_NUMBER).to_numpy()
                 first, last = map(int, np.searchsorted(rows, [start, stop]))
                 if first < last:
                     pieces.append(self._rows(i, first, last))
@@ -153,21 +166,23 @@ class TokenCache(ShardedDataSource):
         """Stored tokens of each of `docs` (Int64[n]); Int32[n]. Raises IndexError for a document that does not exist."""
         from easypipe.sources.address import list_lengths  # numba is loaded when tokens are first needed
 
-        docs = self._checked(docs)
-        out = np.empty(docs.size, np.int32)
-        if docs.size:
-            list_lengths(docs, self._buffers.first_doc, self._buffers.offsets_address, out)
-        return out
+        return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
     def has_eos(self, docs: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of `docs` (Int64[n]) already ends with the tokenizer's EOS; Bool[n]."""
         from easypipe.sources.address import byte_values
 
-        docs = self._checked(docs)
-        out = np.empty(docs.size, np.bool_)
-        if docs.size:
-            byte_values(docs, self._buffers.first_doc, self._buffers.eos_address, out)
-        return out
+        return self._of_each(docs, byte_values, self._buffers.eos_address, np.bool_)
+
+    def count_without_eos(self) -> int:
+        """Documents that do not end with the tokenizer's EOS."""
+        from easypipe.sources.address import count_zeros
+
+        parts, found = np.arange(len(self._parts)), 0
+        for here in self._held_in_turn(parts):
+            a, b = int(here[0]), int(here[-1]) + 1
+            found += int(count_zeros(self._first_doc[a : b + 1], self._buffers.eos_address[a:b]))
+        return found
 
     def tokens(self, doc: int) -> NDArray[np.unsignedinteger]:
         """The stored ids of one document; a view of the map where that is of a file of this machine."""
@@ -175,29 +190,32 @@ class TokenCache(ShardedDataSource):
         return self._rows(part, local, local + 1).column(INPUT_IDS).flatten().to_numpy()
 
     def buffers(self) -> Buffers:
-        """Addresses for kernels; good for as long as this object lives. What stands at `ids_address` and `mask_address` of documents in a
-        bucket is there while `staged` holds them."""
+        """Addresses for kernels; good for as long as this object lives. Where `comes_and_goes`, what stands there is only there while
+        `staged` holds it."""
         return self._buffers
 
     @property
-    def remote(self) -> bool:
-        """Whether tokens have to be fetched before kernels read them: see `staged`."""
-        return self._staged is not None
+    def comes_and_goes(self) -> bool:
+        """Whether kernels find documents only while `staged` holds them: in a bucket, or where there are more files than may be mapped."""
+        return self._staged is not None or self._files is not None
 
     def staged(self, docs: NDArray[np.int64]) -> contextlib.AbstractContextManager[None]:
-        """While the block lasts, tokens and masks of `docs` (Int64[n]) are where `buffers` says. Free on this machine's own files.
+        """While the block lasts, `docs` (Int64[n]) are where `buffers` says. Free where files are mapped for good.
 
         Raises StorageError where they cannot be fetched, CacheError where a fetched file is not what was committed.
         """
-        if self._staged is None:
+        if not self.comes_and_goes:
             return contextlib.nullcontext()
-        number = np.searchsorted(self._first_doc, docs, side="right") - 1
+        number = self._part_numbers(docs)
+        if self._files is not None:
+            return self._files.hold(number)
+        assert self._staged is not None
         return self._staged.hold(number, docs - self._first_doc[number])
 
     def where(self, doc: int) -> tuple[str, int]:
         """(file, physical row) that a document came from."""
         part, local = self._find(doc)
-        row = self._batches[part].column(ROW_NUMBER)[local].as_py()
+        row = self._batch(part).column(ROW_NUMBER)[local].as_py()
         return self.manifest.shard_names[self._parts[part].shard], row
 
     def verify(self) -> None:
@@ -213,26 +231,66 @@ class TokenCache(ShardedDataSource):
 
     @cached_property
     def _buffers(self) -> Buffers:
-        columns = [batch.column(INPUT_IDS) for batch in self._batches]
-        masks = [_address(batch.column(LOSS_MASK).values.buffers()[1]) if self.manifest.loss_mask else 0 for batch in self._batches]
-        return Buffers(
-            first_doc=self._first_doc,
-            ids_address=np.array([_address(column.values.buffers()[1]) for column in columns], np.uint64),
-            offsets_address=np.array([_address(column.buffers()[1]) for column in columns], np.uint64),
-            mask_address=np.array(masks, np.uint64),
-            eos_address=np.array([_address(batch.column(HAS_EOS).buffers()[1]) for batch in self._batches], np.uint64),
-            id_bytes=token_dtype(self.vocab_size).itemsize,
-        )
+        where = [np.empty(len(self._parts), np.uint64) for _ in range(4)]
+        for i, part in enumerate(self._parts):
+            if self._files is None:
+                found, base = _addresses(self._batch(i)), 0
+            else:  # one at a time: what counts is where in the file they are
+                batch, mapped = self._map(part)
+                found, base = _addresses(batch), int(self._files.addresses[i]) - mapped
+            for column, address in zip(where, found, strict=True):
+                column[i] = address + base if address else 0
+        ids, offsets, masks, eos = where
+        return Buffers(self._first_doc, ids, offsets, masks, eos, token_dtype(self.vocab_size).itemsize)
+
+    def _of_each(self, docs: NDArray[np.int64], kernel: Callable[..., None], address: NDArray[np.uint64], kind: type) -> NDArray[Any]:
+        """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all files may be mapped at once."""
+        docs = self._checked(docs)
+        out = np.empty(docs.size, kind)
+        if self._files is None:
+            if docs.size:
+                kernel(docs, self._first_doc, address, out)
+            return out
+        number = self._part_numbers(docs)
+        order = np.argsort(number, kind="stable")
+        for here in self._held_in_turn(number[order]):
+            some = order[: here.size]
+            order = order[here.size :]
+            found = np.empty(some.size, kind)
+            kernel(docs[some], self._first_doc, address, found)
+            out[some] = found
+        return out
+
+    def _held_in_turn(self, parts: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """`parts` (Int64[n], ascending) piece by piece, each mapped until the next is asked for."""
+        if self._files is None or not parts.size:
+            yield from [parts] if parts.size else []
+            return
+        distinct = np.cumsum(np.diff(parts, prepend=parts[0]) > 0) // self._files.most
+        for here in np.split(parts, np.flatnonzero(np.diff(distinct)) + 1):
+            with self._files.hold(here):
+                yield here
 
     def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
         """Documents `first` to `last` of a part; a copy where the map is filled and emptied by others."""
-        found = self._batches[part].slice(first, last - first)
-        if not self.remote:
+        found = self._batch(part).slice(first, last - first)
+        if self._staged is None:
             return found
         with self.staged(np.arange(first, last) + self._first_doc[part]):
             return pa.ipc.read_record_batch(found.serialize(), found.schema)
 
-    def _map(self, part: Part) -> pa.RecordBatch:
+    def _batch(self, part: int) -> pa.RecordBatch:
+        if self._files is None:
+            return self._batches[part]
+        found = self._kept.get(part)
+        if found is None:
+            found = self._kept[part] = self._map(self._parts[part])[0]
+            if len(self._kept) > KEPT_BATCHES:
+                self._kept.popitem(last=False)
+        return found
+
+    def _map(self, part: Part) -> tuple[pa.RecordBatch, int]:
+        """A token file, and the address that it is mapped at for as long as the batch lives."""
         file, again = f"{self.folder.local}/tokens/{part.file}", AGAIN  # pathlib took a tenth of the time
         try:
             size = os.stat(file).st_size
@@ -240,14 +298,15 @@ class TokenCache(ShardedDataSource):
                 raise CacheError(at=file, problem=f"{size} bytes, committed with {part.num_bytes}", fix=again)
             # Closing the file gives its descriptor back; the map lives on in the buffers.
             with pa.memory_map(file) as mapped:
-                batch = pa.ipc.open_file(mapped).get_batch(0).replace_schema_metadata(None)
+                whole = mapped.read_buffer()
+                batch = pa.ipc.open_file(whole).get_batch(0).replace_schema_metadata(None)
         except FileNotFoundError as error:
             raise CacheError(at=file, problem="missing from the token cache", fix=again) from error
         except (pa.ArrowInvalid, OSError) as error:
             if "Cannot allocate memory" in str(error):  # Arrow gives no errno
-                again = f"A process maps a limited number of files, and this cache has {len(self._parts):,}: raise sysctl vm.max_map_count."
+                again = mapping.limit_named(len(self._parts))
             raise CacheError(at=file, problem=f"cannot be read: {error}", fix=again) from error
-        return self._checked_batch(batch, part)
+        return self._checked_batch(batch, part), whole.address
 
     def _checked_batch(self, batch: pa.RecordBatch, part: Part) -> pa.RecordBatch:
         if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
@@ -263,8 +322,11 @@ class TokenCache(ShardedDataSource):
     def _find(self, doc: int) -> tuple[int, int]:
         if not 0 <= doc < self.num_docs:
             raise IndexError(f"document {doc} of {self.num_docs}")
-        part = int(np.searchsorted(self._first_doc, doc, side="right")) - 1
+        part = int(self._part_numbers(np.int64(doc)))
         return part, doc - int(self._first_doc[part])
+
+    def _part_numbers(self, docs: Any) -> Any:
+        return np.searchsorted(self._first_doc, docs, side="right") - 1
 
     def _checked(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
         docs = np.ascontiguousarray(docs, dtype=np.int64)
@@ -285,8 +347,11 @@ def cache_schema(vocab_size: int, *, loss_mask: bool = False) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _offsets(column: pa.LargeListArray) -> NDArray[np.int64]:
-    return np.frombuffer(column.buffers()[1], np.int64, len(column) + 1)
+def _addresses(batch: pa.RecordBatch) -> tuple[int, int, int, int]:
+    """Where its tokens, offsets, masks (0: it has none) and EOS marks are."""
+    ids = batch.column(INPUT_IDS)
+    mask = _address(batch.column(LOSS_MASK).values.buffers()[1]) if LOSS_MASK in batch.schema.names else 0
+    return _address(ids.values.buffers()[1]), _address(ids.buffers()[1]), mask, _address(batch.column(HAS_EOS).buffers()[1])
 
 
 def _address(buffer: pa.Buffer | None) -> int:

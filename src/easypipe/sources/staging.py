@@ -34,6 +34,7 @@ from easypipe.core.errors import CacheError, MissingFileError, StorageError
 from easypipe.sources.manifest import Part
 
 BLOCK = 1 << 14  # a multiple of every page size in use
+STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
 REQUESTS = 16  # under way at a time
 GUESS = 8 << 10  # bytes of Arrow's own words at either end of a file; asked again where it is more
 AGAIN = "Prepare the dataset again; only this range is tokenized anew."
@@ -57,19 +58,24 @@ class Staging:
         self.capacity = capacity
         self.used = 0
         self.fetched_bytes = 0
-        self._size = 0
+        self._size = self._stretch = 0  # bytes of parts; where the last map begins
+        self._map = memoryview(b"")
         self._lock = threading.Lock()
         self._parts: OrderedDict[int, StagedPart] = OrderedDict()  # those that have blocks, the longest unused first
         self._warned = False
         self.pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="easypipe-stage")
 
-    def reserve(self, num_bytes: int) -> tuple[int, mmap.mmap]:
-        """(offset, map) of room for a part; no disk is taken yet."""
+    def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
+        """(offset, map) of room for a part; no disk is taken yet. Many parts share a map: a process may have but so many."""
         with self._lock:
             base, step = self._size, max(BLOCK, mmap.ALLOCATIONGRANULARITY)
-            self._size += -(-num_bytes // step) * step
-            os.ftruncate(self._file.fileno(), self._size)
-            return base, mmap.mmap(self._file.fileno(), num_bytes, access=mmap.ACCESS_READ, offset=base)
+            size = -(-num_bytes // step) * step
+            if base + size > self._stretch + len(self._map):
+                length = max(STRETCH, size)
+                os.ftruncate(self._file.fileno(), base + length)
+                self._stretch, self._map = base, memoryview(mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=base))
+            self._size += size
+            return base, self._map[base - self._stretch :][:num_bytes]
 
     def write(self, offset: int, data: bytes) -> None:
         view = memoryview(data)

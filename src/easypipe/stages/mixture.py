@@ -103,7 +103,7 @@ class Mixture:
     @cached_property
     def without_eos(self) -> tuple[int, ...]:
         """Documents of each dataset that do not end with their tokenizer's EOS."""
-        return tuple(_count_without_eos(cache) for cache in self.caches)
+        return tuple(cache.count_without_eos() for cache in self.caches)
 
     def plan(self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None) -> Plan:
         """The plan, one object for each choice. eos: ends documents which lack it; None adds none. Mixtures that restart have no epochs."""
@@ -179,10 +179,3 @@ class Mixture:
 
 def _with_eos(cache: TokenCache) -> Callable[[NDArray[np.int64]], NDArray[np.int32]]:
     return lambda docs: cache.lengths(docs) + ~cache.has_eos(docs)
-
-
-def _count_without_eos(cache: TokenCache) -> int:
-    from easypipe.sources.address import count_zeros  # numba is loaded when tokens are first needed
-
-    buffers = cache.buffers()
-    return int(count_zeros(buffers.first_doc, buffers.eos_address))

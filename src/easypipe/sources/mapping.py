@@ -1,0 +1,181 @@
+"""Token files of this machine, mapped while they are read: for caches of more files than one process may map.
+
+A process maps at most vm.max_map_count files. Caches are mapped whole when they are opened, until those of the process have half of that.
+From then on a file has its place in a reserved stretch of addresses, which costs nothing, and is mapped there while somebody reads it.
+A quarter of the limit is for such files; those that were not read for the longest go first.
+
+Linux alone has that limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import mmap
+import os
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import CacheError
+
+LIMIT = Path("/proc/sys/vm/max_map_count")
+
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+_FIXED = 0x10  # MAP_FIXED of Linux: in the place of what is there
+_NOTHING = 0  # PROT_NONE
+
+_lock = threading.RLock()  # re-entrant: a collector may run _forget within it
+_standing = 0  # files of caches that are mapped whole
+_open: OrderedDict[tuple[int, int], _Entry] = OrderedDict()  # by (number of MappedFiles, file), the longest unread first
+_numbers = itertools.count()
+
+
+def most_maps() -> int:
+    """What one process may map."""
+    try:
+        return int(LIMIT.read_text())
+    except (OSError, ValueError):
+        return sys.maxsize
+
+
+def limit_named(files: int) -> str:
+    return f"A process maps a limited number of files, and this cache has {files:,}: raise sysctl vm.max_map_count."
+
+
+def may_map(cache: Any, files: int) -> bool:
+    """Whether `cache` may map all of its files for as long as it lives."""
+    global _standing
+    with _lock:
+        if _standing + files > most_maps() // 2:
+            return False
+        _standing += files
+    weakref.finalize(cache, _give_back, files)
+    return True
+
+
+def _give_back(files: int) -> None:
+    global _standing
+    with _lock:
+        _standing -= files
+
+
+class _Entry:
+    """A file that is mapped in its place. pins: readers at work on it, for as long as the owner lives."""
+
+    def __init__(self, owner: weakref.ref[MappedFiles], pins: int) -> None:
+        self.owner, self.pins = owner, pins
+
+
+class MappedFiles:
+    """Files at addresses that do not change. Thread safe.
+
+    Law: between `hold` and its end the bytes of file i stand at `addresses[i]`; at other times nothing may be read there.
+    """
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
+        """sizes: bytes of each. Raises CacheError where so many addresses are not to be had. Opens no file."""
+        step = mmap.ALLOCATIONGRANULARITY
+        places = np.cumsum([0, *(-(-max(size, 1) // step) * step for size in sizes)], dtype=np.int64)
+        self._paths, self._sizes, self._number = paths, sizes, next(_numbers)
+        region = _map(None, int(places[-1]), _NOTHING, _RESERVED, -1)
+        if region is None:
+            raise CacheError(at=paths[0], problem=f"no room for the addresses of {int(places[-1])} bytes", fix="Raise ulimit -v.")
+        self.addresses: NDArray[np.uint64] = places[:-1].astype(np.uint64) + np.uint64(region)
+        weakref.finalize(self, _forget, self._number, region, int(places[-1]))
+
+    @property
+    def most(self) -> int:
+        """Files that should be held at once, at most; more are held where they must be."""
+        return max(1, most_maps() // 4)
+
+    @contextlib.contextmanager
+    def hold(self, files: NDArray[np.integer]) -> Generator[None]:
+        """While the block lasts, `files` (Int[n]) may be read. Raises CacheError where one cannot be mapped."""
+        held: list[_Entry] = []
+        try:
+            with _lock:
+                absent = []
+                for i in np.unique(files).tolist():
+                    entry = _open.get((self._number, i))
+                    if entry is None:
+                        absent.append(i)
+                        continue
+                    entry.pins += 1
+                    held.append(entry)
+                    _open.move_to_end((self._number, i))
+                _shrink(self.most - len(absent))
+                for i in absent:
+                    self._bring(i)
+                    entry = _open[self._number, i] = _Entry(weakref.ref(self), pins=1)
+                    held.append(entry)
+            yield
+        finally:
+            with _lock:
+                for entry in held:
+                    entry.pins -= 1
+                _shrink(self.most)
+
+    def _bring(self, i: int) -> None:
+        try:
+            descriptor = os.open(self._paths[i], os.O_RDONLY)
+        except OSError as error:
+            raise CacheError(at=self._paths[i], problem=f"cannot be read: {error}", fix="Prepare the dataset again.") from error
+        try:
+            if os.fstat(descriptor).st_size != self._sizes[i]:  # what lies behind its end must not be read
+                raise CacheError(at=self._paths[i], problem=f"was changed: no longer {self._sizes[i]} bytes", fix="Prepare it again.")
+            if _map(int(self.addresses[i]), self._sizes[i], mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, descriptor) is None:
+                reason = os.strerror(ctypes.get_errno())
+                raise CacheError(at=self._paths[i], problem=f"cannot be mapped: {reason}", fix=limit_named(len(self._paths)))
+        finally:
+            os.close(descriptor)
+
+    def _drop(self, i: int) -> None:
+        done = _map(int(self.addresses[i]), max(self._sizes[i], 1), _NOTHING, _RESERVED | _FIXED, -1)
+        assert done is not None, "taking a map away needs no new one"
+
+
+def _shrink(most: int) -> None:
+    """Takes maps away, those that were not read for the longest first, until `most` are left, or all that are left are read."""
+    for _ in range(len(_open)):
+        if len(_open) <= most:
+            return
+        key, entry = next(iter(_open.items()))
+        if entry.pins:
+            _open.move_to_end(key)
+            continue
+        _open.pop(key, None)
+        owner = entry.owner()  # held from here on: its addresses cannot become somebody else's meanwhile
+        if owner is not None:
+            owner._drop(key[1])
+
+
+def _forget(number: int, region: int, num_bytes: int) -> None:
+    with _lock:
+        for key in [key for key in list(_open) if key[0] == number]:
+            _open.pop(key, None)
+        _libc().munmap(region, num_bytes)
+
+
+def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int | None:
+    """mmap(2); None where it fails. Python's own mmap cannot be told where."""
+    found = _libc().mmap(address, num_bytes, protection, flags, descriptor, 0)
+    return None if found is None or found == ctypes.c_void_p(-1).value else int(found)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
