@@ -216,7 +216,7 @@ def test_the_command_takes_the_seed_of_the_run(run_yaml: Path, tmp_path: Path, c
     assert main(["explain", str(run_yaml), "--step", "3"]) == 2
     assert "data.seed: none is given, so every run draws its own order" in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"data": {"seed": 7}}))
+    (tmp_path / "run" / "run.yaml").write_text("data: {seed: 7}")
     assert main(["explain", str(run_yaml), "--step", "3", "--json"]) == 0
     assert capsys.readouterr().out == expected
 

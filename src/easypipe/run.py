@@ -22,7 +22,8 @@ from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
-from easypipe.train.record import LEDGER, RECORD, recorded_seed
+from easypipe.train.plot import plot_run
+from easypipe.train.record import LEDGER, PLAN, recorded_seed
 from easypipe.train.trainer import Trainer, TrainResult
 
 log = logging.getLogger("easypipe")
@@ -72,10 +73,15 @@ def train(
     seed = prepared.data.get_context().seed
     resolved = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed), model=_with_vocabulary(run.model, info))
     folder = Path(run.train.output_dir).expanduser()
-    storage.commit_json(folder / RECORD, to_dict(resolved))
     storage.commit_json(folder / LEDGER, prepared.report.ledger.to_json())
     trainer = Trainer(resolved.model, run.train, loader, evals, run_config=to_dict(resolved), listener=listener, mesh=mesh)
-    return trainer.run()
+    result = trainer.run()
+    if not run.data.streaming and len(run.data.datasets) > 1 and trainer.writes:
+        # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
+        drawn = prepared.data.copy().load(dataclasses.replace(options, mesh=None)).plan(result.steps, prepare=False)
+        storage.commit_json(folder / PLAN, drawn.to_json())
+        plot_run(folder, ["mixture"])
+    return result
 
 
 def tokens_of(pipeline: Pipeline) -> TokenInfo:
@@ -100,7 +106,7 @@ def _held_out(options: LoadStageConfig) -> LoadStageConfig:
 def _check_mesh(run: RunConfig) -> None:
     for at, data in (("data", run.data), *((f"eval.{name}", data) for name, data in run.eval.items())):
         own = data.load.mesh if data.load is not None else None
-        if own is not None and own != run.train.mesh:
+        if own is not None and own != run.train.mesh and (isinstance(run.train.mesh, str) or own != run.train.mesh.given):
             raise ConfigError(at=f"{at}.load.mesh", problem=f"{own}, but training runs on {run.train.mesh}", fix="Leave it out.")
 
 

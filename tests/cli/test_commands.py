@@ -150,7 +150,7 @@ def test_train_and_its_refusals(pipeline_yaml: Path, tmp_path: Path, capsys: pyt
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "docs" in lines[-1]["eval"]
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["seed"] is not None
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]["seed"] is not None
     assert main(["train", str(path), "--samples", "0"]) == 0  # finished: nothing is trained again, the drawn seed is remembered
     assert "goes on from step 4" in capsys.readouterr().out
     for change, message in (

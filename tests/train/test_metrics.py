@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import StorageError, TrainError
 from easypipe.train.metrics import MetricsFile, perplexity, read_metrics
-from easypipe.train.plot import plot_loss
+from easypipe.train.plot import plot_run
 
 
 def written(path, steps):
@@ -62,13 +62,17 @@ def test_perplexity_of_what_no_float_holds():
 
 def test_plot_is_a_png_of_its_size(tmp_path):
     path = written(tmp_path / "metrics.jsonl", range(1, 5))
+    plan = {"unit": "rows", "steps": 5, "datasets": [{"name": name, "requested": 0.5, "realised": 0.5} for name in "ab"]}
     with path.open("a") as file:
         file.write(json.dumps({"step": 5, "loss": 0.1, "eval": {"held": {"loss": 0.3}}}) + "\n")
-    data = plot_loss(path, tmp_path / "loss.png").read_bytes()
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    drawn = plot_run(tmp_path)
+    assert list(drawn) == ["loss", "mixture"], "of the others this run has no numbers"
+    data = drawn["loss"].read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1200, 750)
 
 
 def test_nothing_to_plot_is_said(tmp_path):
     with pytest.raises(TrainError, match="no step was logged"):
-        plot_loss(written(tmp_path / "metrics.jsonl", []), tmp_path / "loss.png")
+        plot_run(written(tmp_path / "metrics.jsonl", []).parent)

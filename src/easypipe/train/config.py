@@ -68,7 +68,9 @@ class SpikeConfig:
 
 @config
 class TrainConfig:
-    """One training run. `output_dir` holds checkpoints/, metrics.jsonl and loss.png."""
+    """One training run. `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json, fingerprints.json and the plots;
+    `easypipe report` makes a page of it.
+    """
 
     output_dir: str | Path
     steps: int | None = None  # optimizer steps; None: as many as the loader has batches

@@ -1,39 +1,106 @@
-"""The loss of a run as a picture."""
+"""The curves of a run as pictures."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from easypipe.core.errors import TrainError
 from easypipe.core.storage import commit_bytes
-from easypipe.train.metrics import read_metrics
+from easypipe.train.metrics import Record, read_metrics
+from easypipe.train.record import PLAN, read_optional
 
 
-def plot_loss(metrics: str | Path, png: str | Path, *, title: str = "loss") -> Path:
-    """Draws `loss` by step, and each held-out loss, from metrics.jsonl to a PNG of 1200 x 750 pixels; returns its path.
+def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
+    """Draws what is known of the run in `folder` into it: name -> path of `<name>.png`. names: of PLOTS; () is all of them.
 
     Raises TrainError where no step was logged.
     """
+    folder = Path(folder)
+    drawn = pictures(folder, names)
+    for name, picture in drawn.items():
+        commit_bytes(folder / f"{name}.png", picture)
+    return {name: folder / f"{name}.png" for name in drawn}
+
+
+def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
+    """name -> PNG of 1200 x 750 pixels, for those of PLOTS that the run has numbers for."""
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise TrainError(at=str(folder / "metrics.jsonl"), problem="no step was logged, so there is nothing to draw")
+    plan = read_optional(folder / PLAN)
+    found = {name: PLOTS[name](records, plan) for name in names or PLOTS}
+    return {name: picture for name, picture in found.items() if picture is not None}
+
+
+def _loss(records: Sequence[Record], plan: Any) -> bytes:
+    """`loss` by step, and each held-out loss."""
+    lines = {"training": _points(records, "loss")}
+    for name in sorted({name for record in records for name in record.get("eval", {})}):
+        seen = [record for record in records if name in record.get("eval", {})]
+        lines[f"held out: {name}"] = ([r["step"] for r in seen], [r["eval"][name]["loss"] for r in seen])
+    return _picture("loss", "loss (nats a token)", lines)
+
+
+def _by_step(key: str, title: str, label: str) -> Callable[[Sequence[Record], Any], bytes | None]:
+    def draw(records: Sequence[Record], plan: Any) -> bytes | None:
+        points = _points([record for record in records if record.get(key) is not None], key)
+        return _picture(title, label, {title: points}) if points[0] else None
+
+    return draw
+
+
+def _mixture(records: Sequence[Record], plan: Any) -> bytes | None:
+    """What was drawn of each dataset beside what the weights ask for."""
+    if plan is None:
+        return None
+    names = [dataset["name"] for dataset in plan["datasets"]]
+    figure, axes = _figure()
+    places = range(len(names))
+    for key, label, shift in (("requested", "asked for", -0.2), ("realised", "drawn", 0.2)):
+        axes.bar([place + shift for place in places], [dataset[key] for dataset in plan["datasets"]], width=0.4, label=label)
+    axes.set(ylabel=f"share of {'documents' if plan['unit'] == 'rows' else plan['unit']}", title=f"mixture over {plan['steps']} steps")
+    axes.set_xticks(list(places), names, rotation=30 if len(names) > 6 else 0)
+    axes.legend()
+    return _png(figure)
+
+
+PLOTS: Mapping[str, Callable[[Sequence[Record], Any], bytes | None]] = {
+    "loss": _loss,
+    "learning_rate": _by_step("learning_rate", "learning rate", "learning rate"),
+    "tokens_per_second": _by_step("tokens_per_second", "throughput", "tokens a second, without padding"),
+    "data_wait": _by_step("data_wait", "waiting for data", "share of the time"),
+    "mixture": _mixture,
+}
+
+
+def _points(records: Sequence[Record], key: str) -> tuple[list[int], list[Any]]:
+    return [record["step"] for record in records], [record[key] for record in records]
+
+
+def _picture(title: str, label: str, lines: Mapping[str, tuple[Sequence[int], Sequence[Any]]]) -> bytes:
+    figure, axes = _figure()
+    for number, (name, (steps, values)) in enumerate(lines.items()):
+        axes.plot(steps, values, linewidth=1, marker="o" if number or len(steps) == 1 else None, markersize=4, label=name)
+    axes.set(xlabel="step", ylabel=label, title=title)
+    axes.grid(alpha=0.3)
+    if len(lines) > 1:
+        axes.legend()
+    return _png(figure)
+
+
+def _figure() -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # 0.5 s, and only needed when a run ends
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics)
-    if not records:
-        raise TrainError(at=str(metrics), problem="no step was logged, so there is nothing to draw")
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 5), dpi=150)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    marker = "o" if len(records) == 1 else None
-    axes.plot([r["step"] for r in records], [r["loss"] for r in records], linewidth=1, marker=marker, label="training")
-    names = sorted({name for record in records for name in record.get("eval", {})})
-    for name in names:
-        seen = [record for record in records if name in record.get("eval", {})]
-        axes.plot([r["step"] for r in seen], [r["eval"][name]["loss"] for r in seen], marker="o", markersize=4, label=f"held out: {name}")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    return figure, figure.add_axes((0.1, 0.11, 0.87, 0.81))
+
+
+def _png(figure: Any) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    commit_bytes(png, picture.getvalue())
-    return Path(png)
+    return picture.getvalue()

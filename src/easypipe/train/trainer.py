@@ -50,7 +50,8 @@ from easypipe.train.model import ModelConfig
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.peak import peak_flops
-from easypipe.train.plot import plot_loss
+from easypipe.train.plot import plot_run
+from easypipe.train.record import write_config, write_fingerprints, write_versions
 from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import StopSignals
 from easypipe.train.step import LossFn, make_eval_step, make_train_step
@@ -104,6 +105,7 @@ class Trainer:
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run; touches no file and makes no array."""
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
+        self.writes = jax.process_index() == 0  # whether this process writes the files of the run
         self.mesh = make_mesh(config.mesh) if mesh is None else mesh
         self.steps = resolve_steps(config, train)
         self.output_dir = Path(config.output_dir).expanduser()
@@ -174,8 +176,12 @@ class Trainer:
             checkpoints.protected["listeners"] = self.control.kept
             state, begun = self._begin(checkpoints, watch)
             step = begun or 0
-            metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=_is_first())))
-            keep_books = watch.guards and _is_first()
+            if self.writes:
+                write_config(self.output_dir, self._run_config or {"model": self._model_config, "train": self.config})
+                write_versions(self.output_dir, step)
+                write_fingerprints(self.output_dir, self.train, {one.name: one.loader for one in self.evals})
+            metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=self.writes)))
+            keep_books = watch.guards and self.writes
             rollbacks = stack.enter_context(contextlib.closing(MetricsFile(self.rollbacks_path, after_step=step, write=keep_books)))
             self.tell("start", step)
             if step < self.steps:
@@ -185,8 +191,8 @@ class Trainer:
                 raise TrainError(
                     at=str(self.metrics_path), problem="holds no line, though the run is finished", fix="Give another output_dir."
                 )
-            if _is_first():
-                plot_loss(self.metrics_path, self.plot_path)
+            if self.writes:
+                plot_run(self.output_dir)
             if self.control.reason is not None:
                 logger.warning("stopped at step %d of %d: %s", step, self.steps, self.control.reason)
             self.tell("end", step, metrics.last)
@@ -309,7 +315,3 @@ class Trainer:
 
         devices = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
         return Meter(None if config is None else flops, None if peak is None else peak * self.mesh.size, devices)
-
-
-def _is_first() -> bool:
-    return jax.process_index() == 0

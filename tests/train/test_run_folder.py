@@ -1,0 +1,165 @@
+"""What a run leaves behind, and the page that is made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+from flax import nnx
+
+from easypipe.cli import main
+from easypipe.core.config import from_dict
+from easypipe.core.errors import StateError
+from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.config import SpikeConfig, TrainConfig
+from easypipe.train.mesh import make_mesh
+from easypipe.train.report import write_report
+from easypipe.train.trainer import Trainer
+from loader_support import MemoryCache, plan_rows, some_docs
+from train.runs import Tiny, settings
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
+CACHE = MemoryCache(some_docs([9] * 90, vocab_size=32), vocab_size=32)
+
+
+class Dropping(Tiny):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs, dropout=0.2)
+
+
+def loader(num_epochs: int | None = None) -> Loader:
+    return Loader(plan_rows([CACHE], seq_length=12, num_epochs=num_epochs), LoadStageConfig(batch_size=8, num_epochs=num_epochs, mesh=MESH))
+
+
+@pytest.fixture(scope="module")
+def folder(compiled_once, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run <1>")
+    how = {
+        "steps": 6,
+        "eval_every": 2,
+        "eval_batches": 2,
+        "spikes": SpikeConfig(window=4),
+        "callbacks": {"best": {"metric": "eval.one.loss"}},
+    }
+    Trainer(Dropping, settings(folder, **how), loader(), {"one": loader(1), "two": loader(1)}, mesh=MESH).run()
+    return folder
+
+
+def test_the_folder_says_how_and_on_what_it_was_trained(folder):
+    config = from_dict(TrainConfig, yaml.safe_load((folder / "run.yaml").read_text())["train"])
+    assert (config.steps, config.spikes) == (6, SpikeConfig(window=4))
+    (ran,) = json.loads((folder / "versions.json").read_text())
+    assert (ran["from_step"], ran["jax"], ran["device_kind"]) == (0, version("jax"), jax.devices()[0].device_kind)
+    assert {"python", "easypipe", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "tokenizers", "gigatoken"} <= set(ran)
+    prints = json.loads((folder / "fingerprints.json").read_text())
+    assert prints["train"] == dict(loader().state().components)
+    assert set(prints["eval"]) == {"one", "two"}
+    for name in ("loss", "learning_rate", "tokens_per_second", "data_wait"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
+    from easypipe.train.record import write_versions
+
+    path = tmp_path / "versions.json"
+    write_versions(tmp_path, 0)
+    write_versions(tmp_path, 4)
+    (first,) = json.loads(path.read_text())
+    path.write_text(json.dumps([first | {"jax": "0.1"}]))
+    write_versions(tmp_path, 8)
+    assert [(one["from_step"], one["jax"]) for one in json.loads(path.read_text())] == [(0, "0.1"), (8, version("jax"))]
+
+
+def test_a_checkpoint_holds_the_data_s_fingerprint_the_config_and_the_random_state(folder):
+    with Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
+        step = checkpoints.latest()
+        saved = checkpoints.run(step)
+        described = checkpoints._orbax.checkpointables_metadata(step).metadata["arrays"]
+    assert json.loads(saved["loader"]["text"])["components"] == dict(loader().state().components)
+    assert saved["train"]["steps"] == 6
+    assert {name for name in described if name.startswith("rest/dropout.rngs")}, "the count and the key that dropout draws from"
+
+
+class Tables(HTMLParser):
+    """The text of every element, and what it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.sources, self.open = "", [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data + " "
+
+
+def test_the_page_holds_everything_and_fetches_nothing(folder, capsys):
+    (folder / "ledger.json").write_text(
+        json.dumps({"entries": [{"stage": "pack", "dataset": "<code>", "unit": "tokens", "in": {"drawn": 1234}, "out": {"placed": 1234}}]})
+    )
+    dataset = {"name": "code", "requested": 0.5, "realised": 0.25, "drawn": 7, "epochs": 0.5, "tokens_placed": 99}
+    (folder / "plan.json").write_text(json.dumps({"unit": "rows", "steps": 6, "datasets": [dataset]}))
+    skipped = {"dataset": "code", "file": "a.txt", "row": 77}
+    (folder / "rollbacks.jsonl").write_text(json.dumps({"step": 5, "to": 2, "batch_of_step": 4, "documents": [skipped]}) + "\n")
+    assert main(["report", str(folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    written = (folder / "report.html").read_text()
+    seen = Tables()
+    seen.feed(written)
+    assert not seen.open
+    assert len(seen.sources) == 5
+    assert all(source.startswith("data:image/png;base64,") for source in seen.sources)
+    assert not re.search(r"https?://|<script", written)
+    for text in (
+        "run <1>",
+        "<code>",
+        "placed 1,234",
+        "code a.txt row 77",
+        "checkpoints/",
+        "device_kind",
+        "output_dir:",
+        "eval.one.loss",
+        "two",
+    ):
+        assert text in seen.text, text
+
+
+def test_it_goes_where_it_is_told_and_long_tables_lose_their_middle(folder, tmp_path):
+    lines = [{"step": step, "to": 0, "batch_of_step": step} for step in range(1, 501)]
+    kept = (folder / "rollbacks.jsonl").read_bytes()
+    (folder / "rollbacks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written = write_report(folder, tmp_path / "page.html").read_text()
+    (folder / "rollbacks.jsonl").write_bytes(kept)
+    assert "… 300 more …" in written
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
+    for wrong, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "holds no metrics.jsonl")):
+        assert main(["report", str(wrong)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Give the train.output_dir of a run" in error
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "ledger.json").write_text('{"entries": [{}]}')
+    with pytest.raises(StateError, match="a file in it is not what a run writes there: KeyError 'in'|KeyError 'stage'"):
+        write_report(tmp_path)
+    (tmp_path / "ledger.json").write_text("{")
+    with pytest.raises(StateError, match=r"ledger\.json: is no JSON"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("hello\n\n")
+    assert main(["report", str(tmp_path)]) != 0
+    assert "line 1: not a metrics record" in capsys.readouterr().err
