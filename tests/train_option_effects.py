@@ -17,6 +17,7 @@ _EACH = _OPTIMIZERS + "test_every_option_of_an_optimizer_does_something_and_othe
 _SCHEDULES = _OPTIMIZERS + "test_f25_schedules_have_their_formula"
 _MODEL = "train/test_model.py::"
 _LOGITS = "train/test_model_options.py::test_an_option_changes_the_logits"
+_LORA = "train/test_lora.py::"
 _REACH = "train/test_train_options.py::"
 _PROGRAM = _REACH + "test_loss_options_change_the_program_that_is_compiled"
 
@@ -38,6 +39,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "steps": Effect("output", _TRAINER + "test_steps_default_to_the_length_of_the_loader", "how long it trains"),
         "optimizer": Effect("output", _OPTIMIZERS + "test_f25_every_optimizer_descends", "see OptimizerConfig"),
         "loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "see LossConfig"),
+        "lora": Effect("output+memory", _LORA + "test_adapters_alone_are_trained_and_kept", "see LoraConfig"),
         "mesh": Effect(
             "memory", "train/test_mesh_runs.py::test_parameters_and_moments_are_born_in_parts", "which part of what each device holds"
         ),
@@ -59,6 +61,15 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "spikes": Effect("output", _WATCH + "test_a_spike_rolls_back_and_skips_the_window", "see SpikeConfig"),
         "resume": Effect("error", _TRAINER + "test_resume_false_refuses_a_folder_with_a_run", "False refuses a folder with a run"),
         "resume_changes": Effect("error", _TRAINER + "test_what_resume_changes_names_may_change", "what may differ from the checkpoint"),
+    },
+    "LoraConfig": {
+        option: Effect("output" if option != "rank" else "output+memory", _LORA + "test_options_decide_size_scale_and_place", of)
+        for option, of in {
+            "rank": "size of the adapters",
+            "alpha": "how much they count",
+            "rank_stabilized": "divides by the root of the rank",
+            "targets": "which projections have one",
+        }.items()
     },
     "LossConfig": {
         "z_loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "added to the loss, and not to nll"),

@@ -64,7 +64,7 @@ def measure(folder: Path) -> dict:
 
     trainer = Trainer(model, settings(folder / "look", mesh=cube), Arithmetic())
     with states.on(trainer.mesh):
-        state = states.init_state(trainer._build, trainer.layout, trainer.optimizer)
+        state = states.init_state(trainer.origin.build, trainer.layout, trainer.optimizer)
     saw["shapes"] = {
         name: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)] for name, leaf in states.flatten(state).items() if leaf.ndim
     }
@@ -150,10 +150,10 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
     [
         (
             "product",
-            "mesh: {data: 3, fsdp: 1, tensor: 1} does not fit 8 cpu devices. Let the sizes multiply to 8; {data: -1} uses them all.",
+            "mesh: {data: 3, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices. Let the sizes multiply to 8, such as {data: 8}; {data: -1}",
         ),
-        ("remain", "mesh: {data: -1, fsdp: 1, tensor: 3} does not fit 8 cpu devices."),
-        ("fewer", "mesh: {data: 4, fsdp: 1, tensor: 1} does not fit 8 cpu devices."),
+        ("remain", "mesh: {data: -1, fsdp: 1, sequence: 1, tensor: 3} does not fit 8 cpu devices. Let the sizes multiply to 8, such as {data: 4, tensor: 2};"),
+        ("fewer", "mesh: {data: 4, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices."),
         ("batch", "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 or 16 rows."),
         ("vocab", "vocab_size: 33 does not divide over the 8 devices of mesh axis 'tensor'."),
         ("width", "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of 8. Choose a multiple of 8"),

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from flax import nnx
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint import differences
 from easypipe.train.config import TrainConfig
-from easypipe.train.model import Decoder, ModelConfig
 
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainConfig: what decides the numbers
-
-
-def builder(model: Any, seed: int) -> Callable[[], nnx.Module]:
-    if isinstance(model, ModelConfig):
-        return lambda: Decoder(model, nnx.Rngs(seed))
-    return lambda: model(nnx.Rngs(seed))
 
 
 def resolve_steps(config: TrainConfig, train: BatchLoader) -> int:

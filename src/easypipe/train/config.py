@@ -10,6 +10,7 @@ from typing import Literal
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.train.callbacks.config import CallbacksConfig
+from easypipe.train.lora_config import LoraConfig
 from easypipe.train.optim_config import OptimizerConfig, check_warmup
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -76,6 +77,7 @@ class TrainConfig:
     steps: int | None = None  # optimizer steps; None: as many as the loader has batches
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    lora: LoraConfig | None = None  # train low-rank adapters and leave the model's own parameters as they are; None: train those
     mesh: dict[str, int] = field(default_factory=lambda: {"data": -1})  # devices along data, fsdp, tensor; -1: those that remain
     accumulate_steps: int = 1  # cuts every batch of the loader into this many micro-batches: less memory, the same update
     seed: int = 0  # of the parameters' first values, and of dropout where the model has any

@@ -25,7 +25,8 @@ Path = tuple[Any, ...]
 
 
 class TrainState(NamedTuple):
-    """params: Arrays, what the optimizer moves. rest: Arrays, what else the model has (dropout keys, ...). step: Int32[], steps taken.
+    """params: Arrays, what the optimizer moves. rest: Arrays, what else the model has (dropout keys, ..., parameters that are frozen).
+    step: Int32[], steps taken.
 
     The same shape holds abstract arrays and shardings.
     """
@@ -47,6 +48,8 @@ class ModelLayout:
     key_impls: Mapping[str, Any]  # random keys are held as their uint32 data, which every checkpoint format takes
     decays: Mapping[str, bool]  # True for matrices
     hidden: Mapping[str, bool]  # True for matrices that are neither an embedding nor the head
+    frozen: frozenset[str]  # of `rest`: parameters that are not trained, which checkpoints leave out
+    trained: type[nnx.Variable]  # params are the variables of this type
     mesh: Mesh
 
     def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
@@ -63,13 +66,20 @@ class ModelLayout:
 
     def split(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
         """(params, rest) of a module of this layout."""
-        _, params, rest = nnx.split(model, nnx.Param, ...)
+        _, params, rest = nnx.split(model, self.trained, ...)
         return _arrays(params), _arrays(rest)
 
+    def without_frozen(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """What `flatten` gave, as a checkpoint holds it."""
+        return {name: value for name, value in named.items() if name.removeprefix("rest/") not in self.frozen}
 
-def layout_of(model: nnx.Module, mesh: Mesh) -> ModelLayout:
-    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for a sharding that cannot be."""
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.Param) -> ModelLayout:
+    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for a sharding that cannot be.
+
+    trained: nnx.LoRAParam where only adapters move.
+    """
+    graph, params, rest = nnx.split(model, trained, ...)
     variables = {_name(path): (path, variable) for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))}
     values = {name: variable.get_value() for name, (_, variable) in variables.items()}
     key_impls = {name: _key_impl(value) for name, value in values.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)}
@@ -88,6 +98,8 @@ def layout_of(model: nnx.Module, mesh: Mesh) -> ModelLayout:
         key_impls=key_impls,
         decays=decays,
         hidden={name: is_matrix and not _is_vocabulary(name, variables[name][1]) for name, is_matrix in decays.items()},
+        frozen=frozenset(_name(path) for path, variable in nnx.to_flat_state(rest) if isinstance(variable, nnx.Param)),
+        trained=trained,
         mesh=mesh,
     )
 
@@ -135,6 +147,11 @@ def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> 
     """A new state around the arrays that `model` has; they are copied, because steps consume what they are given."""
     params, rest = jax.tree.map(jnp.copy, layout.split(model))
     params, rest = jax.device_put((params, rest), shardings((dict(layout.params), dict(layout.rest))))
+    return state_around(params, rest, layout, optimizer)
+
+
+def state_around(params: Arrays, rest: Arrays, layout: ModelLayout, optimizer: Optimizer) -> TrainState:
+    """A new state of these arrays, which lie as `layout` says; it owns them."""
     fresh = jax.jit(lambda params: (optimizer.init(params), jnp.int32(0)), out_shardings=shardings(abstract_state(layout, optimizer)[2:]))
     return TrainState(params, rest, *fresh(params))
 

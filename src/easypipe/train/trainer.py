@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, difference
 from easypipe.train.checks import (
     LOADER_PARTS,
     MUST_MATCH,
-    builder,
     check_changes,
     is_under,
     loader_state,
@@ -42,13 +41,15 @@ from easypipe.train.evaluate import HeldOut, held_out
 from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
 from easypipe.train.flops import flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
+from easypipe.train.lora import fingerprint
 from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import check_batch_size, make_mesh
 from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
-from easypipe.train.model import ModelConfig
+from easypipe.train.models.files import short
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.optim_config import OptimizerConfig
+from easypipe.train.origin import Model, origin_of
 from easypipe.train.peak import peak_flops
 from easypipe.train.plot import plot_run
 from easypipe.train.record import write_config, write_fingerprints, write_versions
@@ -78,7 +79,8 @@ class TrainResult:
 class Trainer:
     """`Trainer(ModelConfig(...), TrainConfig(...), loader, {"held_out": other}).run()`.
 
-    model: a ModelConfig; or a function of nnx.Rngs that builds an nnx.Module; or such a module, whose arrays are copied.
+    model: a ModelConfig; or a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are read onto the mesh
+    when the run begins; or a function of nnx.Rngs that builds an nnx.Module; or such a module, whose arrays are copied.
     train, evals: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and segment_ids and position_ids
     where rows are packed. A batch is the batch of one optimizer step.
     loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`.
@@ -91,7 +93,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: ModelConfig | nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+        model: Model,
         config: TrainConfig,
         train: BatchLoader,
         evals: Mapping[str, BatchLoader] | None = None,
@@ -103,7 +105,9 @@ class Trainer:
         mesh: Mesh | None = None,
         optimizer: optax.GradientTransformation | None = None,
     ) -> None:
-        """Raises ConfigError and PlacementError for what cannot run; touches no file and makes no array."""
+        """Raises ConfigError and PlacementError for what cannot run, and what load_pretrained raises for a published model, of which
+        config.json is read; touches no other file and makes no array.
+        """
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
         self.writes = jax.process_index() == 0  # whether this process writes the files of the run
         self.mesh = make_mesh(config.mesh) if mesh is None else mesh
@@ -117,9 +121,7 @@ class Trainer:
         for one in self.evals:
             one.check(self.mesh)
             micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
-        self._model_config = model if isinstance(model, ModelConfig) else None
-        self._module = model if isinstance(model, nnx.Module) else None
-        self._build = builder(model, config.seed)
+        self.origin = origin_of(model, config.seed, config.lora)
         self._own_optimizer = optimizer is not None
         self._run_config = to_dict(run_config or {})
         self._given, measured = tuple(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
@@ -127,10 +129,10 @@ class Trainer:
         self.callbacks = (*self._given, *self._named.values())
         check_changes(config.resume_changes, self._identity())
         # Shapes of any other module are asked for on one device: the mesh itself would refuse a size without naming the parameter.
-        apart = self.mesh if self._model_config else make_mesh(devices=[self.mesh.devices.flat[0]])
+        apart = self.mesh if self.origin.config else make_mesh(devices=[self.mesh.devices.flat[0]])
         with states.on(apart):
-            abstract = nnx.eval_shape(self._build) if self._module is None else self._module
-        self.layout = states.layout_of(abstract, self.mesh)
+            abstract = nnx.eval_shape(self.origin.build)
+        self.layout = states.layout_of(abstract, self.mesh, self.origin.trained)
         if optimizer is None:
             self.optimizer = make_optimizer(config.optimizer, self.steps, self.layout.decays, self.layout.hidden)
         elif config.optimizer == OptimizerConfig():
@@ -150,7 +152,7 @@ class Trainer:
             chosen,
             accumulate_steps=config.accumulate_steps,
             curvature_loss=twice,
-            windows=windows(self._model_config) if self._model_config else (None,),
+            windows=windows(self.origin.config) if self.origin.config else (None,),
         )
         self._eval_step = make_eval_step(self.layout, chosen)
 
@@ -177,7 +179,7 @@ class Trainer:
             state, begun = self._begin(checkpoints, watch)
             step = begun or 0
             if self.writes:
-                write_config(self.output_dir, self._run_config or {"model": self._model_config, "train": self.config})
+                write_config(self.output_dir, self._run_config or {"model": self.origin.config, "train": self.config})
                 write_versions(self.output_dir, step)
                 write_fingerprints(self.output_dir, self.train, {one.name: one.loader for one in self.evals})
             metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=self.writes)))
@@ -242,6 +244,12 @@ class Trainer:
                 fix="Change that back, give another train.output_dir, or list it in train.resume_changes.",
             )
         state = self.state_of(checkpoints, step)
+        if others := [name for name, bits in saved.get("frozen", {}).items() if self._frozen.get(name) != bits]:
+            raise StateError(
+                at=str(checkpoints.folder / str(step)),
+                problem=f"has adapters of other weights: {short(sorted(others))} differ",
+                fix="Train the model that they belong to, or give another train.output_dir.",
+            )
         allowed = [part for part in LOADER_PARTS if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)]
         loader: Any = self.train
         loader.restore(loader_state(loader, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
@@ -259,9 +267,9 @@ class Trainer:
 
     def fresh(self) -> states.TrainState:
         """The state before the first step."""
-        if self._module is not None:
-            return states.state_from(self._module, self.layout, self.optimizer)
-        return states.init_state(self._build, self.layout, self.optimizer)
+        state = self.origin.state(self.layout, self.optimizer)
+        self._frozen = fingerprint({name: state.rest[name] for name in sorted(self.layout.frozen)})
+        return state
 
     def state_of(self, checkpoints: Checkpoints, step: int) -> states.TrainState:
         """The state after `step`, from its checkpoint; 0: before the first."""
@@ -269,7 +277,11 @@ class Trainer:
             return self.fresh()
         checkpoints.wait(step)
         abstract = states.abstract_state(self.layout, self.optimizer)
-        return states.unflatten(checkpoints.load(step, states.flatten(abstract)), abstract)
+        loaded = checkpoints.load(step, self.layout.without_frozen(states.flatten(abstract)))
+        if self.layout.frozen:  # what is not trained is where the run began
+            first = self.fresh().rest
+            loaded |= {f"rest/{name}": first[name] for name in self.layout.frozen}
+        return states.unflatten(loaded, abstract)
 
     def save(self, checkpoints: Checkpoints, step: int, state: states.TrainState, watch: Watch) -> None:
         run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config), "watch": watch.state()}
@@ -277,7 +289,9 @@ class Trainer:
             "callbacks": [callback.state() for callback in self._given],
             "named_callbacks": {name: callback.state() for name, callback in self._named.items()},
         }
-        checkpoints.save(step, states.flatten(state), {**run, **told, "loader": saved_loader_state(self.train)})
+        base = {"frozen": self._frozen, "origin": self.origin.record()}
+        arrays = self.layout.without_frozen(states.flatten(state))
+        checkpoints.save(step, arrays, {**run, **told, **base, "loader": saved_loader_state(self.train)})
 
     def evaluate(self, step: int, state: states.TrainState) -> dict[str, Any]:
         """What every held-out loader comes to, by name."""
@@ -302,11 +316,13 @@ class Trainer:
         """What has to be the same for a resumed run to be the same run."""
         optimizer = {"name": "given from Python"} if self._own_optimizer else self.config.optimizer.resolved()
         train = {key: to_dict(getattr(self.config, key)) for key in MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
-        return {"model": to_dict(self._model_config), "train": train, "loader": {"batch_size": self.train.batch_size}}
+        if self.config.lora is not None:
+            train["lora"] = to_dict(self.config.lora)
+        return {"model": to_dict(self.origin.config), "train": train, "loader": {"batch_size": self.train.batch_size}}
 
     def meter(self) -> Meter:
         """What reads this run's steps."""
-        config, peak = self._model_config, peak_flops(self.mesh.devices.flat[0])
+        config, peak = self.origin.config, peak_flops(self.mesh.devices.flat[0])
 
         def flops(measured: Mapping[str, Any]) -> tuple[float, float]:
             assert config is not None

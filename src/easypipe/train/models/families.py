@@ -305,7 +305,7 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
     if not config.tie_embeddings:
         found["head.kernel"] = Weight("lm_head.weight", transposed=True, stacked=False)
     layer = "model.layers.{i}."
-    for ours, theirs in _PROJECTIONS.items():
+    for ours, theirs in PROJECTIONS.items():
         found[f"layers.{ours}.kernel"] = Weight(f"{layer}{theirs}.weight", transposed=True)
         if config.qkv_bias and ours in ("query", "key", "value"):
             found[f"layers.{ours}.bias"] = Weight(f"{layer}{theirs}.bias")
@@ -321,7 +321,7 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
     return found | {f"layers.{ours}.scale": Weight(f"{layer}{theirs}.weight") for ours, theirs in norms.items()}
 
 
-_PROJECTIONS = {
+PROJECTIONS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",

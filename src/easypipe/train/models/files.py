@@ -13,12 +13,15 @@ from safetensors import SafetensorError, safe_open
 from easypipe.core.errors import MissingFileError, SourceError, StateError
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model")
+_SMALL = ["*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
+_LARGE = ["model*.safetensors"]  # some repositories hold the same weights again as consolidated.safetensors
 
 
-def model_folder(path_or_hub_name: str | Path, revision: str | None) -> Path:
+def model_folder(path_or_hub_name: str | Path, revision: str | None, *, weights: bool = True) -> Path:
     """The folder itself, or the Hub's files in the cache of its client. What looks like a path is never looked up on the Hub.
 
-    Raises MissingFileError for neither; SourceError for a gated repository and for a revision given beside a folder.
+    weights: False leaves out what is large. Raises MissingFileError for neither; SourceError for a gated repository and for a revision given beside a folder.
     """
     name = str(path_or_hub_name)
     folder = Path(name).expanduser()
@@ -31,8 +34,8 @@ def model_folder(path_or_hub_name: str | Path, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and only needed for names
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    try:  # `model*`: some repositories hold the same weights again as consolidated.safetensors
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["model*.safetensors", "*.json"]))
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*_SMALL, *(_LARGE if weights else ())]))
     except GatedRepoError as error:
         fix = f"Accept its licence at https://huggingface.co/{name} and set HF_TOKEN."
         raise SourceError(at=name, problem="the Hub repository is gated", fix=fix) from error
@@ -47,6 +50,11 @@ def model_folder(path_or_hub_name: str | Path, revision: str | None) -> Path:
         raise SourceError(
             at=at, problem=f"cannot be downloaded from the Hugging Face Hub: {error}", fix="Check name and revision."
         ) from error
+
+
+def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
+    """The commit of the Hub's files in `folder`, which `model_folder` gave; None where that is a folder of its own."""
+    return None if Path(path_or_hub_name).expanduser().is_dir() else folder.name
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:

@@ -17,6 +17,7 @@ from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.families import Weight, from_hf, weights
 from easypipe.train.models.files import CONFIG, WeightFiles, model_folder, read_config, short
 
@@ -45,7 +46,11 @@ def load_pretrained(
     the key of config.json; StateError for missing or unexpected weights, wrong shapes and damaged files; SourceError for the Hub.
     """
     options: Any = {"dtype": dtype, "param_dtype": param_dtype or dtype, "remat": remat, "scan_layers": scan_layers}
-    found = find_pretrained(path_or_hub_name, revision=revision, **options)
+    try:
+        named = PretrainedConfig(pretrained=path_or_hub_name, revision=revision, **options)
+    except ConfigError as error:
+        raise error.under("load_pretrained") from None
+    found = find_pretrained(named)
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
     with states.on(mesh):
         layout = states.layout_of(nnx.eval_shape(found.build), mesh)
@@ -57,7 +62,7 @@ def load_pretrained(
 class Pretrained:
     """A model whose config.json is read and whose weights are not."""
 
-    folder: Path
+    named: PretrainedConfig  # at its commit
     config: ModelConfig
     hf_config: str
 
@@ -69,22 +74,23 @@ class Pretrained:
 
     def read(self, layout: states.ModelLayout) -> states.Arrays:
         """The weights, by the decoder's names, laid out as `layout` says. Raises what load_pretrained does."""
-        named = weights(self.config)
-        with WeightFiles(self.folder) as files:
-            _check(files, named, layout.params, self.config.num_layers, tied=self.config.tie_embeddings)
-            return {name: _placed(files, named[name], wanted) for name, wanted in layout.params.items()}
+        named, arrays = weights(self.config), {**layout.params, **layout.rest}
+        with WeightFiles(model_folder(self.named.pretrained, self.named.revision)) as files:
+            _check(files, named, arrays, self.config.num_layers, tied=self.config.tie_embeddings)
+            return {name: _placed(files, weight, arrays[name]) for name, weight in named.items()}
 
 
-def find_pretrained(path_or_hub_name: str | Path, *, revision: str | None = None, **options: Any) -> Pretrained:
-    """What load_pretrained would load. options: fields of ModelConfig that config.json does not say. Raises what load_pretrained does."""
-    folder = model_folder(path_or_hub_name, revision)
+def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> Pretrained:
+    """What load_pretrained would load. has_adapters: parameters are frozen, so that `dtype` serves them too where none is given.
+
+    Raises what load_pretrained does.
+    """
+    named, folder = config.resolved()
     hf, text = read_config(folder)
-    config = from_hf(hf, at=str(folder / CONFIG))
-    try:
-        config = dataclasses.replace(config, **options)
-    except ConfigError as error:
-        raise error.under("load_pretrained") from None
-    return Pretrained(folder, config, text)
+    param_dtype = config.param_dtype or (config.dtype if has_adapters else "float32")
+    shape = from_hf(hf, at=str(folder / CONFIG))
+    shape = dataclasses.replace(shape, dtype=config.dtype, param_dtype=param_dtype, remat=config.remat, scan_layers=config.scan_layers)
+    return Pretrained(named, shape, text)
 
 
 def _check(files: WeightFiles, named: dict[str, Weight], params: Any, num_layers: int, *, tied: bool) -> None:

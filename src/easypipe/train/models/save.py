@@ -18,9 +18,7 @@ from easypipe.core.errors import ConfigError, MissingFileError, StorageError, Tr
 from easypipe.core.storage import json_bytes, sync
 from easypipe.train.model import Decoder
 from easypipe.train.models.families import from_hf, shape_of, to_hf, weights
-from easypipe.train.models.files import CONFIG, INDEX, WEIGHTS
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model")
+from easypipe.train.models.files import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS
 
 
 def save_pretrained(module: Decoder, path: str | Path, *, tokenizer: Any = None, max_shard_bytes: int = 5_000_000_000) -> Path:

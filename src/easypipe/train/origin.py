@@ -1,0 +1,82 @@
+"""Where the model of a run comes from: a shape and a seed, a module, or the files of a published model; with adapters, where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from easypipe.core.config import to_dict
+from easypipe.core.errors import ConfigError
+from easypipe.train import state as states
+from easypipe.train.lora import add_lora
+from easypipe.train.lora_config import LoraConfig
+from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.models.config import PretrainedConfig
+from easypipe.train.models.load import Pretrained, find_pretrained
+from easypipe.train.optim import Optimizer
+
+Model = ModelConfig | PretrainedConfig | str | Path | nnx.Module | Callable[[nnx.Rngs], nnx.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """`build` makes the module with its adapters; its arrays have their first values, except where `pretrained` reads those."""
+
+    build: Callable[[], nnx.Module]
+    config: ModelConfig | None = None  # of a Decoder
+    is_module: bool = False  # `build` gives arrays that belong to somebody else
+    pretrained: Pretrained | None = None
+    trained: type[nnx.Variable] = nnx.Param
+
+    def record(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of a published model: its name, its commit, its config.json."""
+        found = self.pretrained
+        return None if found is None else {"config": to_dict(found.named), "hf_config": found.hf_config}
+
+    def state(self, layout: states.ModelLayout, optimizer: Optimizer) -> states.TrainState:
+        """The state before the first step. Raises what load_pretrained raises for files. Call inside `state.on(layout.mesh)`."""
+        if self.is_module:
+            return states.state_from(self.build(), layout, optimizer)
+        if self.pretrained is None:
+            return states.init_state(self.build, layout, optimizer)
+        read = self.pretrained.read(layout)
+        new = {name: value for name, value in layout.params.items() if name not in read}  # adapters
+        born: Any = jax.jit(lambda: {name: layout.split(self.build())[0][name] for name in new}, out_shardings=states.shardings(new))
+        arrays = {**read, **born()}
+        params, rest = ({name: arrays[name] for name in part} for part in (layout.params, layout.rest))
+        return states.state_around(params, rest, layout, optimizer)
+
+
+def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
+    """Raises ConfigError for what is no model, and what `find_pretrained` raises for published ones; makes no array."""
+    if isinstance(model, str | Path):
+        model = PretrainedConfig(pretrained=model)
+    trained = nnx.Param if lora is None else nnx.LoRAParam
+
+    def adapted(module: Any) -> Any:
+        if lora is None:
+            return module
+        try:
+            return add_lora(module, lora, seed)
+        except ConfigError as error:
+            raise error.under("train.lora") from None
+
+    if isinstance(model, ModelConfig):
+        return Origin(build=lambda: adapted(Decoder(model, nnx.Rngs(seed))), config=model, trained=trained)
+    if isinstance(model, PretrainedConfig):
+        found = find_pretrained(model, has_adapters=lora is not None)
+        return Origin(build=lambda: adapted(found.build()), config=found.config, pretrained=found, trained=trained)
+    if isinstance(model, nnx.Module):
+        module = model
+        config = module.config if isinstance(module, Decoder) else None
+        return Origin(build=lambda: adapted(nnx.clone(module, variables=False)), config=config, is_module=True, trained=trained)
+    if callable(model):
+        return Origin(build=lambda: adapted(model(nnx.Rngs(seed))), trained=trained)
+    problem = f"{type(model).__name__} is no model"
+    have = ("ModelConfig", "PretrainedConfig", "a folder or Hub name", "nnx.Module", "a function of nnx.Rngs that builds one")
+    raise ConfigError(at="model", problem=problem, have=have)
