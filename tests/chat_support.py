@@ -42,6 +42,23 @@ REASONING = """{%- set ns = namespace(last=messages|length - 1) %}
 {{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
+# name -> (a template that goes too far, what the error says of it)
+HOSTILE = {
+    "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
+    "a huge range": ("{% for a in range(10**9) %}x{% endfor %}", "too much"),
+    "a giant string": ("{{ 'a' * 10**10 }}", "memory"),
+    "doubling": ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "memory|processor"),
+    "a wide format": ("{{ '{:>9999999999}'.format(1) }}", "memory"),
+    "endless output": ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "characters"),
+    "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox"),
+    "attributes by format": ("{{ '{0.__class__.__mro__}'.format(1) }}", "sandbox"),
+    "globals": ("{{ cycler.__init__.__globals__ }}", "sandbox"),
+    "changing its input": ("{{ messages.append(1) }}", "sandbox"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+    "no Jinja": ("{% for %}", "not Jinja"),
+    "deep nesting": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "deeply"),
+}
+
 WORDS = ["What is two and two?", "Four.", "Sure?", " Yes, I am sure. ", "the quick brown fox", "naïve 日本 😀", '{"a": 1}']
 
 

@@ -130,24 +130,29 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "content_field": Effect(
             "output", "stages/test_tokenize.py::test_content_field_and_budget_come_from_the_dataset", "what is tokenized"
         ),
-        "prompt_field": Effect("output", "stages/test_chat_rows.py::test_prompts_and_completions", "two columns in place of content_field"),
+        "prompt_field": Effect(
+            "output", "stages/test_prompt_rows.py::test_prompts_and_completions", "two columns in place of content_field"
+        ),
         "completion_field": Effect(
-            "output", "stages/test_chat_rows.py::test_prompts_and_completions", "the second of them, which is trained"
+            "output", "stages/test_prompt_rows.py::test_prompts_and_completions", "the second of them, which is trained"
+        ),
+        "prompt": Effect(
+            "output", "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores", "how rows become text: see PromptConfig"
         ),
         "train_on": Effect(
             "output",
-            "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets",
+            "stages/test_prompt_rows.py::test_the_words_of_the_assistant_are_the_targets",
             "which tokens of a conversation are targets",
         ),
         "chat_template": Effect(
-            "output", "stages/test_chat_rows.py::test_the_words_of_the_assistant_are_the_targets", "how conversations become text"
+            "output", "stages/test_prompt_rows.py::test_the_words_of_the_assistant_are_the_targets", "how conversations become text"
         ),
         "template_date": Effect(
             "output",
-            "stages/test_chat_rows.py::test_the_cache_is_used_again_and_not_for_another_template",
+            "stages/test_prompt_rows.py::test_the_cache_is_used_again_and_not_for_another_template",
             "the day that templates are told",
         ),
-        "tools_field": Effect("output", "stages/test_chat_rows.py::test_tools_reach_the_template", "the tools that templates are told"),
+        "tools_field": Effect("output", "stages/test_prompt_rows.py::test_tools_reach_the_template", "the tools that templates are told"),
         "format_fields": Effect("output", "stages/test_formats.py::test_format_fields_renames", "columns renamed before anything else"),
         "format_callback": Effect(
             "output",
@@ -202,6 +207,73 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's format", NO_SAVE
         ),
         "storage_options": Effect("output", "sources/test_remote.py::test_configs_keep_no_storage_options", "passed to fsspec"),
+    },
+    "PromptConfig": {
+        "format_type": Effect(
+            "output", "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores", "what a row is, and how it becomes text"
+        ),
+        "template": Effect(
+            "output+error",
+            "transforms/test_prompts.py::test_template_input_columns_and_label_column_say_what_is_written",
+            "the chat template, or the text with columns in it",
+        ),
+        "input_columns": Effect(
+            "output",
+            "transforms/test_prompts.py::test_template_input_columns_and_label_column_say_what_is_written",
+            "what is read beside the label",
+        ),
+        "label_column": Effect(
+            "output",
+            "transforms/test_prompts.py::test_template_input_columns_and_label_column_say_what_is_written",
+            "the column that is trained",
+        ),
+        "tools_column": Effect(
+            "output", "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date", "the tools that templates are told"
+        ),
+        "roles": Effect(
+            "output+error",
+            "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores",
+            "what ShareGPT's `from` says to which role",
+        ),
+        "system_prompt": Effect(
+            "output",
+            "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",
+            "the system message of conversations without one, or text in front",
+        ),
+        "few_shot": Effect(
+            "output", "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained", "see FewShotConfig"
+        ),
+        "train_on": Effect(
+            "output",
+            "transforms/test_prompts.py::test_train_on_and_the_train_flags_of_messages",
+            "which turns, or how much of a text, are targets",
+        ),
+        "template_date": Effect(
+            "output+error",
+            "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",
+            "the day that templates are told",
+        ),
+    },
+    "FewShotConfig": {
+        "examples": Effect(
+            "output",
+            "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained",
+            "solved rows in front of every row",
+        ),
+        "data_files": Effect(
+            "output+memory",
+            "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row",
+            "a file of rows that they are drawn from",
+        ),
+        "count": Effect(
+            "output", "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row", "how many are drawn for a row"
+        ),
+        "seed": Effect("output", "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row", "which are drawn"),
+        "separator": Effect(
+            "output",
+            "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained",
+            "what stands between them in texts without messages",
+        ),
     },
     "TokenFilesConfig": {
         "dtype": Effect("output", "sources/test_tokens.py::test_separated", "the integers of raw files"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared, talk
+from chat_support import CHATML, HOSTILE, MARKED, REASONING, SHARED, needs_shared, talk
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, close_workers, load_chat_template
 from easypipe.transforms.tokenizer import load_tokenizer
@@ -225,23 +225,6 @@ def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
     ]
     assert len({one.fingerprint for one in [base, *others]}) == 6
     assert template(CHATML, origin="elsewhere").fingerprint == base.fingerprint
-
-
-HOSTILE = {
-    "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
-    "a huge range": ("{% for a in range(10**9) %}x{% endfor %}", "too much"),
-    "a giant string": ("{{ 'a' * 10**10 }}", "memory"),
-    "doubling": ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "memory|processor"),
-    "a wide format": ("{{ '{:>9999999999}'.format(1) }}", "memory"),
-    "endless output": ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "characters"),
-    "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox"),
-    "attributes by format": ("{{ '{0.__class__.__mro__}'.format(1) }}", "sandbox"),
-    "globals": ("{{ cycler.__init__.__globals__ }}", "sandbox"),
-    "changing its input": ("{{ messages.append(1) }}", "sandbox"),
-    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
-    "no Jinja": ("{% for %}", "not Jinja"),
-    "deep nesting": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "deeply"),
-}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -69,11 +69,16 @@ def read_columns(dataset: Any) -> list[list[str]]:
     """
     if dataset.format_callback is not None:
         return []
-    new = [dataset.content_field] if dataset.prompt_field is None else [dataset.prompt_field, dataset.completion_field]
-    new += [*dataset.additional_fields, *([dataset.tools_field] if dataset.tools_field is not None else [])]
+    if dataset.prompt is not None:
+        new = list(dataset.prompt.columns)
+        tools = dataset.prompt.tools_column
+    else:
+        new = [dataset.content_field] if dataset.prompt_field is None else [dataset.prompt_field, dataset.completion_field]
+        tools = dataset.tools_field
+    new += [*dataset.additional_fields, *([tools] if tools is not None else [])]
     old = {name: before for before, name in (dataset.format_fields or {}).items()}
     names = list(dict.fromkeys([*(old.get(name, name) for name in new if name), *old.values()]))
-    return [names] if dataset.tools_field is not None else [[*names, "tools"], names]  # a column `tools` is read where there is one
+    return [names] if tools is not None else [[*names, "tools"], names]  # a column `tools` is read where there is one
 
 
 def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
@@ -90,7 +95,8 @@ def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
     if dataset.format_callback is not None:
         types: dict[str, Any] = dict(dataset.format_columns or {})
         pair = (dataset.prompt_field, dataset.completion_field)
-        for column in (dataset.content_field,) if pair == (None, None) else pair:  # making the text is what callbacks are for
+        made = pair if pair != (None, None) else (dataset.content_field,) if dataset.prompt is None else dataset.prompt.columns
+        for column in made:  # making the text is what callbacks are for
             if column is not None and column not in schema.names:
                 types.setdefault(column, pa.large_string())
         try:

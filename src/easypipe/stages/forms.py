@@ -1,4 +1,4 @@
-"""What a dataset's rows are before they are tokens: a column of text, conversations, or prompts with completions."""
+"""What a dataset's rows are before they are tokens: a column of text, or what a PromptConfig writes of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import Any, Protocol
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
-from easypipe.stages.chat_rows import ChatForm, PairForm
+from easypipe.stages.prompt_rows import PROMPT_OPTIONS, PromptForm
 from easypipe.stages.ranges import recipe_of
-from easypipe.stages.text_rows import Texts, is_text, read_texts, require_text
+from easypipe.stages.text_rows import Texts, read_texts, require_text
 from easypipe.stages.token_rows import Documents, encode_texts
-from easypipe.transforms.chat import load_chat_template
-from easypipe.transforms.messages import is_messages
+from easypipe.transforms.messages import is_messages, is_text
+from easypipe.transforms.prompt_engine import PromptEngine
+from easypipe.transforms.prompts import PromptConfig
 from easypipe.transforms.tokenizer import Tokenizer
-
-TOOLS = "tools"  # the column that holds them, where a dataset names none
 
 
 class RowForm(Protocol):
@@ -62,35 +61,45 @@ class TextForm:
 
 
 def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) -> RowForm:
-    """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no rows.
+    """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no rows, but of a file of examples.
 
     Raises ConfigError where an option has no effect on such rows, TokenizerError where the tokenizer has no chat template.
     """
+    prompt, inside = dataset.prompt, f"{at}.prompt"
+    if prompt is None:
+        prompt, inside = _prompt_of(dataset, at, source), at
+    if prompt.format_type == "text":
+        return TextForm(prompt.inputs[0])
+    try:
+        return PromptForm(PromptEngine(tokenizer, prompt), source.schema.names)
+    except ConfigError as error:
+        if dataset.prompt is None and error.at == "template":
+            error = ConfigError(at="chat_template", problem=error.problem, have=error.have, fix=error.fix)
+        raise error.under(at if error.at == "tokenizer" else inside) from None
+
+
+def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:
+    """What the options of a DatasetConfig without `prompt` say in its words."""
     if dataset.prompt_field is not None:
-        return PairForm(dataset.prompt_field, dataset.completion_field, dataset.train_on or "completion")
+        return PromptConfig(
+            format_type="prompt_completion",
+            input_columns=(dataset.prompt_field,),
+            label_column=dataset.completion_field,
+            train_on=dataset.train_on,
+        )
     column = dataset.content_field
     kind = source.schema.field(column).type if column in source.schema.names else None
-    given = [name for name in ("train_on", "chat_template", "template_date", "tools_field") if getattr(dataset, name) is not None]
+    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
     if kind is None or not (is_messages(kind) or (is_text(kind) and (given or column == "messages"))):
         if given and kind is not None:
             raise ConfigError(
                 at=f"{at}.{given[0]}", problem=f"has no effect on column {column!r}, which holds {kind}", fix="Name a column of messages."
             )
-        return TextForm(column)
-    tools = dataset.tools_field
-    if tools is None and TOOLS in source.schema.names:
-        tools = TOOLS
-    try:
-        template = load_chat_template(
-            tokenizer, chat_template=dataset.chat_template, train_on=dataset.train_on or "assistant", date=dataset.template_date
-        )
-    except ConfigError as error:
-        raise error.under(at) from None
-    policy = tokenizer.special.policy
-    if policy == "escape":
-        raise ConfigError(
-            at=f"{at}.tokenizer",
-            problem=f"special_strings='escape' is for raw text, and {column!r} holds conversations, whose template writes special tokens",
-            fix="Set special_strings='error', which looks into the messages.",
-        )
-    return ChatForm(template, column, tools, refuse=tokenizer.special.strings if policy == "error" else ())
+        return PromptConfig(format_type="text", input_columns=(column,))
+    return PromptConfig(
+        input_columns=(column,),
+        template=dataset.chat_template,
+        train_on=dataset.train_on,
+        tools_column=dataset.tools_field,
+        template_date=dataset.template_date,
+    )

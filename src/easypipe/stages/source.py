@@ -20,12 +20,13 @@ from easypipe.sources.open import open_files
 from easypipe.sources.splits import PartialSource
 from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.stages.caching import index_folder
-from easypipe.stages.chat_rows import check_chat
 from easypipe.stages.formats import check_formats, formatted, read_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
 from easypipe.stages.saved import is_saved, load_saved
 from easypipe.transforms.tokenizer import TokenizerConfig
+from easypipe.stages.prompt_rows import check_prompts
 
+from easypipe.transforms.prompts import PromptConfig, TrainOn
 log = logging.getLogger("easypipe")
 
 READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines from an array
@@ -53,9 +54,11 @@ class DatasetConfig:
     content_field: the column that is tokenized: text, or conversations (lists of objects with role and content, or JSON of that, as in a
         column `messages`).
     prompt_field, completion_field: two columns of text that are tokenized one after the other, in place of content_field.
-    train_on: what the loss sees: `all` tokens, the `assistant`'s turns (what messages have where it is None), the `completion` (what
-        prompts have where it is None; of messages, the last one).
-    chat_template: a Jinja file, or its text, in place of the tokenizer's own chat template.
+    prompt: how rows become text, of which columns, and what of it is trained, in place of content_field and the options down to
+        tools_field, which say the plainest of it.
+    train_on: what the loss sees: `all` tokens, the `assistant`'s turns (what messages have where it is None), its last one
+        (`last_assistant`), the `completion` (what prompts have where it is None; of messages, the last one).
+    chat_template: a Jinja file, its text, or a built-in template's name (chatml, plain, zephyr, alpaca), in place of the tokenizer's own.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses those.
     tools_field: the column with the tools of each conversation; None takes the column `tools`, where there is one.
     format_fields: columns under new names, old to new; all other options know the new ones.
@@ -87,7 +90,8 @@ class DatasetConfig:
     content_field: str = "text"
     prompt_field: str | None = None
     completion_field: str | None = None
-    train_on: Literal["all", "completion", "assistant"] | None = None
+    prompt: PromptConfig | None = None
+    train_on: TrainOn | None = None
     chat_template: str | Path | None = None
     template_date: str | None = None
     tools_field: str | None = None
@@ -131,7 +135,7 @@ class DatasetConfig:
             raise ConfigError(at="cache_path", problem="has no effect while cache_enabled is False", fix="Leave one of them out.")
         check_input(self)
         check_formats(self)
-        check_chat(self)
+        check_prompts(self)
 
     @property
     def in_memory(self) -> bool:

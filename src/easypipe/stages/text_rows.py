@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.transforms.messages import is_text
 
 RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
 
@@ -120,11 +121,6 @@ def raw_row(source: ShardedSource, shard: int, reject: Reject, content_field: st
             shown = value.as_py() if data is None else data.to_pybytes().decode("utf-8", "backslashreplace")
             raw = json.dumps(shown, ensure_ascii=False, default=str)
     return raw if raw is None or len(raw) <= RAW_CHARACTERS else raw[:RAW_CHARACTERS] + "…"
-
-
-def is_text(kind: pa.DataType) -> bool:
-    t = pa.types
-    return t.is_large_string(kind) or t.is_string(kind) or t.is_string_view(kind) or (t.is_dictionary(kind) and is_text(kind.value_type))
 
 
 def _invalid(column: pa.LargeStringArray, rows: NDArray[np.int64]) -> list[Reject]:

@@ -18,7 +18,7 @@ from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
 from easypipe.sources.cache import cache_schema
 from easypipe.stages.text_rows import Texts
-from easypipe.transforms.masked import Masked, encode_masked
+from easypipe.transforms.masked import Masked, encode_masked, has_target
 from easypipe.transforms.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
@@ -124,9 +124,7 @@ def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         raise SourceError(at=place(at, row=row), problem=f"{lengths.max()} tokens in one text", fix="Set max_length, or split it.")
     if audit_key is not None:
         _audit_spans(texts, ids, mask, offsets, tokenizer, audit_key, at, raw=raw)
-    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-    # The first token of a document is nobody's next token: it alone is nothing to train on.
-    kept = before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])] > 0
+    kept = has_target(mask, offsets)
     refused = _refused_strings(texts, strings, tokenizer)
     kept[list(refused)] = False
     rejects = tuple(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import select
@@ -20,14 +21,16 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, StallError, TokenizerError
+from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer_files import find_chat_template
 
-ENGINE_VERSION = 1  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 2  # counts up when the same conversation gives other text or other spans
 BATCH_ROWS = 64  # conversations of one request
 BATCH_CHARACTERS = 1 << 20
 STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
@@ -78,19 +81,7 @@ class ChatTemplate:
         Raises HostileTemplateError for a template that goes beyond its limits or does not compile, StallError where a worker hangs.
         """
         answers: list[Rendered | Refused] = []
-        for batch in _batches(rows):
-            answers += self._batch(batch, len(answers))
-        return answers
-
-    def _batch(self, rows: Sequence[Mapping[str, Any]], before: int) -> list[Rendered | Refused]:
-        """One request for each run of rows that go to the same template."""
-        answers: list[Rendered | Refused] = []
-        at = 0
-        while at < len(rows):
-            with_tools = self.tool_use is not None and bool(rows[at]["tools"])
-            stop = at
-            while stop < len(rows) and (self.tool_use is not None and bool(rows[stop]["tools"])) == with_tools:
-                stop += 1
+        for with_tools, run in itertools.groupby(rows, key=lambda row: self.tool_use is not None and bool(row["tools"])):
             spec = {
                 "source": self.tool_use if with_tools else self.source,
                 "names": dict(self.names),
@@ -98,27 +89,36 @@ class ChatTemplate:
                 "train_on": self.train_on,
                 "date": self.date,
             }
-            for answer in _ask(spec, rows[at:stop]):
-                if "hostile" in answer:
-                    error = HostileTemplateError(
-                        at=self.origin,
-                        problem=f"the chat template cannot be used: {answer['hostile']}",
-                        fix="Give another one: chat_template=….",
-                    )
-                    error.row = before + len(answers) + answer.get("row", 0)
-                    raise error
-                if "refused" in answer:
-                    answers.append(Refused(answer["refused"], answer["detail"]))
-                elif not _is_unicode(answer["text"]):
-                    answers.append(Refused("invalid_utf8", "a text holds half of a surrogate pair"))
-                else:
-                    answers.append(Rendered(answer["text"], answer["spans"], answer["end"]))
-            at = stop
+            try:
+                answers += answers_of(spec, list(run), self.origin)
+            except HostileTemplateError as error:
+                error.row += len(answers)
+                raise
         return answers
 
 
+def answers_of(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], origin: str) -> list[Rendered | Refused]:
+    """What worker processes make of rows with the template of `spec` (see chat_worker.py). origin: what errors call the template."""
+    answers: list[Rendered | Refused] = []
+    for batch in _batches(rows):
+        for answer in _ask(spec, batch):
+            if "hostile" in answer:
+                error = HostileTemplateError(
+                    at=origin, problem=f"the template cannot be used: {answer['hostile']}", fix="Give another one."
+                )
+                error.row = len(answers) + answer.get("row", 0)  # of a worker that was ended there is one answer, which names its row
+                raise error
+            if "refused" in answer:
+                answers.append(Refused(answer["refused"], answer["detail"]))
+            elif not is_unicode(answer["text"]):
+                answers.append(Refused("invalid_utf8", "a text holds half of a surrogate pair"))
+            else:
+                answers.append(Rendered(answer["text"], answer["spans"], answer["end"]))
+    return answers
+
+
 def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None, train_on: str, date: str | None) -> ChatTemplate:
-    """The tokenizer's own template, or the given one: a file, or the text itself.
+    """The tokenizer's own template, or the given one: a file, the text itself, or the name of a built-in one.
 
     Raises TokenizerError where there is none, ConfigError for a file that is not there or a date that is none.
     """
@@ -128,7 +128,7 @@ def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None
     if chat_template is None:
         source, tool_use, origin = find_chat_template(tokenizer.name)
     else:
-        source, origin = _given(chat_template)
+        source, origin = given_template(chat_template, at="chat_template", names=CHAT_TEMPLATES)
     return ChatTemplate(
         source=source,
         tool_use=tool_use,
@@ -147,35 +147,43 @@ def check_date(date: str) -> None:
         raise ConfigError(at="template_date", problem=f"{date!r} is no date", fix="Write it as 2026-01-31.") from None
 
 
-def _given(template: str | Path) -> tuple[str, str]:
+def is_jinja(text: str) -> bool:
+    return "{%" in text or "{{" in text or "{#" in text
+
+
+def given_template(template: str | Path, *, at: str, names: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+    """(source, origin) of a Jinja template that is given as its text, by a name of `names`, or as a file."""
     text = str(template)
-    if isinstance(template, str) and ("{%" in text or "{{" in text or "{#" in text):
-        return text, "chat_template"
+    if isinstance(template, str) and is_jinja(text):
+        return text, at
+    if text in names:
+        return names[text], f"built-in template {text!r}"
     path = Path(text).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            at="chat_template",
-            problem=f"{text[:200]!r} is neither a file nor the text of a template",
-            fix="Give the path of a .jinja file.",
-        )
     try:
         return path.read_text(encoding="utf-8"), str(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(at="chat_template", problem=f"{path} cannot be read: {error}", fix="Give a Jinja template in UTF-8.") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if path.is_file():
+            raise ConfigError(at=at, problem=f"{path} cannot be read: {error}", fix="Give a Jinja template in UTF-8.") from None
+        raise ConfigError(
+            at=at,
+            problem=f"{text[:200]!r} is neither a file nor the text of a template",
+            have=sorted(names) or None,
+            fix="Give the path of a .jinja file.",
+        ) from None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(value: Any) -> bool:
+    """Whether a value can be written as UTF-8, as far as it is text."""
     try:
-        text.encode()
+        return not isinstance(value, bytes) and (not isinstance(value, str) or value.encode() is not None)
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
     first = size = 0
     for i, row in enumerate(rows):
-        size += sum(len(str(message)) for message in row["messages"])
+        size += sum(len(str(part)) for part in row.get("messages") or row.values())
         if i + 1 - first >= BATCH_ROWS or size >= BATCH_CHARACTERS:
             yield rows[first : i + 1]
             first, size = i + 1, 0

@@ -54,6 +54,10 @@ class Template:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """(text, spans between `{% generation %}` markers as character positions). prompt: open an assistant turn at the end."""
+        return self.write({"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt})
+
+    def write(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """`render` of a template that sees these variables, and its names unless they are among them."""
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
@@ -63,9 +67,7 @@ class Template:
 
         self._environment.easypipe_note = note  # type: ignore[attr-defined]
         try:
-            for piece in self._template.generate(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._names
-            ):
+            for piece in self._template.generate({**self._names, **variables}):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_CHARACTERS:

@@ -15,13 +15,14 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from easypipe.transforms.chat_sandbox import REASONING, RenderError, Template
 
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2  # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
+FLAG = "train"  # a message's own word on whether it is trained
 MOST_TRIES = 10_000  # of ways to read two renderings side by side
 
 _THINK = re.compile(r"(</?think>)")
@@ -60,24 +61,26 @@ class Spans:
         self._closed = re.compile(rf"(?:{'|'.join(words)})\s*\Z") if words else None
 
     def find(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, train_on: str) -> Rendered:
-        """Raises RenderError where the template refuses, UnprovenError where it cannot be told what is trained."""
+        """train_on: which turns are trained where their own `train` does not say; templates are not told of that key.
+
+        Raises RenderError where the template refuses, UnprovenError where it cannot be told what is trained.
+        """
+        flags = [message.get(FLAG) for message in messages]
+        messages = [{key: value for key, value in message.items() if key != FLAG} for message in messages]
         text, marked = self.template.render(messages, tools)
         if train_on == "all":
             return Rendered(text, [(0, len(text))] if text else [], self._end(text, trained=True))
-        trained = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if train_on == "completion":
-            trained = [i for i in trained if i == len(messages) - 1]
+        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        asked = {"assistant": turns, "last_assistant": turns[-1:], "completion": [i for i in turns if i == len(messages) - 1]}[train_on]
+        trained = [i for i in turns if (i in asked if flags[i] is None else flags[i])]
         if not trained:
             return Rendered(text, [], OPEN)
-        spans = None
-        if self.template.marked:
-            turns = sum(message.get("role") == "assistant" for message in messages)
-            if train_on == "assistant":
-                spans = marked
-            elif len(marked) == turns:
-                spans = marked[-1:]
-        if spans is None:
-            spans = self._by_sentinels(text, messages, tools, trained)
+        if not self.template.marked:
+            spans = self._proven(lambda everyone: self._with(text, messages, tools, trained, everyone=everyone))
+        elif trained == turns:
+            spans = marked
+        else:
+            spans = self._proven(lambda everyone: self._owned(text, marked, messages, tools, trained, everyone=everyone))
         last = bool(spans) and not text[spans[-1][1] :].strip()
         return Rendered(text, spans, self._end(text, trained=last))
 
@@ -119,25 +122,52 @@ class Spans:
         shared = _shared(between[::-1], before[::-1])
         return Stops(between[: len(between) - shared].rstrip() or None, None)
 
-    def _by_sentinels(
-        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, trained: list[int]
-    ) -> list[tuple[int, int]]:
+    def _proven(self, prove: Callable[[bool], list[tuple[int, int]]]) -> list[tuple[int, int]]:
+        """What `prove` gives with other words in place of everyone's, else with those of the assistant alone replaced."""
         try:
-            return self._with(text, messages, tools, trained, everyone=True)
+            return prove(True)
         except (UnprovenError, RenderError):  # a template may look into what users and tools say
             pass
         try:
-            return self._with(text, messages, tools, trained, everyone=False)
+            return prove(False)
         except RenderError as error:
             raise UnprovenError(f"the template does not render other words in place of these: {error}") from None
+
+    def _aligned(
+        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, *, everyone: bool
+    ) -> tuple[_Words, list[dict[str, Any]], list[_Place]]:
+        """Sentinels, the messages with them, and where in `text` stands what they replaced."""
+        words = _Words(text, messages)
+        changed = [words.replace(i, m) if everyone or m.get("role") == "assistant" else m for i, m in enumerate(messages)]
+        other, _ = self.template.render(changed, tools)
+        return words, changed, _align(text, other, words)
+
+    def _owned(
+        self,
+        text: str,
+        marked: list[tuple[int, int]],
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        trained: list[int],
+        *,
+        everyone: bool,
+    ) -> list[tuple[int, int]]:
+        """Of the marked spans those of the turns `trained`: each has to hold texts of one message alone."""
+        words, _, places = self._aligned(text, messages, tools, everyone=everyone)
+        spans = []
+        for a, b in marked:
+            owners = {words.owner[place.word] for place in places if place.start < b and a < place.stop}
+            whole = all(a <= place.start and place.stop <= b for place in places if place.start < b and a < place.stop)
+            if len(owners) != 1 or not whole:
+                raise UnprovenError(f"which turn is marked at {text[a:b][:40]!r} cannot be told")
+            if owners <= set(trained):
+                spans.append((a, b))
+        return spans
 
     def _with(
         self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, trained: list[int], *, everyone: bool
     ) -> list[tuple[int, int]]:
-        words = _Words(text, messages)
-        changed = [words.replace(i, m) if everyone or m.get("role") == "assistant" else m for i, m in enumerate(messages)]
-        other, _ = self.template.render(changed, tools)
-        places = _align(text, other, words)
+        words, changed, places = self._aligned(text, messages, tools, everyone=everyone)
         spans = []
         for i in trained:
             here = [place for place in places if words.owner[place.word] == i]
@@ -211,10 +241,7 @@ class _Words:
     """Sentinels, and what they stand for."""
 
     def __init__(self, text: str, messages: list[dict[str, Any]]) -> None:
-        everything = text + json.dumps(messages, ensure_ascii=False)
-        self._stem = "Sentinel"
-        while self._stem in everything:
-            self._stem = f"S{hashlib.sha256(self._stem.encode()).hexdigest()[:12]}"
+        self._stem = unused_stem(text, messages)
         self.value: dict[str, str] = {}
         self.owner: dict[str, int] = {}
         self.whole: set[str] = set()  # words that stand for all that a message says
@@ -274,6 +301,15 @@ class _Words:
         return {key: self._leaves(item, i) for key, item in node.items()} if isinstance(node, dict) else node
 
 
+def unused_stem(text: str, values: Any) -> str:
+    """A word that stands neither in `text` nor in any text of `values`."""
+    everything = text + json.dumps(values, ensure_ascii=False, default=str)
+    stem = "Sentinel"
+    while stem in everything:
+        stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
+    return stem
+
+
 def _shared(one: str, two: str) -> int:
     """How many characters both begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
@@ -315,13 +351,13 @@ def _align(text: str, other: str, words: _Words) -> list[_Place]:
 
 def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[tuple[int, int]]:
     """Forms of `value` that stand in `text` at `at` with `gap` behind them."""
-    for form in _forms(value):
+    for form in forms_of(value):
         stop = at + len(form)
         if text.startswith(form, at) and text.startswith(gap, stop) and (not last or stop + len(gap) == len(text)):
             yield at, stop
 
 
-def _forms(value: str) -> list[str]:
+def forms_of(value: str) -> list[str]:
     """A text as templates print it: as it is, trimmed, or inside JSON."""
     plain = [value, value.strip(), value.rstrip(), value.lstrip(), value.strip("\n"), value.rstrip("\n"), value.lstrip("\n")]
     escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]

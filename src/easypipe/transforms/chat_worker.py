@@ -1,8 +1,8 @@
 """A process of its own for chat templates, which are programs of strangers: the system ends it where one takes too long or too much.
 
-A request is a line of JSON: {"template": …, "rows": [{"messages": …, "tools": …}, …]}; the answers are lines of JSON, one a row:
-{"text": …, "spans": [[a, b], …], "end": 0} or {"refused": reason, "detail": …} or {"hostile": detail}. The number of the row at
-hand stands in a file that the reader shares, for when this process is ended. Reads until its input ends.
+A request is a line of JSON: {"template": …, "rows": [{"messages": …, "tools": …} or {"fields": …}, …]}; the answers are lines of
+JSON, one a row: {"text": …, "spans": [[a, b], …], "end": 0} or {"refused": reason, "detail": …} or {"hostile": detail}. The number of
+the row at hand stands in a file that the reader shares, for when this process is ended. Reads until its input ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from easypipe.transforms.chat_sandbox import HostileError, RenderError, Template, with_aliases
 from easypipe.transforms.chat_spans import Spans, UnprovenError
+from easypipe.transforms.label_span import find_label
 
 CPU_SECONDS = 0.75  # of one conversation; SIGPROF ends the process, also in the middle of a call into C
 MEMORY_BYTES = 1 << 30
@@ -37,7 +38,7 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             if key not in templates:
                 templates[key] = _compiled(spec)
-            answer = _answer(templates[key], row, spec["train_on"])
+            answer = _answer(templates[key], row, spec)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -52,11 +53,15 @@ def _compiled(spec: dict[str, Any]) -> Spans | HostileError:
         return HostileError("it takes more memory than a template may have")
 
 
-def _answer(spans: Spans | HostileError, row: dict[str, Any], train_on: str) -> dict[str, Any]:
+def _answer(spans: Spans | HostileError, row: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    train_on = spec["train_on"]
     if isinstance(spans, HostileError):
         return {"hostile": str(spans)}
     try:
-        found = spans.find(with_aliases(row["messages"]), row["tools"], train_on)
+        if "fields" in row:
+            found = find_label(spans.template, row["fields"], spec["label"], train_on)
+        else:
+            found = spans.find(with_aliases(row["messages"]), row["tools"], train_on)
     except HostileError as error:
         return {"hostile": str(error)}
     except MemoryError:

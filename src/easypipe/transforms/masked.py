@@ -139,6 +139,12 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
     return found
 
 
+def has_target(mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Bool[n]: whether a document has a token to train on. Its first one is nobody's next token: it alone is none."""
+    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    return before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])] > 0
+
+
 def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
     """UInt8[tokens]: 1 from the first token that reaches into a range to the last one that does.
 

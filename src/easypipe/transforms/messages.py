@@ -14,6 +14,11 @@ def is_messages(kind: pa.DataType) -> bool:
     return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(kind.value_type)
 
 
+def is_text(kind: pa.DataType) -> bool:
+    t = pa.types
+    return t.is_large_string(kind) or t.is_string(kind) or t.is_string_view(kind) or (t.is_dictionary(kind) and is_text(kind.value_type))
+
+
 def wrong_messages(value: Any) -> tuple[str, str] | None:
     """(reason, detail) where `value` is no conversation that can be rendered."""
     if value is None:
@@ -62,22 +67,30 @@ def _kind(value: Any) -> str:
 
 def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
     """Python values; of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the outermost."""
-    if pa.types.is_nested(column.type):
-        return [_without_nulls(value, keep) for value in column.to_pylist()]
-    found: list[Any] = []
-    for text in strings_of(column):
-        try:
-            found.append(None if text is None else json.loads(text))
-        except (ValueError, TypeError, RecursionError) as error:
-            found.append(BadJson(error))
-    return found
+    return [value_of(value, keep=keep) for value in plain_of(column)]
 
 
-def _without_nulls(value: Any, keep: Sequence[str] = ()) -> Any:
+def value_of(value: Any, *, keep: Sequence[str]) -> Any:
+    """One of `values_of`, from a Python value: text is taken for JSON."""
+    if not isinstance(value, str | bytes):
+        return cleaned(value, keep)
+    try:
+        return json.loads(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        return BadJson(error)
+
+
+def plain_of(column: pa.Array) -> list[Any]:
+    """Python values of any column; bytes for text that is no UTF-8."""
+    return strings_of(column) if is_text(column.type) or pa.types.is_null(column.type) else column.to_pylist()
+
+
+def cleaned(value: Any, keep: Sequence[str] = ()) -> Any:
+    """A value without the keys that Arrow fills up with null because other rows have them; `keep` names some that stay, outermost."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key in keep}
-    if isinstance(value, list):
-        return [_without_nulls(item, keep) for item in value]
+        return {key: cleaned(item) for key, item in value.items() if item is not None or key in keep}
+    if isinstance(value, list | tuple):
+        return [cleaned(item, keep) for item in value]
     return value
 
 

@@ -1,0 +1,119 @@
+"""Conversations, prompts with completions, and rows through templates, as rows to tokenize: read, written, with what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from easypipe.core.config import digest
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.protocols import Reject, ShardedSource, scan
+from easypipe.core.schema import ROW_NUMBER
+from easypipe.stages.text_rows import Texts
+from easypipe.stages.token_rows import Documents, encode_spans
+from easypipe.transforms.chat import HostileTemplateError, Refused, Rendered, check_date
+from easypipe.transforms.fields import BENIGN
+from easypipe.transforms.messages import plain_of
+from easypipe.transforms.prompt_engine import PromptEngine
+from easypipe.transforms.tokenizer import Tokenizer
+
+PROMPT_OPTIONS = ("prompt_field", "completion_field", "train_on", "chat_template", "template_date", "tools_field")
+
+
+def check_prompts(dataset: Any) -> None:
+    """Raises ConfigError where options of a DatasetConfig about conversations, prompts and completions do not go together."""
+    given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
+    if dataset.prompt is not None:
+        if given or dataset.content_field != "text":
+            at = given[0] if given else "content_field"
+            raise ConfigError(at=at, problem="has no effect beside prompt", fix="Say it in prompt, or leave prompt out.")
+        return
+    if (dataset.prompt_field is None) != (dataset.completion_field is None):
+        missing, given = ("prompt_field", "completion_field") if dataset.prompt_field is None else ("completion_field", "prompt_field")
+        raise ConfigError(at=missing, problem=f"{given} needs it", fix=f"Name the column, or leave {given} out.")
+    if dataset.prompt_field is not None:
+        if dataset.prompt_field == dataset.completion_field:
+            raise ConfigError(at="completion_field", problem="is the prompt_field too", fix="Name another column.")
+        for name in ("chat_template", "template_date", "tools_field"):
+            if getattr(dataset, name) is not None:
+                raise ConfigError(at=name, problem="has no effect on prompts and completions", fix="Leave it out.")
+        if dataset.train_on in ("assistant", "last_assistant"):
+            raise ConfigError(at="train_on", problem="prompts have no assistant", have=["completion", "all"], fix="Use 'completion'.")
+    if dataset.template_date is not None:
+        check_date(dataset.template_date)
+
+
+class PromptForm:
+    """Rows that a PromptEngine writes: conversations, prompts with completions, rows through a template."""
+
+    masked = True
+
+    def __init__(self, engine: PromptEngine, have: Sequence[str]) -> None:
+        """have: the columns of the source, of which the format may read some that others lack."""
+        self.engine = engine
+        format = engine.format
+        self.columns = (*format.columns, *(name for name in format.optional if name in have))
+        self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
+
+    def require(self, source: ShardedSource, dataset: str) -> None:
+        for column in self.columns:
+            at = place(f"dataset {dataset!r}", column=column)
+            if column not in source.schema.names:
+                fix = did_you_mean(column, source.schema.names) or "Name the column that holds it."
+                raise SourceError(at=at, problem="no such column", have=source.schema.names, fix=fix)
+            kind = source.schema.field(column).type
+            if not self.engine.format.accepts(kind):
+                wanted = ("lists of objects", "Give messages as [{role, content}, ...].")
+                wanted = wanted if self.engine.format.kind == "chat" else ("text", "Name a column of text.")
+                raise SourceError(at=at, problem=f"holds {kind}, not {wanted[0]}", fix=wanted[1])
+
+    def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
+        format = self.engine.format
+        what = (format.kind, refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
+        return digest(*what, *tokenizer.special.recipe)
+
+    def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
+        """Raises TokenizerError naming the row on which a template went beyond its limits."""
+        batch, rejects = scan(source, shard, start, stop)
+        numbers = _numbers(batch, start)
+        columns = [plain_of(batch.column(name)) for name in self.columns]
+        rows = [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
+        try:
+            rendered = self.engine.render_rows(rows)
+        except HostileTemplateError as error:
+            at = place(source.shards[shard].name, row=numbers[error.row], column=self.label)
+            raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
+        return _texts(rendered, numbers, list(rejects))
+
+    def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, raw=self.engine.format.raw, audit_key=audit_key)
+
+
+def _numbers(batch: pa.RecordBatch, start: int) -> list[int]:
+    if ROW_NUMBER in batch.schema.names:
+        return batch.column(ROW_NUMBER).to_pylist()
+    return list(range(start, start + batch.num_rows))
+
+
+def _length(tokenizer: Tokenizer) -> int | None:
+    return tokenizer.config.max_length if tokenizer.config.truncation else None
+
+
+def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects: list[Reject]) -> Texts:
+    found = [(row, item) for row, item in zip(rows, rendered, strict=True) if isinstance(item, Rendered)]
+    rejects += [
+        Reject(row=row, reason=item.reason, detail=item.detail, benign=item.reason == BENIGN)
+        for row, item in zip(rows, rendered, strict=True)
+        if isinstance(item, Refused)
+    ]
+    spans = [item.spans for _, item in found]
+    return Texts(
+        texts=pa.array([item.text for _, item in found], pa.large_string()),
+        rows=np.array([row for row, _ in found], np.int64),
+        rejects=tuple(sorted(rejects, key=lambda reject: reject.row)),
+        spans=spans,
+        ends=np.array([item.end for _, item in found], np.uint8),
+    )

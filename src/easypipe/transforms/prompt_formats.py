@@ -1,0 +1,269 @@
+"""The formats of PromptConfig: what reads a row, and writes it as text with the characters that are trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from easypipe.core.errors import ConfigError
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, is_jinja
+from easypipe.transforms.chat_spans import FLAG
+from easypipe.transforms.few_shot import FewShot
+from easypipe.transforms.fields import AlpacaTemplate, FieldTemplate, Writer, pieces_of, text_of
+from easypipe.transforms.messages import BadJson, cleaned, is_messages, is_text, strings_within, value_of, wrong_messages
+from easypipe.transforms.prompt_jinja import JinjaTemplate
+from easypipe.transforms.prompt_templates import ALPACA, ALPACA_WITH_INPUT
+from easypipe.transforms.prompts import ROLES, PromptConfig
+
+TOOLS = "tools"  # the column that holds them, where none is named
+Row = Mapping[str, Any]
+
+
+class Format(Protocol):
+    """How rows are written as texts.
+
+    columns: those that every row has; optional: those that are read where there are some. raw: no template of a tokenizer writes the
+    texts, so its special tokens are put around them. kind, identity: what decides texts and spans beside rows, for recipes of caches.
+    """
+
+    kind: str
+    raw: bool
+    columns: tuple[str, ...]
+    optional: tuple[str, ...]
+
+    @property
+    def identity(self) -> list[Any]: ...
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Whether a column of this type can be one that it reads."""
+        ...
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        """Raises HostileTemplateError, whose `row` numbers one of `rows`."""
+        ...
+
+
+class TalkFormat:
+    """Messages through a chat template. refuse: strings that no message may hold: the template writes the special tokens."""
+
+    kind, raw = "chat", False
+
+    def __init__(self, config: PromptConfig, template: ChatTemplate, refuse: Sequence[str]) -> None:
+        self.template = template
+        self._config = config
+        self._messages = config.inputs[0]
+        self._tools = config.tools_column or TOOLS
+        self._refused = re.compile("|".join(re.escape(text) for text in sorted(refuse, key=len, reverse=True))) if refuse else None
+        self.columns = (self._messages,) if config.tools_column is None else (self._messages, config.tools_column)
+        self.optional: tuple[str, ...] = (TOOLS,) if config.tools_column is None and self._messages != TOOLS else ()
+        self._roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
+        self._few_shot = None
+        if config.few_shot is not None:
+            self._few_shot = FewShot(config.few_shot, self.columns[:1], lambda row: {self._messages: self._talk(row)})
+            self._examples = [self._example(i, row[self._messages]) for i, row in enumerate(self._few_shot.pool)]
+
+    @property
+    def identity(self) -> list[Any]:
+        more: dict[str, Any] = {}
+        if self._roles is not None:
+            more["roles"] = self._roles
+        if self._config.system_prompt is not None:
+            more["system"] = self._config.system_prompt
+        if self._few_shot is not None:
+            more["few_shot"] = self._few_shot.identity
+        return [self.template.fingerprint, *([more] if more else [])]
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        return is_messages(kind) or is_text(kind) or pa.types.is_null(kind)
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        found: list[Rendered | Refused | None] = []
+        asked, places = [], []
+        for i, row in enumerate(rows):
+            made = self._request(row)
+            found.append(made if isinstance(made, Refused) else None)
+            if not isinstance(made, Refused):
+                asked.append(made)
+                places.append(i)
+        try:
+            answers = self.template.render(asked)
+        except HostileTemplateError as error:
+            error.row = places[error.row]
+            raise
+        for i, answer in zip(places, answers, strict=True):
+            found[i] = answer
+        return [one for one in found if one is not None]
+
+    def _request(self, row: Row) -> dict[str, Any] | Refused:
+        talk = self._talk(row)
+        tools = value_of(row.get(self._tools), keep=())
+        wrong = wrong_messages(talk) or (("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None) or self._flags(talk)
+        if wrong is None and self._refused is not None:
+            found = next((hit for text in strings_within([talk, tools]) if (hit := self._refused.search(text))), None)
+            if found is not None:
+                wrong = "special_string", f"a message holds {found[0]!r}, and special_strings is 'error'"
+        if wrong is not None:
+            return Refused(*wrong)
+        system = [message for message in talk[:1] if message["role"] == "system"]
+        rest = talk[len(system) :]
+        if not system and self._config.system_prompt is not None:
+            system = [{"role": "system", "content": self._config.system_prompt}]
+        if self._few_shot is not None:
+            examples = [m for i in self._few_shot.of({self._messages: talk}) for m in self._examples[i]]
+            rest = [*examples, *rest]
+        return {"messages": [*system, *rest], "tools": tools or None}
+
+    def _talk(self, row: Row) -> Any:
+        """The messages of a row, in OpenAI's keys; whatever else stands there is for `wrong_messages`."""
+        value = value_of(row[self._messages], keep=("role", "content"))
+        if self._roles is None or not isinstance(value, list):
+            return value
+        return [self._translated(turn) if isinstance(turn, dict) else turn for turn in value]
+
+    def _translated(self, turn: dict[str, Any]) -> Any:
+        assert self._roles is not None
+        rest = {key: item for key, item in turn.items() if key not in ("from", "value", "role", "content")}
+        who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role = self._roles.get(who) if isinstance(who, str) else who
+        if role is None:
+            return {**rest, "role": None if who is None else BadRole(who), "content": said}
+        if role != "function_call":
+            return {**rest, "role": role, "content": said}
+        try:
+            calls = json.loads(said or "")
+        except (ValueError, TypeError, RecursionError):
+            return {**rest, "role": BadRole(f"{who} with other words than JSON"), "content": said}
+        calls = calls if isinstance(calls, list) else [calls]
+        return {**rest, "role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+    def _flags(self, talk: Any) -> tuple[str, str] | None:
+        """What is wrong with roles and flags of messages that are otherwise in order."""
+        for i, message in enumerate(talk):
+            if isinstance(message["role"], BadRole):
+                return "unknown_role", f"message {i} is from {str(message['role'])!r}; roles names those that are known"
+            flag = message.get(FLAG)
+            if flag is None:
+                continue
+            if not isinstance(flag, bool):
+                return "bad_train_flag", f"the train flag of message {i} is {flag!r}, not true or false"
+            if flag and message["role"] != "assistant":
+                return "bad_train_flag", f"message {i} is to be trained, and is the {message['role']}'s"
+            if self.template.train_on == "all":
+                return "bad_train_flag", f"message {i} has a train flag, and train_on='all' trains every token"
+        return None
+
+    def _example(self, i: int, talk: Any) -> list[dict[str, Any]]:
+        """The messages of an example, none of them trained; its system message stays away, as the row has one."""
+        wrong = wrong_messages(talk) or self._flags(talk)
+        if wrong is not None:
+            raise ConfigError(at=f"few_shot, example {i}", problem=f"{wrong[0]}: {wrong[1]}", fix="Give messages as rows have them.")
+        return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
+
+
+class BadRole(str):
+    """A role that no list of roles knows."""
+
+
+class TextFormat:
+    """Rows through one template of columns, `{column}` or Jinja2, with what stands in front of all of them."""
+
+    raw, optional = True, ()
+
+    def __init__(self, config: PromptConfig, names: Mapping[str, str]) -> None:
+        self.kind = "pairs" if config.format_type == "prompt_completion" else "prompt"
+        self._everything = config.label is None or config.train_on == "all"
+        self._writer = _writer(config, names, everything=self._everything)
+        self.columns = self._writer.columns
+        self._front = "" if config.system_prompt is None else f"{config.system_prompt}\n\n"
+        self._few_shot = None
+        if config.few_shot is not None:
+            self._few_shot = FewShot(config.few_shot, self.columns, lambda row: {name: cleaned(row[name]) for name in self.columns})
+            self._examples = [self._example(i, made) for i, made in enumerate(self._writer.write(self._few_shot.pool))]
+
+    @property
+    def identity(self) -> list[Any]:
+        more: list[Any] = [self._front] if self._front or self._few_shot is not None else []
+        if self._few_shot is not None:
+            more.append(self._few_shot.identity)
+        if self.kind == "pairs":
+            return ["all" if self._everything else "completion", *more]
+        return [self._writer.identity, *more]
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        return self.kind == "prompt" or is_text(kind) or pa.types.is_null(kind)
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        rows = [{name: cleaned(row[name]) for name in self.columns} for row in rows]
+        found = self._writer.write(rows)
+        if not self._front and self._few_shot is None:
+            return found
+        return [one if isinstance(one, Refused) else self._behind(one, row) for one, row in zip(found, rows, strict=True)]
+
+    def _behind(self, one: Rendered, row: Row) -> Rendered:
+        """The text with what stands in front; of examples nothing is trained, of the system prompt what `all` asks for."""
+        front = self._front
+        if self._few_shot is not None:
+            front += "".join(self._examples[i] + self._few_shot.separator for i in self._few_shot.of(row))
+        size = len(front)
+        spans = [[a + size, b + size] for a, b in one.spans]
+        if self._everything and self._few_shot is None and spans[0][0] == size:
+            spans[0][0] = 0
+        return Rendered(front + one.text, spans, one.end)
+
+    def _example(self, i: int, made: Rendered | Refused) -> str:
+        if isinstance(made, Refused):
+            raise ConfigError(at=f"few_shot, example {i}", problem=f"{made.reason}: {made.detail}", fix="Give rows that are samples.")
+        return made.text
+
+
+class PlainFormat:
+    """One column of text as it is. Every token is trained."""
+
+    kind, raw, optional = "text", True, ()
+    identity: list[Any] = []  # noqa: RUF012 (it decides nothing)
+
+    def __init__(self, column: str) -> None:
+        self.columns = (column,)
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        return is_text(kind) or pa.types.is_null(kind)
+
+    def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        found: list[Rendered | Refused] = []
+        for row in rows:
+            text = row[self.columns[0]]
+            if not isinstance(text, str):
+                text = text_of(text, self.columns[0])
+                found.append(text if isinstance(text, Refused) else Refused("not_a_string", f"{text!r} is no text"))
+            else:
+                found.append(Rendered(text, [[0, len(text)]], 0) if text else Refused("empty", "an empty text"))
+        return found
+
+
+def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool) -> Writer:
+    """names: special tokens, as Jinja templates may print them."""
+    inputs, label = config.inputs, config.label
+    if config.format_type == "prompt_completion":
+        return FieldTemplate(["", inputs[0], "", str(label), ""], inputs, label, everything=everything)
+    if config.format_type == "alpaca":
+        columns = {"instruction": inputs[0], "input": inputs[-1], "output": str(label)}
+        texts = []
+        for template, needed in ((ALPACA, inputs[:1]), (ALPACA_WITH_INPUT, inputs)):
+            pieces = pieces_of(template)
+            pieces[1::2] = [columns[name] for name in pieces[1::2]]
+            if len(needed) == template.count("{") - 1:
+                texts.append(FieldTemplate(pieces, needed, label, everything=everything))
+        return AlpacaTemplate(*texts) if len(texts) == 2 else texts[0]
+    source, origin = config.source()
+    if not is_jinja(source):
+        if config.template_date is not None:
+            raise ConfigError(at="template_date", problem="has no effect on a template of {column}s", fix="Leave it out.")
+        return FieldTemplate(pieces_of(source), inputs, label, everything=everything)
+    if not inputs:
+        raise ConfigError(at="input_columns", problem="a Jinja template needs them", fix="Name the columns that it may read.")
+    explicit = everything and (label is not None or config.train_on == "all")
+    return JinjaTemplate(source, inputs, label, everything=explicit, names=names, date=config.template_date, origin=origin)

@@ -1,0 +1,104 @@
+"""Chat templates by name, and the text of Alpaca's prompts. Each marks what the assistant says, so spans need no proof.
+
+A stop that a tokenizer has no token for is text like any other; what ends turns is always written, and always trained.
+"""
+
+from __future__ import annotations
+
+import re
+
+_TEXT = """
+{%- macro text_of(message) -%}
+{%- if message.content is string -%}{{ message.content }}
+{%- elif message.content is iterable -%}{%- for part in message.content -%}{{ part.text }}{%- endfor -%}
+{%- elif message.content is not none -%}{{ raise_exception('the content of a message is no text') }}
+{%- endif -%}
+{%- endmacro -%}
+"""
+_NO_TOOLS = """
+{%- if tools -%}{{ raise_exception('this built-in template knows no tools: take chatml') }}{%- endif -%}
+{%- for message in messages -%}
+{%- if message.tool_calls or message.role not in ('system', 'user', 'assistant') -%}
+{{- raise_exception('this built-in template knows system, user and assistant alone, not ' ~ message.role) -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+_BOS = "{%- if bos_token and bos_token != eos_token -%}{{ bos_token }}{%- endif -%}"
+_EOS = "{%- if not eos_token -%}{{ raise_exception('the tokenizer names no EOS token, which ends turns here') }}{%- endif -%}"
+
+CHATML = (
+    _TEXT
+    + _BOS
+    + """
+{%- set first = messages[0] -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if first.role == 'system' -%}{{ text_of(first) ~ '\\n\\n' }}{%- endif -%}
+{{- 'You may call these functions:\\n<tools>\\n' -}}
+{%- for tool in tools -%}{{ tool|tojson ~ '\\n' }}{%- endfor -%}
+{{- '</tools>\\nA call is a JSON object with name and arguments, between <tool_call> and </tool_call>.<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if tools and loop.first and message.role == 'system' -%}
+{%- elif message.role == 'assistant' -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- generation -%}
+{{- text_of(message) -}}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call -%}
+{%- if not loop.first or message.content -%}{{ '\\n' }}{%- endif -%}
+{{- '<tool_call>\\n{"name": ' ~ function.name|tojson ~ ', "arguments": ' -}}
+{{- function.arguments if function.arguments is string else function.arguments|tojson -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>' -}}
+{%- endgeneration -%}
+{{- '\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' ~ message.role ~ '\\n' ~ text_of(message) ~ '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+)
+_TURNS = (
+    _TEXT
+    + _NO_TOOLS
+    + _EOS
+    + _BOS
+    + """
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{- ASSISTANT -}}{%- generation -%}{{ text_of(message) ~ eos_token }}{%- endgeneration -%}{{ '\\n' }}
+{%- else -%}
+{{- (SYSTEM if message.role == 'system' else USER) ~ text_of(message) ~ AFTER -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ ASSISTANT }}{%- endif -%}
+"""
+)
+
+
+def _turns(system: str, user: str, assistant: str, *, after: str) -> str:
+    """A template of three headers; `after`, a Jinja expression, follows every turn but the assistant's, which EOS ends."""
+    values = {"SYSTEM": repr(system), "USER": repr(user), "ASSISTANT": repr(assistant), "AFTER": after}
+    return re.sub("|".join(values), lambda found: values[found[0]], _TURNS)
+
+
+CHAT_TEMPLATES = {
+    "chatml": CHATML,
+    "plain": _turns("System: ", "User: ", "Assistant: ", after="'\\n'"),
+    "zephyr": _turns("<|system|>\n", "<|user|>\n", "<|assistant|>\n", after="eos_token ~ '\\n'"),
+    "alpaca": _turns("", "### Instruction:\n", "### Response:\n", after="'\\n\\n'"),
+}
+
+# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), which models were tuned on word by word.
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n{output}"
+)
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n{output}"
+)

@@ -1,0 +1,396 @@
+"""PromptConfig and PromptEngine: every format, byte-equal to the pipeline; what is trained; what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laws
+import strategies
+from chat_support import CHATML, HOSTILE, MARKED, chat_tokenizer, talk
+from easypipe import ConfigError, DatasetConfig, FewShotConfig, Pipeline, PipelineConfig, PromptConfig, PromptEngine, SourceError
+from easypipe.core.config import from_dict
+from easypipe.core.schema import INPUT_IDS, LOSS_MASK
+from easypipe.stages.tokenize import TokenizedShardedSource
+from easypipe.transforms.chat import HostileTemplateError
+from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
+from pipelines import jsonl
+from strategies import examples
+
+ROWS = [
+    {"instruction": "Add two and two.", "input": "in words", "output": "Four."},
+    {"instruction": "Say yes", "input": "", "output": "Yes"},
+    {"instruction": "the quick", "input": "naïve 日本 😀", "output": "brown fox"},
+]
+TALK = {"messages": talk("1?", "A1", "2?", "A2")}
+CUSTOM: dict[str, Any] = {
+    "format_type": "custom",
+    "template": "### {instruction}\n{input}\n### Response:\n{output}\n",
+    "input_columns": ("instruction", "input"),
+    "label_column": "output",
+}
+
+
+def engine(**options: Any) -> PromptEngine:
+    return PromptEngine(chat_tokenizer(), PromptConfig(**options))
+
+
+def shown(row: dict[str, Any], **options: Any) -> tuple[str, list[str]]:
+    """(text, what of it is trained)."""
+    found = engine(**options).render(row)
+    return found.text, [found.text[a:b] for a, b in found.spans]
+
+
+def tokenized(folder: Path, rows: Any, prompt: PromptConfig, **options: Any) -> TokenizedShardedSource:
+    values = {"name": "d", "data_files": rows, "tokenizer": chat_tokenizer(), "prompt": prompt, "on_error": "skip"} | options
+    config = PipelineConfig(datasets=[DatasetConfig(**values)], seed=1, cache_dir=folder)
+    source = Pipeline.from_config(config).source().tokenize().get_data()["d"]
+    assert isinstance(source, TokenizedShardedSource)
+    return source
+
+
+def assert_one_way(folder: Path, rows: Sequence[dict[str, Any]], prompt: PromptConfig) -> int:
+    """Law 9: what PromptEngine makes of a row is what the pipeline stores of it; what it refuses is a reject. Returns how many."""
+    source = tokenized(folder, rows, prompt)
+    scanned = source.scan(0, 0, len(rows))
+    laws.assert_stateless_reads(source)
+    stored = {row["__row_number__"]: row for row in scanned.batch.to_pylist()}
+    refused = {reject.row: reject.reason for reject in scanned.rejects}
+    one = PromptEngine(chat_tokenizer(), prompt)
+    for number, row in enumerate(rows):
+        if number in refused:
+            with pytest.raises(SourceError, match=f"row: {refused[number]}"):
+                one.encode(row)
+            continue
+        made = one.encode(row)
+        assert made[INPUT_IDS].tolist() == stored[number][INPUT_IDS]
+        assert made[LOSS_MASK].tolist() == stored[number].get(LOSS_MASK, [1] * len(made[INPUT_IDS]))
+    return len(stored)
+
+
+FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "chat": ({}, [TALK, {"messages": None}, {"messages": talk("only a question")}]),
+    "chat as text": ({}, [{"messages": json.dumps(TALK["messages"])}, {"messages": "[{"}]),
+    "sharegpt": (
+        {"format_type": "sharegpt", "roles": {"bot": "assistant"}},
+        [
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "bot", "value": "Yes"}]},
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "nobody", "value": "Yes"}]},
+        ],
+    ),
+    "alpaca": ({"format_type": "alpaca"}, [*ROWS, {"instruction": "a", "input": None, "output": "b"}, {**ROWS[0], "output": None}]),
+    "custom": (CUSTOM, [*ROWS, {**ROWS[0], "input": None}, {**ROWS[0], "output": ""}]),
+    "jinja": (
+        CUSTOM | {"template": "{{ instruction }}{% if input %}: {{ input }}{% endif %} -> {{ output|trim }}\n---"},
+        [*ROWS, {**ROWS[0], "input": None}, {**ROWS[0], "output": ""}],
+    ),
+    "pairs": (
+        {"format_type": "prompt_completion", "input_columns": ("q",), "label_column": "a"},
+        [{"q": "the quick ", "a": "brown fox"}, {"q": "", "a": "x"}, {"q": None, "a": "x"}],
+    ),
+    "text": ({"format_type": "text"}, [{"text": "the quick"}, {"text": ""}, {"text": "brown fox"}]),
+    "few": (
+        CUSTOM | {"few_shot": FewShotConfig(examples=(ROWS[0],)), "system_prompt": "Be brief."},
+        [*ROWS, {**ROWS[0], "output": ""}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_engine_gives_what_the_pipeline_stores(tmp_path: Path, name: str) -> None:
+    options, rows = FORMATS[name]
+    assert assert_one_way(tmp_path, rows, PromptConfig(**options)) >= 1
+
+
+@examples(15)
+@given(st.data())
+def test_any_text_in_any_format(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    value = st.one_of(strategies.texts(), st.none())
+    row = st.fixed_dictionaries({"instruction": value, "input": value, "output": value})
+    rows = [*data.draw(st.lists(row, min_size=1, max_size=5)), ROWS[0]]
+    options = data.draw(st.sampled_from([FORMATS[name][0] for name in ("alpaca", "custom", "jinja", "few")]))
+    assert assert_one_way(tmp_path_factory.mktemp("cache"), rows, PromptConfig(**options)) >= 1
+    found = engine(**options).render(rows[0]) if all(rows[0].values()) and rows[0]["output"].strip() else None
+    if found is not None and name_of(options) != "jinja":
+        assert rows[0]["output"] in found.text[found.spans[0][0] :]
+        assert rows[0]["instruction"] in found.text[: found.spans[0][0]]
+
+
+def name_of(options: dict[str, Any]) -> str:
+    return next(name for name, (known, _) in FORMATS.items() if known is options)
+
+
+def test_template_input_columns_and_label_column_say_what_is_written() -> None:
+    text = "### Say yes\n\n### Response:\nYes\n"
+    assert shown(ROWS[1], **CUSTOM) == (text, ["Yes\n"])
+    assert shown(ROWS[1], **CUSTOM, train_on="all") == (text, [text])
+    bare = {**CUSTOM, "label_column": None, "input_columns": ("instruction", "input", "output")}
+    assert shown(ROWS[1], **bare) == (text, [text])
+    unnamed = engine(format_type="custom", template="{n} + {n} = {sum}", label_column="sum")
+    assert unnamed.columns == ("n", "sum")
+    assert unnamed.render({"n": 2, "sum": 4.0}).text == "2 + 2 = 4.0"
+    marked = {"format_type": "custom", "template": "Q {{ q }}{% generation %}A {{ a }}!{% endgeneration %}.", "input_columns": ("q", "a")}
+    assert shown({"q": 1, "a": 2}, **marked) == ("Q 1A 2!.", ["A 2!"])
+
+
+def test_alpaca_has_a_prompt_with_input_and_one_without() -> None:
+    with_input, without = (shown(row, format_type="alpaca") for row in ROWS[:2])
+    assert "### Input:\nin words\n\n### Response:\nFour." in with_input[0]
+    assert "Input" not in without[0]
+    assert (with_input[1], without[1]) == (["Four."], ["Yes"])
+    renamed = {"format_type": "alpaca", "input_columns": ("task",), "label_column": "solution"}
+    assert shown({"task": "Say yes", "solution": "Yes"}, **renamed) == without
+
+
+def test_sharegpt_is_openai_in_other_words() -> None:
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "1?"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "Three"},
+    ]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "Three"},
+    ]
+    expected = shown({"messages": messages, "tools": [{"name": "f"}]}, template="chatml")
+    assert shown({"conversations": turns, "tools": [{"name": "f"}]}, format_type="sharegpt", template="chatml") == expected
+    assert expected[1] == ['<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>', "Three<|im_end|>"]
+    with pytest.raises(SourceError, match="unknown_role: message 1 is from 'bot'"):
+        shown({"conversations": [turns[1], {"from": "bot", "value": "x"}]}, format_type="sharegpt")
+    with pytest.raises(ConfigError, match=r"roles.bot: 'robot' is no role"):
+        PromptConfig(format_type="sharegpt", roles={"bot": "robot"})
+
+
+def test_train_on_and_the_train_flags_of_messages() -> None:
+    both, last = ["A1<|im_end|>", "A2<|im_end|>"], ["A2<|im_end|>"]
+    for template in (None, MARKED, "chatml"):
+        assert shown(TALK, template=template)[1] == both
+        assert shown(TALK, template=template, train_on="last_assistant")[1] == last
+        assert shown(TALK, template=template, train_on="completion")[1] == last
+        open_end = {"messages": talk("1?", "A1", "2?")}
+        assert shown(open_end, template=template, train_on="last_assistant")[1] == both[:1]
+        with pytest.raises(SourceError, match="nothing_to_train"):
+            shown(open_end, template=template, train_on="completion")
+        flagged = [dict(message) for message in TALK["messages"]]
+        flagged[1]["train"] = False
+        assert shown({"messages": flagged}, template=template)[1] == last
+        flagged[1]["train"], flagged[3]["train"] = True, False
+        assert shown({"messages": flagged}, template=template, train_on="last_assistant")[1] == both[:1]
+        assert shown({"messages": flagged}, template=template)[0] == shown(TALK, template=template)[0]
+    for flag, role, train_on in (("yes", 1, "assistant"), (True, 0, "assistant"), (False, 1, "all")):
+        flagged = [dict(message) for message in TALK["messages"]]
+        flagged[role]["train"] = flag
+        with pytest.raises(SourceError, match="bad_train_flag"):
+            shown({"messages": flagged}, train_on=train_on)
+
+
+def test_marked_spans_are_given_to_turns_by_proof_not_by_number() -> None:
+    """Two marks in the first turn and none in an empty one are as many as turns: counting them would train the wrong one."""
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% for part in m.content.split('|') %}"
+        "{% generation %}{{ part }}{% endgeneration %}<s>{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    row = {"messages": talk("1?", "one|two", "2?", "")}
+    with pytest.raises(SourceError, match=r"unproven_spans: which turn is marked|unproven_spans: putting"):
+        shown(row, template=source, train_on="last_assistant")
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_built_in_templates_by_name_mark_what_the_sentinels_find(name: str) -> None:
+    row = {"messages": talk("1?", "A1", "2?", " A2 ", system="Be brief.")}
+    text, trained = shown(row, template=name)
+    assert trained == ["A1<|im_end|>", " A2 <|im_end|>"]
+    unmarked = CHAT_TEMPLATES[name].replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    assert shown(row, template=unmarked) == (text, trained)
+    assert text.startswith("<|endoftext|>")  # its BOS, once
+    assert text.count("<|endoftext|>") == 1
+    if name != "chatml":
+        with pytest.raises(SourceError, match="refused_by_template: this built-in template knows no tools"):
+            shown(row | {"tools": [{"name": "f"}]}, template=name)
+
+
+def test_tools_column_system_prompt_and_template_date() -> None:
+    template = "{% if tools %}{{ tools|tojson }}{% endif %}{{ strftime_now('%Y') if false else '' }}" + CHATML
+    row = TALK | {"functions": [{"name": "f"}]}
+    assert shown(row, template=template, tools_column="functions")[0].startswith('[{"name": "f"}]')
+    assert shown(row, template=template)[0].startswith("<|im_start|>user")
+    assert shown(TALK, system_prompt="Be brief.")[0].startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    own = {"messages": talk("a", "b", system="Mine")}
+    assert shown(own, system_prompt="Be brief.") == shown(own)
+    assert shown(ROWS[1], **CUSTOM, system_prompt="Be brief.")[0] == "Be brief.\n\n" + shown(ROWS[1], **CUSTOM)[0]
+    everything = CUSTOM | {"train_on": "all", "system_prompt": "Be brief."}
+    assert shown(ROWS[1], **everything)[1] == [shown(ROWS[1], **everything)[0]]
+    dated = {"format_type": "custom", "template": "{{ strftime_now('%Y') }} {{ q }}", "input_columns": ("q",)}
+    assert shown({"q": "x"}, **dated, template_date="2024-07-26")[0] == "2024 x"
+    with pytest.raises(SourceError, match="set template_date"):
+        shown({"q": "x"}, **dated)
+
+
+def test_few_shot_examples_stand_in_front_and_are_never_trained() -> None:
+    fixed = FewShotConfig(examples=(ROWS[0], ROWS[1]), separator="\n==\n")
+    plain = [shown(row, **CUSTOM)[0] for row in ROWS]
+    assert shown(ROWS[2], **CUSTOM, few_shot=fixed) == ("\n==\n".join(plain), ["brown fox\n"])
+    assert shown(ROWS[2], **CUSTOM, train_on="all", few_shot=fixed)[1] == [plain[2]]
+    examples = FewShotConfig(examples=({"messages": talk("0?", "A0", system="Not mine")},))
+    text, trained = shown({"messages": talk("1?", "A1", system="Mine")}, few_shot=examples)
+    assert trained == ["A1<|im_end|>"]
+    assert [text.index(word) for word in ("Mine", "0?", "A0", "1?", "A1")] == sorted(
+        text.index(w) for w in ("Mine", "0?", "A0", "1?", "A1")
+    )
+    assert "Not mine" not in text
+    with pytest.raises(ConfigError, match=r"few_shot.examples\[0\]: no column 'output'"):
+        engine(**CUSTOM, few_shot=FewShotConfig(examples=({"instruction": "x", "input": "y"},)))
+
+
+def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
+    rows = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(30)]
+    path = jsonl(tmp_path / "pool.jsonl", rows)
+    pair: dict[str, Any] = {"format_type": "prompt_completion", "input_columns": ("q",), "label_column": "a"}
+    drawn = {seed: FewShotConfig(data_files=str(path), count=3, seed=seed) for seed in (1, 2)}
+    texts = {seed: [shown(row, **pair, few_shot=few) for row in rows] for seed, few in drawn.items()}
+    for row, (text, trained) in zip(rows, texts[1], strict=True):
+        assert trained == [row["a"]]
+        assert text.count("question ") == 4
+        assert text.count(row["q"] + row["a"]) == 1  # never itself
+    assert len({text.split("\n\n")[0] for text, _ in texts[1]}) > 10  # every row has its own
+    assert texts[1] != texts[2]
+    assert texts[1] == [shown(row, **pair, few_shot=drawn[1]) for row in rows]
+    prints = {tokenized(tmp_path, rows, PromptConfig(**pair, few_shot=few)).fingerprint for few in (None, *drawn.values())}
+    assert len(prints) == 3
+    assert assert_one_way(tmp_path, rows, PromptConfig(**pair, few_shot=drawn[1])) == 30
+    jsonl(tmp_path / "talks.jsonl", [{"messages": talk(f"q{i}", f"a{i}")} for i in range(5)])
+    few = FewShotConfig(data_files=tmp_path / "talks.jsonl", count=2)
+    assert len(shown({"messages": talk("q1", "a1")}, few_shot=few)[0].split("<|im_end|>\n")) == 7
+    with pytest.raises(ConfigError, match=r"few_shot.count: .*has 5 rows, and 5 are drawn"):
+        engine(few_shot=FewShotConfig(data_files=tmp_path / "talks.jsonl", count=5))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"format_type": "xml"}, "format_type: 'xml' is not an option"),
+        ({"label_column": "a"}, "label_column: has no effect on format_type 'chat'"),
+        ({"roles": {"a": "user"}}, "roles: has no effect on format_type 'chat'"),
+        ({"format_type": "text", "train_on": "all"}, "train_on: has no effect on format_type 'text'"),
+        ({"format_type": "alpaca", "template": "x"}, "template: has no effect on format_type 'alpaca'"),
+        ({"format_type": "custom"}, "template: format_type 'custom' needs one"),
+        ({"format_type": "alpaca", "input_columns": ("a", "b", "c")}, "input_columns: ['a', 'b', 'c'] for format_type 'alpaca'"),
+        ({"format_type": "prompt_completion", "label_column": "prompt"}, "label_column: 'prompt' stands twice"),
+        ({"format_type": "alpaca", "train_on": "assistant"}, "train_on: 'assistant' is nothing that 'alpaca' has"),
+        ({"format_type": "custom", "template": "{a}", "train_on": "completion"}, "train_on: 'completion' needs a label_column"),
+        ({"train_on": "all", "few_shot": FewShotConfig(examples=(TALK,))}, "train_on: 'all' would train the few_shot examples"),
+        ({"template_date": "today"}, "template_date: 'today' is no date"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PromptConfig(**options)
+    assert problem in str(caught.value)
+    with pytest.raises(ConfigError, match="examples: there are none, and no data_files"):
+        FewShotConfig()
+    with pytest.raises(ConfigError, match="count: data_files needs it"):
+        FewShotConfig(data_files="x.jsonl")
+    with pytest.raises(ConfigError, match="seed: has no effect"):
+        FewShotConfig(examples=(TALK,), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{instruction.__class__}{input}{output}", "it has a field {instruction.__class__}"),
+        ("{instruction[0]}{input}{output}", "it has a field {instruction[0]}"),
+        ("{instruction!r}{input}{output}", "it has a field {instruction!r}"),
+        ("{instruction:>99999999}{input}{output}", "it has a field {instruction:>99999999}"),
+        ("{}{instruction}{input}{output}", "it has a field {}"),
+        ("{instruction}{input}", "label_column: 'output' stands nowhere"),
+        ("{instruction}{output}", "input_columns: 'input' stands nowhere"),
+        ("{instruction}{input}{output}{output}", "the label {output} stands 2 times"),
+        ("{instruction}{input}{output} }", "a brace that is no field"),
+        ("nothing.jinja", "neither a file nor the text of a template"),
+    ],
+)
+def test_field_templates_know_columns_and_nothing_else(template: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine(**CUSTOM | {"template": template})
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ q }} {{ a }} {{ a }}", "prints 'a' as it is 2 times"),
+        ("{{ q }}", "prints 'a' as it is 0 times"),
+        ("{{ q }} {{ a|upper }}", "prints 'a' as it is 0 times"),
+        ("{{ q }}{% if a|length > 3 %}long{% endif %} {{ a }}", "changes more than that word"),
+    ],
+)
+def test_labels_that_cannot_be_proven_are_refused(template: str, why: str) -> None:
+    with pytest.raises(SourceError, match="unproven_spans") as caught:
+        shown({"q": "x", "a": "yes"}, format_type="custom", template=template, input_columns=("q",), label_column="a")
+    assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_custom_templates_end_alone(name: str) -> None:
+    source, why = HOSTILE[name]
+    if name == "changing its input":
+        source = "{{ messages.append(1) }}"
+    one = engine(format_type="custom", template=source, input_columns=("messages",))
+    began = time.monotonic()
+    with pytest.raises(HostileTemplateError) as caught:
+        one.render({"messages": [1]})
+    assert any(part in str(caught.value) for part in why.split("|"))
+    assert time.monotonic() - began < 20  # 0.75 s of processor time; a busy machine may take its time
+    assert engine().render(TALK).text.startswith("<|im_start|>")
+
+
+def test_the_prompt_of_document_000_loads_as_printed(tmp_path: Path) -> None:
+    printed = {
+        "format_type": "custom",
+        "template": "Below is an instruction that describes a task.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+        "### Response:\n{output}\n",
+        "input_columns": ["instruction", "input"],
+        "label_column": "output",
+    }
+    config = from_dict(PromptConfig, printed)
+    assert assert_one_way(tmp_path, ROWS, config) == 3
+    made = PromptEngine(chat_tokenizer(), config).encode(ROWS[0])
+    tokenizer = PromptEngine(chat_tokenizer(), config).tokenizer
+    assert tokenizer.decode([i for i, flag in zip(made[INPUT_IDS], made[LOSS_MASK], strict=True) if flag]) == "Four.\n<|im_end|>"
+
+
+def test_prompt_stands_alone_in_a_dataset_and_the_engine_says_what_a_row_lacks(tmp_path: Path) -> None:
+    for other in ({"content_field": "messages"}, {"train_on": "all"}, {"prompt_field": "a", "completion_field": "b"}):
+        with pytest.raises(ConfigError, match="has no effect beside prompt"):
+            DatasetConfig(data_files="x.jsonl", prompt=PromptConfig(), **other)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"datasets\[0\].prompt.template: it has a field"):
+        tokenized(tmp_path, ROWS, PromptConfig(**CUSTOM | {"template": "{instruction}{input}{outputs}"}))
+    with pytest.raises(SourceError, match="column 'messages': no such column"):
+        tokenized(tmp_path, ROWS, PromptConfig())
+    with pytest.raises(SourceError, match=r"row: no column 'messages'.*Did you mean 'message'"):
+        engine().encode({"message": []})
+    with pytest.raises(SourceError, match="multimodal: message 0 holds a part of type 'image_url'"):
+        engine().encode({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]})
+
+
+def test_max_length_of_the_engine_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+    row = {"messages": talk("hi", "a long answer " * 20)}
+    cut = PromptEngine(chat_tokenizer(), max_length=30).encode(row)
+    stored = tokenized(tmp_path, [row], PromptConfig(), tokenizer_kwargs={"max_length": 30}).read(0, 0, 1)
+    assert len(cut[INPUT_IDS]) == 30
+    assert cut[INPUT_IDS].tolist() == stored.column(INPUT_IDS)[0].as_py()
+    assert cut[LOSS_MASK].tolist() == stored.column(LOSS_MASK)[0].as_py()
