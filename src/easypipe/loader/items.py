@@ -114,8 +114,12 @@ class ItemRows(_Unsized):
     def _size(self) -> int:
         return len(self._dataset)
 
-    @cached_property
+    @property
     def identity(self) -> Mapping[str, str]:
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> Mapping[str, str]:
         return {
             "sources": digest("items", self._size, fingerprint_of(self._dataset)),
             "tokenizer": digest("collator", describe_collator(self._collate)),
@@ -177,8 +181,12 @@ class ForwardRows(_Unsized):
                 self._reach(self._first + len(self._ahead) + 1024, keep=False)
             return self._total
 
-    @cached_property
+    @property
     def identity(self) -> Mapping[str, str]:
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> Mapping[str, str]:
         return {
             "sources": digest("forward", fingerprint_of(self._dataset)),
             "tokenizer": digest("collator", describe_collator(self._collate)),

@@ -1,0 +1,181 @@
+"""UniversalDataModule: any dataset to a training and a validation loader, the collator chosen by the task."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.random import draw_seed, fold
+from easypipe.core.schema import INPUT_IDS, TaskSpec
+from easypipe.faces.datasets import PreprocessedDataset, subset
+from easypipe.faces.loaders import DataLoaderConfig, DataLoaderFactory, text_loader
+from easypipe.faces.registry import CollatorRegistry
+from easypipe.faces.text_rows import TEXT, tokenizer_config
+from easypipe.faces.vision import IMAGE_COLUMNS
+from easypipe.loader.loader import Loader
+from easypipe.plan.order import permute
+from easypipe.sources.objects import is_streamed
+from easypipe.stages.source import DatasetConfig
+
+log = logging.getLogger("easypipe")
+
+
+@runtime_checkable
+class DataModuleProtocol(Protocol):
+    """What has a loader to train on and one to validate on. Any class with these two methods is one; none is a base of it."""
+
+    def train_dataloader(self) -> Any: ...
+    def val_dataloader(self) -> Any: ...
+
+
+class Splits(NamedTuple):
+    """Rows of the training data: Int64[n] each, disjoint, together all of them; ascending."""
+
+    train: NDArray[np.int64]
+    val: NDArray[np.int64]
+
+
+class UniversalDataModule:
+    """Loaders over any map-style dataset: of `datasets`, torch's (known by what they do), tuples, a list of integer arrays, or
+    PreprocessedDataset.
+
+    train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn by the seed, disjoint from what is
+    trained on; it says nothing where val_data is given, which a warning tells.
+    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens or `text` are text, an image column is
+    vision, anything else is stacked as it is. collate_fn: a collator of one's own, in place of all that.
+    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with `name_or_path`. max_length: tokens that are
+    kept of a text. Rows without text are left out and counted, as on_error="skip" does.
+    The training loader is shuffled and leaves out a last batch that is not full; the validation loader is ordered and complete.
+    seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further options are DataLoaderConfig's.
+    """
+
+    def __init__(
+        self,
+        train_data: Any,
+        val_data: Any = None,
+        *,
+        task_spec: TaskSpec | None = None,
+        tokenizer: Any = None,
+        batch_size: int = 32,
+        val_split: float = 0.0,
+        max_length: int | None = None,
+        seed: int | None = None,
+        collate_fn: Any = None,
+        **options: Any,
+    ) -> None:
+        if not 0 <= val_split < 1:
+            raise ConfigError(at="val_split", problem=f"{val_split} is no share of the rows", fix="Give one from 0 up to 1.")
+        if val_data is not None and val_split:
+            log.warning("val_split=%s has no effect: val_data is given", val_split)
+        for name, data in (("train_data", train_data), ("val_data", val_data)):
+            if is_streamed(data):
+                problem = f"{type(data).__name__} gives no rows by number"
+                raise ConfigError(at=name, problem=problem, fix="Give a map-style dataset, or a loader of it: DataLoaderFactory.")
+        self.seed = draw_seed() if seed is None else seed
+        if seed is None:
+            log.info("data module: no seed was given, drew %d", self.seed)
+        self.val_split, self.max_length, self.tokenizer = val_split, max_length, tokenizer
+        self._train, self._val, self._collate_fn = train_data, val_data, collate_fn
+        self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
+        if not len(train_data):
+            raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
+        first = _row(train_data[0])
+        self.task_spec = task_spec or _task_of(first)
+        if max_length is not None and (tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first):
+            raise ConfigError(at="max_length", problem="cuts texts that are encoded here, and these are not", fix="Leave it out.")
+        if not len(self.splits.train) or (val_split and val_data is None and not len(self.splits.val)):
+            none = "train" if not len(self.splits.train) else "validate"
+            problem = f"{val_split} of {len(train_data)} rows leaves none to {none} on"
+            raise ConfigError(at="val_split", problem=problem, fix="Give another share, or val_data.")
+
+    @cached_property
+    def splits(self) -> Splits:
+        """Which rows of train_data are trained on, and which validated on."""
+        rows = len(self._train)
+        held_out = 0 if self._val is not None else round(rows * self.val_split)
+        order = permute(np.arange(rows), rows, fold(self.seed, "val_split"))
+        return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
+
+    def train_dataloader(self) -> Loader:
+        train = self._train if len(self.splits.train) == len(self._train) else subset(self._train, self.splits.train.tolist())
+        return self._loader(train, "train", shuffle=True, drop_last=True if self.options.drop_last is None else self.options.drop_last)
+
+    def val_dataloader(self) -> Loader | None:
+        """None where nothing is held out."""
+        if self._val is None and not len(self.splits.val):
+            return None
+        val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())
+        return self._loader(val, "val", shuffle=False, drop_last=False, num_epochs=1)
+
+    def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
+        """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is known; else None."""
+        if self._collate_fn is not None:
+            return None
+        entry = CollatorRegistry.get_instance().find(self.task_spec)
+        if entry.name != "text" or not entry.builtin or self.task_spec.options:
+            return None
+        if isinstance(data, PreprocessedDataset):
+            return dataclasses.replace(data.as_dataset_config(), name=name)
+        if self.tokenizer is None:
+            return None
+        tokenizer = tokenizer_config(self.tokenizer, max_length=self.max_length, return_attention_mask=True)
+        rows = [_row(row) for row in data] if isinstance(data, list | tuple) else data
+        return DatasetConfig(name=name, data_files=rows, tokenizer=tokenizer, on_error="skip")
+
+    def _loader(self, data: Any, name: str, **changes: Any) -> Loader:
+        options = dataclasses.replace(self.options, **changes)
+        spelled = self.dataset_config(data, name)
+        if spelled is not None:
+            options.warn_of_what_has_no_effect()
+            return text_loader(spelled, options)
+        rows = _Rows(data) if isinstance(data, list | tuple) else data
+        return DataLoaderFactory().create_dataloader(rows, dataclasses.replace(options, collate_fn=self._collator()))
+
+    def _collator(self) -> Any:
+        if self._collate_fn is not None:
+            return self._collate_fn
+        registry = CollatorRegistry.get_instance()
+        takes = registry.find(self.task_spec).options
+        given: Mapping[str, Any] = {"tokenizer": self.tokenizer, "max_length": self.max_length}
+        chosen = {key: value for key, value in given.items() if value is not None and (takes is None or key in takes)}
+        return registry.get_collator(task_spec=self.task_spec, **chosen)
+
+
+class _Rows:
+    """A list whose arrays of integers are rows of tokens."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return _row(self._data[index])
+
+
+def _row(row: Any) -> Any:
+    """`{"input_ids": row}` for a row that is an array of integers; any other as it is."""
+    if isinstance(row, Mapping | tuple | str | bytes):
+        return row
+    array = np.asarray(row)
+    return {INPUT_IDS: array} if array.ndim == 1 and array.dtype.kind in "iu" else row
+
+
+def _task_of(row: Any) -> TaskSpec:
+    if isinstance(row, Mapping):
+        if INPUT_IDS in row or TEXT in row:
+            return TaskSpec.lm_tiny()
+        if any(name in row for name in IMAGE_COLUMNS):
+            return TaskSpec.vision_tiny()
+    return TaskSpec(name="rows", modality="default", task_type="any")
+
+
+__all__ = ["DataModuleProtocol", "Splits", "UniversalDataModule"]

@@ -1,0 +1,108 @@
+"""A loader as a torch IterableDataset, for training loops and libraries that want one. Needs the extra `[torch]`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from easypipe.core.errors import ConfigError, StateError
+from easypipe.interop.workers import torch_worker
+from easypipe.loader.loader import Loader
+from easypipe.loader.streaming import StreamLoader
+
+try:
+    import torch
+    from torch.utils.data import IterableDataset
+except ImportError as error:
+    raise ImportError("torch is not installed. Install it with: pip install 'easypipe[torch]'") from error
+
+STATE_KEY = "easypipe"
+
+
+class TorchBatches(IterableDataset[Any]):
+    """The batches of a loader as torch tensors: `DataLoader(TorchBatches(loader), batch_size=None)`.
+
+    Whole numbers become int64, which torch's embeddings and losses want; floats stay as they are. The loader's own threads make batches
+    ahead, so `num_workers=0` is right.
+    Law: with W workers, worker w gives batches w, w + W, ..., so that the DataLoader, which asks them in turn, gives every batch once and
+    in order. Workers need a loader whose batches have numbers (not one of streams) and lie in host memory.
+    Law (exact resume): after `load_state_dict(state)`, with the state that `state_dict` gave behind batch n, the next batch is n + 1. With
+    several workers each keeps and restores its own, as torchdata's StatefulDataLoader has them do.
+    """
+
+    def __init__(self, loader: Loader | StreamLoader) -> None:
+        super().__init__()
+        self._loader = loader.copy()
+        self._yielded = 0  # batches before the next one of this process, where there are workers
+        self._restored_by: int | None = None  # the process
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, workers = torch_worker()
+        if workers == 1:
+            for batch in self._loader:
+                yield _tensors(batch)
+            return
+        if self._restored_by not in (None, os.getpid()):
+            raise ConfigError(
+                at="num_workers",
+                problem=f"{workers} workers, but the state was loaded in the process that started them, which reads no batch",
+                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load their own.",
+            )
+        loader = self._by_number(workers)
+        step = self._yielded + (worker - self._yielded) % workers
+        while len(loader.rows_of(step)):
+            batch = _tensors(loader.batch(step))
+            self._yielded = step + 1
+            yield batch
+            step += workers
+        self._yielded = 0  # a worker that is kept begins its next pass at the first batch
+
+    def __len__(self) -> int:
+        """Batches of a pass. Raises TypeError where they never end."""
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state behind the batch that was last given by this process; JSON and plain numbers."""
+        if torch_worker()[1] == 1:
+            return {STATE_KEY: self._loader.state().to_json()}
+        return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises StateError for a state of anything else than this loader."""
+        if STATE_KEY not in state_dict:
+            raise StateError(
+                at="state_dict", problem=f"no state of an easypipe loader: it has {sorted(state_dict)}", fix="Give state_dict()."
+            )
+        self._loader.restore(state_dict[STATE_KEY])
+        self._yielded, self._restored_by = self._loader.state().batch, os.getpid()
+
+    def _by_number(self, workers: int) -> Loader:
+        """The loader, where worker processes can share it."""
+        loader = self._loader
+        if isinstance(loader, StreamLoader):
+            problem, fix = "streams are read forward, so workers would all read everything", "Set num_workers=0: the loader has threads."
+        elif loader.config.mesh is not None or loader.config.prefetch_to_device:
+            problem, fix = "its batches lie on devices, which processes do not share", "Set num_workers=0, or leave mesh out."
+        else:
+            return loader
+        raise ConfigError(at="num_workers", problem=f"{workers} workers, but {problem}", fix=fix)
+
+
+def _tensors(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _tensor(values) for name, values in batch.items()}
+    return tuple(_tensor(values) for values in batch) if isinstance(batch, tuple) else _tensor(batch)
+
+
+def _tensor(values: Any) -> Any:
+    if isinstance(values, list):  # of texts, which no tensor holds
+        return values
+    array = np.asarray(values)
+    tensor = torch.from_numpy(np.array(array) if not array.flags.writeable else array)
+    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.to(torch.int64)
+
+
+__all__ = ["TorchBatches"]

@@ -1,0 +1,222 @@
+"""Document 001 (shared/spec/001): wrappers, collators and the builder; its examples, with easypipe's arrays in place of tensors."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe import (
+    DataLoaderBuilder,
+    DatasetConfig,
+    LoadStageConfig,
+    OrderConfig,
+    Pipeline,
+    PipelineConfig,
+    PreprocessedDataset,
+    PromptConfig,
+    PromptEngine,
+    StreamingPreprocessedDataset,
+    TokenizerConfig,
+    create_causal_lm_collate,
+    create_collate_fn,
+    create_preprocessed_dataset,
+)
+from easypipe.core.errors import ConfigError, SourceError
+from laws import assert_exact_resume, assert_one_way, assert_same_batches
+from pipelines import texts, tokenizer
+from strategies import examples
+
+PROMPT = PromptConfig(format_type="prompt_completion")
+ROWS = [{"prompt": text, "completion": f" {text[::-1]}"} for text in texts(41)]
+
+
+class Counting(PromptEngine):
+    """The engine, which counts what it encodes."""
+
+    encoded = 0
+
+    def encode(self, row: Any) -> dict[str, Any]:
+        self.encoded += 1
+        return super().encode(row)
+
+
+class Stream:
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.fixture(scope="module")
+def engine() -> PromptEngine:
+    return PromptEngine(tokenizer(), PROMPT, max_length=400)
+
+
+def spelling(rows: Any = ROWS, shuffle: bool = False, seed: int = 0, **load: Any) -> Any:
+    dataset = DatasetConfig(
+        name="dataset1",
+        data_files=rows,
+        prompt=PROMPT,
+        tokenizer=TokenizerConfig(name_or_path=tokenizer(), max_length=400, return_attention_mask=True),
+    )
+    pipeline = Pipeline(PipelineConfig(datasets=(dataset,), seed=seed, order=OrderConfig(shuffle=shuffle))).source().tokenize()
+    return pipeline.load(LoadStageConfig(batch_size=4, **{"drop_last": shuffle, **load})).build()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert sorted(one) == sorted(other)
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_f26_the_map_style_example(engine: PromptEngine) -> None:
+    from datasets import Dataset
+
+    raw_ds = Dataset.from_list(ROWS)
+    dataset = PreprocessedDataset(hf_dataset=raw_ds, prompt_engine=engine, cache_enabled=True)
+    assert len(dataset) == len(ROWS)
+    same(dataset[7], engine.encode(ROWS[7]))
+    same(dataset[-1], engine.encode(ROWS[-1]))
+    with pytest.raises(IndexError, match="row 41 of 41"):
+        dataset[41]
+    chosen = dataset.select([5, 7, 5])
+    assert [row["input_ids"].tolist() for row in chosen] == [dataset[i]["input_ids"].tolist() for i in (5, 7, 5)]
+    assert_one_way(
+        DataLoaderBuilder().with_dataset(chosen).with_batch_size(4).build(), spelling(raw_ds.select([5, 7, 5])), what="a selection"
+    )
+
+
+def test_encoded_rows_are_kept_where_asked() -> None:
+    for cache_enabled, encoded in ((True, 3), (False, 6)):
+        counting = Counting(tokenizer(), PROMPT)
+        dataset = PreprocessedDataset(ROWS, counting, cache_enabled=cache_enabled)
+        for i in (0, 1, 0, 1):
+            assert dataset[i]["input_ids"].size
+        assert all(dataset.select([1, 2])[i]["input_ids"].size for i in (0, 1))
+        assert counting.encoded == encoded
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_law_9_a_preprocessed_dataset_is_a_pipeline(engine: PromptEngine, shuffle: bool) -> None:
+    built = DataLoaderBuilder().with_dataset(PreprocessedDataset(ROWS, engine)).with_batch_size(4).with_options(shuffle=shuffle, seed=6)
+    assert_one_way(built.build(), spelling(shuffle=shuffle, seed=6), what="PreprocessedDataset")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_law_9_so_is_the_causal_collator_over_its_rows(engine: PromptEngine, shuffle: bool) -> None:
+    dataset = PreprocessedDataset(ROWS, engine)
+    pad = engine.tokenizer.pad_token_id if engine.tokenizer.pad_token_id is not None else engine.tokenizer.eos_token_id
+    built = DataLoaderBuilder().with_dataset(dataset).with_batch_size(4)
+    built.with_options(shuffle=shuffle, seed=6, collate_fn=create_causal_lm_collate(pad or 0))
+    assert_one_way(built.build(), spelling(shuffle=shuffle, seed=6), what="create_causal_lm_collate")
+
+
+def test_law_9_a_streaming_dataset_is_a_pipeline_in_order(engine: PromptEngine) -> None:
+    dataset = create_preprocessed_dataset(Stream(ROWS), engine, streaming=True)
+    assert isinstance(dataset, StreamingPreprocessedDataset)
+    assert_one_way(DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).build(), spelling(), what="StreamingPreprocessedDataset")
+    assert isinstance(create_preprocessed_dataset(ROWS, engine), PreprocessedDataset)
+
+
+def test_law_9_ranks(engine: PromptEngine) -> None:
+    dataset = PreprocessedDataset(ROWS, engine)
+    whole = list(spelling(shuffle=True, seed=2))
+    halves = [
+        DataLoaderBuilder()
+        .with_dataset(dataset)
+        .with_batch_size(2)
+        .with_distributed(rank=r, world_size=2)
+        .with_options(shuffle=True, seed=2)
+        for r in range(2)
+    ]
+    for batch, first, second in zip(whole, *(half.build() for half in halves), strict=True):
+        for r, part in ((0, first), (1, second)):
+            width = part["input_ids"].shape[1]
+            np.testing.assert_array_equal(part["input_ids"], batch["input_ids"][r::2, :width])
+            np.testing.assert_array_equal(part["labels"], batch["labels"][r::2, :width])
+
+
+def test_law_exact_resume(engine: PromptEngine) -> None:
+    def make(dataset: Any, **options: Any) -> Any:
+        return DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).with_options(**options).build()
+
+    mapped = PreprocessedDataset(ROWS, engine)
+    streamed = StreamingPreprocessedDataset(Stream(ROWS), engine, buffer_size=7, seed=3)
+    assert_exact_resume(lambda: make(mapped, shuffle=True, seed=1, rank=1, world_size=2), 4, hops=(1,), stops=(0, 2))
+    assert_exact_resume(lambda: make(streamed), 8, hops=(1,), stops=(0, 3))
+
+
+def test_a_streams_ranks_and_workers_share_its_rows(engine: PromptEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = sorted(engine.encode(row)["input_ids"].tolist() for row in ROWS)
+    seen = []
+    for rank in range(2):
+        for worker in range(3):
+            monkeypatch.setattr("easypipe.faces.datasets.torch_worker", lambda worker=worker: (worker, 3))
+            shard = StreamingPreprocessedDataset(Stream(ROWS), engine, buffer_size=4, rank=rank, world_size=2)
+            seen += [row["input_ids"].tolist() for row in shard]
+    assert sorted(seen) == wanted
+
+
+@examples(10)
+@given(st.integers(0, 12), st.integers(0, 3))
+def test_the_buffer_shuffles_within_its_blocks(engine: PromptEngine, buffer_size: int, seed: int) -> None:
+    rows = [engine.encode(row)["input_ids"].tolist() for row in ROWS[:20]]
+    made = [row["input_ids"].tolist() for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)]
+    size = max(buffer_size, 1)
+    for start in range(0, 20, size):
+        assert sorted(made[start : start + size]) == sorted(rows[start : start + size])
+    assert made == [row["input_ids"].tolist() for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)]
+
+
+def test_skip_errors(engine: PromptEngine, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*ROWS[:3], {"prompt": "a"}, *ROWS[3:5], {"prompt": "a", "completion": ""}]
+    with pytest.raises(SourceError, match=r"row 3, .*no column 'completion'"):
+        list(StreamingPreprocessedDataset(Stream(rows), engine))
+    dataset = StreamingPreprocessedDataset(Stream(rows), engine, skip_errors=True)
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        assert len(list(dataset)) == 5
+    assert dataset.skipped.total() == 2
+    assert "stream: 2 rows were left out" in caplog.text
+    with pytest.raises(SourceError, match=r"row 3, .*no column 'completion'"):
+        PreprocessedDataset(rows, engine)[3]
+
+
+def test_what_is_no_dataset_is_refused(engine: PromptEngine) -> None:
+    with pytest.raises(ConfigError, match=r"Stream gives no rows by number. Use create_preprocessed_dataset"):
+        PreprocessedDataset(Stream(ROWS), engine)
+    with pytest.raises(ConfigError, match="can be read once, and every iteration begins anew"):
+        StreamingPreprocessedDataset(iter(ROWS), engine)
+    for options, message in (({"buffer_size": -1}, "buffer_size: -1"), ({"rank": 1}, "there is no rank 1 of 1")):
+        with pytest.raises(ConfigError, match=message):
+            StreamingPreprocessedDataset(Stream(ROWS), engine, **options)
+
+
+def test_f27_a_collator_of_ones_own(engine: PromptEngine) -> None:
+    built = DataLoaderBuilder().with_dataset(PreprocessedDataset(ROWS, engine)).with_batch_size(4)
+    batch = next(iter(built.with_options(collate_fn=create_collate_fn(0, max_length=400)).build()))
+    assert batch["labels"].shape == (4, 400)
+    trained = batch["labels"] != -100
+    assert (batch["labels"][trained] == batch["input_ids"][trained]).all()  # not shifted
+
+
+def test_f28_the_builders_example(engine: PromptEngine) -> None:
+    train_ds = PreprocessedDataset(ROWS, engine)
+
+    class dist:
+        rank, world_size = 0, 1
+
+    loader = (
+        DataLoaderBuilder()
+        .with_dataset(train_ds)
+        .with_batch_size(32)
+        .with_workers(8)
+        .with_distributed(rank=dist.rank, world_size=dist.world_size)
+        .build()
+    )
+    assert [batch["input_ids"].shape[0] for batch in loader] == [32, 9]
+    assert_same_batches(loader, loader)
