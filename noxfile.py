@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import nox
@@ -84,6 +85,19 @@ def parity(session: nox.Session) -> None:
     """Every model family against torch, both ways. The normal run compares with what torch gave once (tests/train/goldens)."""
     session.install(".[parity]")
     session.run("pytest", "tests/train/test_hf_torch.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session
+def html(session: nox.Session) -> None:
+    """The page of `easypipe preview` in a headless Chromium: the one of this machine, else one that playwright downloads."""
+    session.install(".[test]")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        session.install("playwright")
+        session.run("playwright", "install", "--with-deps", "chromium")
+        where = "from playwright.sync_api import sync_playwright as p; print(p().start().chromium.executable_path)"
+        browser = str(session.run("python", "-c", where, silent=True)).strip()
+    session.run("pytest", "tests/test_preview.py", *session.posargs, env=TEST_ENV | {"EASYPIPE_CHROMIUM": browser})
 
 
 @nox.session

@@ -25,6 +25,7 @@ FLOOR = {
     "executors": 3,
     "pipeline": 4,
     "jobs": 5,
+    "previews": 6,
     "run": 6,
     "faces": 7,
     "cli": 8,

@@ -45,6 +45,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.loader.state": ("LoaderState",),
     "easypipe.jobs": ("tokenize_and_save",),
     "easypipe.pipeline": ("Pipeline", "create_pipeline"),
+    "easypipe.previews.samples": ("Preview", "preview"),
     "easypipe.run": ("RunConfig",),
     "easypipe.sources.cache": ("TokenCache",),
     "easypipe.sources.hub": ("HuggingFaceShardedSource",),

@@ -13,7 +13,7 @@ from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.save import SaveReport, SaveStageConfig
-from easypipe.stages.source import DatasetConfig
+from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.tokenize import TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -73,12 +73,12 @@ def tokenize_and_save(
     return Pipeline(config, progress=progress or ProgressLine()).source().tokenize().save().build()
 
 
-def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: bool = True) -> Pipeline:
+def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: bool = True, first_rows: int | None = None) -> Pipeline:
     """The stages that `config` describes, up to and without load(): several datasets are mixed; packed and saved where it says so.
 
-    save: False leaves out save(), for those who only look.
+    save: False leaves out save(), for those who only look. first_rows: as in SourceStage.
     """
-    pipeline = Pipeline(config, progress=progress).source().tokenize()
+    pipeline = Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows)).tokenize()
     if config.mix is not None or len(config.datasets) > 1:
         pipeline.mix()
     if config.pack is not None:

@@ -162,10 +162,15 @@ class Pipeline:
         report = self.write() if saves else None
         return self.loader() if loads else report
 
+    @property
+    def stages(self) -> tuple[BaseStage, ...]:
+        """The chain's stages, in order."""
+        return tuple(step.stage for step in self._plan)
+
     def pending(self) -> dict[str, tuple[int, int]]:
         """(ranges of rows that are not tokenized yet, all ranges) of every dataset that tokenize() has made. Reads no text."""
         self._require_cache()
-        waiting = {name: source.pending() for name, source in self._tokenized().items()}
+        waiting = {name: source.pending() for name, source in self.tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
 
     def prepare_part(self, number: int, count: int) -> int:
@@ -178,12 +183,12 @@ class Pipeline:
         self._require_cache()
         self._build_is_under_way()
         rows = 0
-        for source in self._tokenized().values():
+        for source in self.tokenized().values():
             missing, _ = source.pending()
             rows += source.prepare_part([i for i in missing if i % count == number])
         return rows
 
-    def _tokenized(self) -> dict[str, TokenizedShardedSource]:
+    def tokenized(self) -> dict[str, TokenizedShardedSource]:
         """What the last tokenize() tokenizes."""
         self._require_source()
         data = next((step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)), {})
@@ -196,7 +201,7 @@ class Pipeline:
 
     def _spread(self) -> None:
         """Has other machines tokenize, where the config says so."""
-        sources = {name: source for name, source in self._tokenized().items() if source.kept}
+        sources = {name: source for name, source in self.tokenized().items() if source.kept}
         if self._context.config.executor == "local" or not sources:
             return
         from easypipe.executors.ray import prepare_on_ray
@@ -346,7 +351,7 @@ class _Remade:
         pipeline = Pipeline(self.config)
         for stage in self.stages:
             pipeline._add(stage)
-        return pipeline._tokenized()
+        return pipeline.tokenized()
 
 
 def create_pipeline(

@@ -135,7 +135,7 @@ def test_f15_workers_that_write_elsewhere_are_noticed(tmp_path: Path) -> None:
     files = write_files(tmp_path / "data", files=2)
     here, elsewhere = pipeline(files, tmp_path / "here"), pipeline(files, tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in this folder"):
-        prepare_on_ray(here._tokenized(), _Remade.of(elsewhere.get_context(), [SourceStage(), TokenizeStage(TokenizeStageConfig())]))
+        prepare_on_ray(here.tokenized(), _Remade.of(elsewhere.get_context(), [SourceStage(), TokenizeStage(TokenizeStageConfig())]))
     assert elsewhere.pending() == {"d": (0, 2)}
 
 

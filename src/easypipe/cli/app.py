@@ -18,6 +18,7 @@ from easypipe.cli.explain import explain
 from easypipe.cli.kernels import kernels
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
+from easypipe.cli.preview import preview
 from easypipe.cli.quickstart import quickstart
 from easypipe.cli.report import report
 from easypipe.cli.show import console
@@ -40,6 +41,7 @@ app.command()(discover)
 app.command()(prepare)
 app.command()(plan)
 app.command()(explain)
+app.command()(preview)
 app.command()(verify)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")

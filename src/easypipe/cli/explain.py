@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +14,7 @@ from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import ConfigFile, Overrides
 from easypipe.cli.show import console, progress
 from easypipe.core.errors import ConfigError
-from easypipe.loader.explain import ExplainedBatch, ExplainedRow, Segment
+from easypipe.loader.explain import ExplainedBatch
 
 MASKED = ("⟦", "⟧")
 
@@ -44,43 +44,25 @@ def explain(
 def shown(explained: ExplainedBatch, characters: int) -> Iterator[Text]:
     yield Text(f"batch {explained.step} (metrics.jsonl calls it step {explained.step + 1})")
     for row in explained.rows:
-        yield _row(row)
+        yield Text(row.title, style="bold")
         for segment in row.segments:
-            yield _segment(segment)
+            yield Text(f"  {segment.title}", style="cyan")
             if segment.spans is not None:
-                yield _text(segment, characters)
+                yield text_line([(span.text, span.masked, None) for span in segment.spans], characters)
     for note in explained.notes:
         yield Text(f"note: {note}")
 
 
-def _row(row: ExplainedRow) -> Text:
-    window = "" if row.window is None else f", window {row.window}"
-    return Text(
-        f"row {row.row}: row {row.number:,} of the run, epoch {row.epoch}{window}; {len(row.segments)} segments, "
-        f"{row.padding} of {row.slots} slots padding",
-        style="bold",
-    )
-
-
-def _segment(s: Segment) -> Text:
-    of = f" of {s.document_tokens}" if s.document_tokens is not None else ""
-    eos = " and EOS" if s.ends_with_eos else ""
-    masked = f", {s.masked_tokens} masked" if s.masked_tokens else ""
-    dataset = f"{s.dataset}, " if s.dataset else ""
-    return Text(
-        f"  [{s.segment}] slots {s.slot_start}:{s.slot_stop}  {dataset}{s.file}, row {s.row}, "
-        f"tokens {s.token_start}:{s.token_stop}{of}{eos}{masked}",
-        style="cyan",
-    )
-
-
-def _text(segment: Segment, characters: int) -> Text:
-    """The first characters of a segment, line ends shown as they would be typed; masked parts dim and in brackets."""
+def text_line(parts: Sequence[tuple[str, bool, str | None]], characters: int, trained: str = "") -> Text:
+    """The first characters of (text, masked, who begins to speak), line ends shown as they would be typed; masked parts dim and in
+    brackets, the others in the style `trained`. characters: 0 shows all."""
     text, left = Text("      "), characters or None
-    for span in segment.spans or ():
+    for words, masked, role in parts:
         if left == 0:
             break
-        part = repr(span.text if left is None else span.text[:left])[1:-1]
-        left = None if left is None else max(0, left - len(span.text))
-        text.append(part.join(MASKED) if span.masked else part, style="dim" if span.masked else "")
+        if role is not None:
+            text.append(f" {role}: ", style="magenta")
+        part = repr(words if left is None else words[:left])[1:-1]
+        left = None if left is None else max(0, left - len(words))
+        text.append(part.join(MASKED) if masked else part, style="dim" if masked else trained)
     return text.append(" …") if left == 0 else text

@@ -71,6 +71,18 @@ class Segment:
         return self.document_tokens is not None and self.token_stop - self.token_start < self.document_tokens
 
     @property
+    def title(self) -> str:
+        """Where it stands, and where it came from, in a line."""
+        of = f" of {self.document_tokens}" if self.document_tokens is not None else ""
+        eos = " and EOS" if self.ends_with_eos else ""
+        masked = f", {self.masked_tokens} masked" if self.masked_tokens else ""
+        dataset = f"{self.dataset}, " if self.dataset else ""
+        return (
+            f"[{self.segment}] slots {self.slot_start}:{self.slot_stop}  {dataset}{self.file}, row {self.row}, "
+            f"tokens {self.token_start}:{self.token_stop}{of}{eos}{masked}"
+        )
+
+    @property
     def text(self) -> str | None:
         return None if self.spans is None else "".join(span.text for span in self.spans)
 
@@ -86,6 +98,15 @@ class ExplainedRow:
     slots: int
     padding: int
     segments: tuple[Segment, ...]
+
+    @property
+    def title(self) -> str:
+        """Which row of the run it is, and how full."""
+        window = "" if self.window is None else f", window {self.window}"
+        return (
+            f"row {self.row}: row {self.number:,} of the run, epoch {self.epoch}{window}; {len(self.segments)} segments, "
+            f"{self.padding} of {self.slots} slots padding"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,14 +140,14 @@ class FileSource(ShardedDataSource):
         schema = [[field.name, str(field.type)] for field in self.schema]
         return digest("file", READER_VERSION, self._format.name, self._options(), self.files[shard].digest, schema)
 
-    def head(self, num_bytes: int) -> FileSource:
-        """The same files as far as can be told without reading them through: of those that are records (lines, JSON, CSV) the records that
+    def head(self, num_bytes: int, files: int | None = None) -> FileSource:
+        """The same files, or the first `files` of them, as far as can be told without reading them through: of those that are records (lines, JSON, CSV) the records that
         end within so many first plain bytes. Others know their rows from a footer, and keep them all.
 
         A file that has no whole record there has no row. Shards have `num_rows` of what can be read here; `total_rows` tells the file's.
         """
         twin = copy.copy(self)
-        twin.files = tuple(dataclasses.replace(file, head_bytes=num_bytes) for file in self.files)
+        twin.files = tuple(dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files])
         twin._lock, twin._opened = threading.Lock(), None
         return twin
 

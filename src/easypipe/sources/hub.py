@@ -133,9 +133,9 @@ class HuggingFaceShardedSource(ShardedDataSource):
         """Of the file's content: a new commit that leaves a file as it is leaves its tokens as they are."""
         return self._open().shard_identity(shard)
 
-    def head(self, num_bytes: int) -> FileSource:
-        """As FileSource.head, of the first file; nothing is downloaded whole for it."""
-        return open_repo_files(self._hub, self.files[:1], self.kind, self.commit, self._made).head(num_bytes)
+    def head(self, num_bytes: int, files: int | None = None) -> FileSource:
+        """As FileSource.head; nothing is downloaded whole for it."""
+        return open_repo_files(self._hub, self.files[:files], self.kind, self.commit, self._made).head(num_bytes)
 
     def select(self, columns: Sequence[str]) -> FileSource:
         return self._open().select(columns)

@@ -13,7 +13,9 @@ import pyarrow as pa
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
+from easypipe.sources.base import FileSource
 from easypipe.sources.forward import ForwardSource, open_forward
+from easypipe.sources.hub import HuggingFaceShardedSource
 from easypipe.sources.limit import LimitedSource, select
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
@@ -22,13 +24,14 @@ from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.stages.caching import index_folder
 from easypipe.stages.formats import check_formats, formatted, read_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
-from easypipe.stages.saved import is_saved, load_saved
-from easypipe.transforms.tokenizer import TokenizerConfig
 from easypipe.stages.prompt_rows import check_prompts
-
+from easypipe.stages.saved import is_saved, load_saved
 from easypipe.transforms.prompts import PromptConfig, TrainOn
+from easypipe.transforms.tokenizer import TokenizerConfig
+
 log = logging.getLogger("easypipe")
 
+HEAD_BYTES = 8 << 20  # of a file of lines, in which the first rows of a dataset are looked for
 READERS = {"jsonl": "json"}  # one reader looks at the content and tells lines from an array
 
 
@@ -146,7 +149,14 @@ class DatasetConfig:
 
 
 class SourceStage(BaseStage):
-    """Opens every dataset of the pipeline's config. Files are listed and their indexes read; no rows are."""
+    """Opens every dataset of the pipeline's config. Files are listed and their indexes read; no rows are.
+
+    first_rows: open of each dataset only so many rows, of the head of its first file, so that no file is read through: for a first look.
+    """
+
+    def __init__(self, *, first_rows: int | None = None) -> None:
+        super().__init__()
+        self.first_rows = first_rows
 
     @property
     def name(self) -> str:
@@ -155,11 +165,11 @@ class SourceStage(BaseStage):
     def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
         opened = dict(data)
         for dataset in context.config.datasets:
-            opened[dataset.name] = open_dataset(dataset, context)
+            opened[dataset.name] = open_dataset(dataset, context, self.first_rows)
         return opened
 
 
-def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSource:
+def open_dataset(dataset: DatasetConfig, context: PipelineContext, first_rows: int | None = None) -> ShardedSource:
     """Raises MissingFileError where no file is, SourceError where a file is not what its name says."""
     files = dataset.data_files
     kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
@@ -183,6 +193,9 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext) -> ShardedSou
         lines = context.config.streaming and split_of(dataset)[1] is None  # a part needs its rows counted
         forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
         source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context))
+    if first_rows is not None:
+        head = source.head(HEAD_BYTES, files=1) if isinstance(source, FileSource | HuggingFaceShardedSource) else source
+        return formatted(LimitedSource(_without_conflicts(head, dataset), min(first_rows, dataset.num_rows or first_rows)), dataset)
     source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]
     if part is not None:

@@ -1,0 +1,62 @@
+"""`easypipe preview`: the first samples of a config as the model will see them, on the terminal or as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from easypipe.cli.configs import described
+from easypipe.cli.explain import text_line
+from easypipe.cli.plan import AsJson
+from easypipe.cli.prepare import ConfigFile, Overrides
+from easypipe.cli.show import console, progress
+from easypipe.core.storage import commit_bytes
+from easypipe.previews.samples import FIRST_ROWS, Preview
+from easypipe.previews.samples import preview as look
+
+TRAINED = "green"
+
+
+def preview(
+    config: ConfigFile,
+    n: Annotated[int, typer.Option("-n", min=1, help="How many samples.")] = 5,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of each dataset from which samples are made.")] = FIRST_ROWS,
+    characters: Annotated[int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")] = 2000,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Show samples of CONFIG.YAML, decoded: what is trained of them (green) and what is masked (dim, in ⟦ ⟧), who speaks, what is cut."""
+    data = described(config, overrides or []).data
+    if as_json:
+        typer.echo(json.dumps(look(data, n, first_rows=rows).to_json()))
+        return
+    with progress() as listener:
+        made = look(data, n, first_rows=rows, progress=listener)
+    if html is not None:
+        commit_bytes(html, made.to_html(f"easypipe preview {config.name}").encode())
+        console.print(f"wrote {html}", highlight=False, markup=False, soft_wrap=True)
+        return
+    for line in shown(made, characters):
+        console.print(line, soft_wrap=True)
+
+
+def shown(made: Preview, characters: int) -> Iterator[Text]:
+    yield Text("trained ", style=TRAINED).append("⟦masked⟧", style="dim")
+    for sample in made.samples:
+        yield Text(sample.row.title, style="bold")
+        for segment in sample.segments:
+            yield Text(f"  {segment.title}", style="cyan")
+            for cut in segment.cuts:
+                yield Text(f"      cut: {cut}", style="yellow")
+            if segment.pieces is not None:
+                yield text_line([(piece.text, piece.masked, piece.role) for piece in segment.pieces], characters, TRAINED)
+    for note in made.notes:
+        yield Text(f"note: {note}")

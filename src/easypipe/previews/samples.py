@@ -1,0 +1,238 @@
+"""The first samples of a config as the model will see them: text, what is trained of it, who speaks, where segments and cuts are.
+
+They are made by the pipeline itself from the first rows of each dataset, and explained by `Loader.explain`. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from easypipe.core.config import from_dict, load_yaml
+from easypipe.core.errors import ConfigError
+from easypipe.core.protocols import ProgressListener, silent
+from easypipe.jobs import chain
+from easypipe.loader.explain import ExplainedRow, Segment, Span
+from easypipe.loader.loader import LoadStageConfig
+from easypipe.pipeline import Pipeline
+from easypipe.stages.books import ledger_of
+from easypipe.stages.config import PipelineConfig
+from easypipe.stages.load import LoadStage
+from easypipe.stages.save import SaveStage
+from easypipe.stages.source import SourceStage
+from easypipe.stages.tokenize import TokenizedShardedSource
+from easypipe.transforms.messages import values_of
+
+FIRST_ROWS = 200  # of each dataset, from which samples are made
+KEPT = ("written", "stored")  # outcomes that lose nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Text that is all trained, or all masked, and of one speaker. role: who begins to speak here; None where the last one goes on."""
+
+    text: str
+    masked: bool
+    role: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSegment:
+    """A document, or as much of one as stands together in a row.
+
+    segment: where it came from and where it stands. pieces: its text; None where no tokenizer decodes it. roles: who speaks in the row
+    that it was made from, in order. cuts: what of the document is not here, in words.
+    """
+
+    segment: Segment
+    pieces: tuple[Piece, ...] | None
+    roles: tuple[str, ...]
+    cuts: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Where it stands, where it came from, and who speaks in it."""
+        return self.segment.title + (f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A row of a batch: one document, or packed several."""
+
+    row: ExplainedRow
+    segments: tuple[SampleSegment, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """Samples as they would be trained. notes: how they were made, and what became of rows that are not among them."""
+
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_html(self, title: str = "easypipe preview") -> str:
+        """One page that needs nothing else, and in which samples are text whatever they hold."""
+        from easypipe.previews.page import page
+
+        return page(self, title)
+
+    def __str__(self) -> str:
+        from easypipe.previews.page import lines
+
+        return "\n".join(lines(self))
+
+
+def preview(
+    config: Pipeline | PipelineConfig | Mapping[str, Any] | str | Path,
+    n: int = 5,
+    *,
+    first_rows: int = FIRST_ROWS,
+    progress: ProgressListener = silent,
+) -> Preview:
+    """The first `n` samples of a config (a PipelineConfig, a dict, a YAML file, also that of a run), or of a Pipeline with its own stages.
+
+    first_rows: of each dataset so many rows are read, tokenized, mixed and packed as the config says; no file is read through for it, and
+    nothing is kept, so the samples are those of a run over these rows alone: what they look like, not which come first in training.
+    Raises what the pipeline raises; ConfigError where `n` is none.
+    """
+    if n < 1 or first_rows < 1:
+        raise ConfigError(at="n" if n < 1 else "first_rows", problem=f"{min(n, first_rows)} show nothing", fix="Give at least 1.")
+    with tempfile.TemporaryDirectory(prefix="easypipe-preview-") as folder:
+        if isinstance(config, Pipeline):
+            pipeline = Pipeline(_looked_at(config.get_context().config, folder), progress=progress)
+            for stage in config.stages:
+                if not isinstance(stage, SaveStage | LoadStage):
+                    pipeline.add_stage(SourceStage(first_rows=first_rows) if isinstance(stage, SourceStage) else stage)
+        else:
+            pipeline = chain(_looked_at(_read(config), folder), progress=progress, save=False, first_rows=first_rows)
+        return _preview(pipeline, n, first_rows)
+
+
+def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
+    loader = pipeline.copy().load(LoadStageConfig(batch_size=n, drop_last=False)).loader()
+    explained = loader.explain(0)
+    tokenized = pipeline.tokenized()
+    only = next(iter(tokenized), "") if len(tokenized) == 1 else ""
+    samples = []
+    for row in explained.rows:
+        segments = []
+        for segment in row.segments:
+            name = segment.dataset or only
+            source = tokenized.get(name)
+            turns = [] if source is None else _turns(source, segment)
+            segments.append(_segment(segment, turns, None if source is None else _limit(source)))
+        samples.append(Sample(row=row, segments=tuple(segments)))
+    notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
+    for name, source in tokenized.items():
+        notes += _what_became(name, source)
+    return Preview(samples=tuple(samples), notes=tuple(notes))
+
+
+def _read(config: PipelineConfig | Mapping[str, Any] | str | Path) -> PipelineConfig:
+    if isinstance(config, PipelineConfig):
+        return config
+    values = load_yaml(config) if isinstance(config, str | Path) else config
+    run = "data" in values
+    return from_dict(PipelineConfig, values["data"] if run else values, "data" if run else "")
+
+
+def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
+    """The same data, made on this machine into a folder of its own, with nothing written elsewhere."""
+    datasets = tuple(dataclasses.replace(dataset, cache_path=None, cache_enabled=True) for dataset in config.datasets)
+    changes: dict[str, Any] = {
+        "datasets": datasets,
+        "seed": 0 if config.seed is None else config.seed,
+        "cache_dir": folder,
+        "cache": None,
+        "streaming": False,
+        "num_streams": None,
+        "executor": "local",
+        "save": None,
+        "load": None,
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def _turns(source: TokenizedShardedSource, segment: Segment) -> list[tuple[str, str]]:
+    """(role, text) of the row that a document was made from, in order; none where nobody in particular speaks there."""
+    shard = next((i for i, shard in enumerate(source.source.shards) if shard.name == segment.file), None)
+    if shard is None:
+        return []
+    batch = source.source.read(shard, segment.row, segment.row + 1)
+    columns = [name for name in source.form.columns if name in batch.schema.names]
+    if not batch.num_rows:
+        return []
+    for name in columns:
+        if found := _messages(batch.column(name)):
+            return found
+    texts = {name: batch.column(name)[0].as_py() for name in columns}
+    return [(name, text) for name, text in texts.items() if isinstance(text, str)] if len(columns) > 1 else []
+
+
+def _messages(column: pa.Array) -> list[tuple[str, str]]:
+    if not pa.types.is_nested(column.type) and not str(column[0].as_py() or "").lstrip().startswith("["):
+        return []  # plain text
+    [talk] = values_of(column, keep=())
+    found = []
+    for message in talk if isinstance(talk, list) else []:
+        if isinstance(message, Mapping):
+            role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+            parts = content if isinstance(content, list) else []
+            text = content if isinstance(content, str) else "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+            found.append((str(role), text))
+    return found
+
+
+def _segment(segment: Segment, turns: Sequence[tuple[str, str]], limit: int | None) -> SampleSegment:
+    cuts = []
+    if segment.document_tokens is not None:
+        if segment.token_start:
+            cuts.append(f"tokens 0:{segment.token_start} of the document stand before")
+        if segment.token_stop < segment.document_tokens:
+            cuts.append(f"tokens {segment.token_stop}:{segment.document_tokens} of the document are not here")
+        if limit is not None and segment.document_tokens >= limit:
+            cuts.append(f"the document has {segment.document_tokens} tokens, which is max_length: what was longer was cut")
+    pieces = None if segment.spans is None else tuple(_pieces(segment.spans, turns))
+    return SampleSegment(segment=segment, pieces=pieces, roles=tuple(role for role, _ in turns), cuts=tuple(cuts))
+
+
+def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator[Piece]:
+    """The spans, cut where someone begins to speak. A turn whose words the template changed is not found, and begins nothing."""
+    whole = "".join(span.text for span in spans)
+    begins: dict[int, str] = {}
+    at = 0
+    for role, text in turns:
+        found = whole.find(text.strip(), at) if text.strip() else -1
+        if found >= 0:
+            begins[found] = role
+            at = found + len(text.strip())
+    start = 0
+    for span in spans:
+        stop = start + len(span.text)
+        edges = [start, *(place for place in sorted(begins) if start < place < stop), stop]
+        for a, b in itertools.pairwise(edges):
+            yield Piece(text=whole[a:b], masked=span.masked, role=begins.get(a))
+        start = stop
+
+
+def _limit(source: TokenizedShardedSource) -> int | None:
+    options = source.tokenizer.config
+    return options.max_length if options.truncation else None
+
+
+def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
+    """Rows that were not made into documents, and tokens that were cut, of those that were looked at."""
+    for entry in ledger_of(name, source).entries:
+        lost = {key: count for key, count in entry.out.items() if count and key not in KEPT}
+        if lost:
+            yield f"{name}: of {sum(entry.into.values()):,} {entry.unit} {', '.join(f'{count:,} {key}' for key, count in lost.items())}"

@@ -1,0 +1,228 @@
+"""easypipe.preview: samples decoded with what is trained of them, on the terminal and as a page that cannot be injected."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from easypipe import DatasetConfig, Pipeline, PipelineConfig, Preview, preview
+from easypipe.cli import main
+from easypipe.core.errors import ConfigError, StageOrderError
+from easypipe.transforms.columns import Rename
+from pipelines import config, jsonl, texts, tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}<|endoftext|>{% endgeneration %}\n{% endfor %}"
+    .replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}")
+    .replace("{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
+)  # fmt: skip
+HOSTILE = [
+    "<script>document.title='owned'</script>",
+    '"><img src=x onerror="document.title=1">',
+    "</style></span></div><h1 id=owned>big</h1>",
+    "<!-- ]]> & &amp; &lt;b&gt; <svg/onload=alert(1)>",
+    "\x1b[31mred\x00\u202egnp.exe \u2028 end",
+    "javascript:alert(1) {{7*7}} ${7*7}",
+]
+
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def made(folder: Path, rows: list[dict[str, Any]], n: int = 3, *, pack: dict[str, Any] | None = None, **dataset: Any) -> Preview:
+    path = jsonl(folder / "rows.jsonl", rows)
+    values = {"datasets": [{"name": "d", "data_files": str(path), **dataset}], "default_tokenizer": tokenizer(), "seed": 3, "pack": pack}
+    return preview(values, n)
+
+
+def test_plain_text(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in texts(20)]
+    shown = made(tmp_path, rows)
+    assert len(shown.samples) == 3
+    for sample in shown.samples:
+        [segment] = sample.segments
+        [piece] = segment.pieces or ()
+        assert (piece.text, piece.masked, piece.role) == (rows[segment.segment.row]["text"], False, None)
+        assert segment.cuts == ()
+    assert "made of the first 200 rows of each dataset, at most" in shown.notes
+
+
+def test_prompts_and_conversations(tmp_path: Path) -> None:
+    pairs = made(tmp_path, [{"q": f"what is {i}? ", "a": f"{i}"} for i in range(9)], prompt_field="q", completion_field="a")
+    for sample in pairs.samples:
+        [segment] = sample.segments
+        i = segment.segment.row
+        assert [(p.text, p.masked, p.role) for p in segment.pieces or ()] == [
+            (f"what is {i}? ", True, "q"),
+            (f"{i}<|endoftext|>", False, "a"),
+        ]
+        assert segment.title.endswith("; q, a")
+    talks = made(
+        tmp_path,
+        [{"messages": chat("same words", "same words", "bye", f"good bye {i}")} for i in range(4)],
+        1,
+        content_field="messages",
+        chat_template=TEMPLATE,
+    )
+    [segment] = talks.samples[0].segments
+    assert segment.roles == ("user", "assistant", "user", "assistant")
+    spoken = [(p.role, p.masked) for p in segment.pieces or () if p.role is not None]
+    assert spoken == [("user", True), ("assistant", False), ("user", True), ("assistant", False)]
+    alpaca = made(
+        tmp_path, [{"instruction": "add", "input": f"1 and {i}", "output": "7"} for i in range(4)], 1, prompt={"format_type": "alpaca"}
+    )
+    assert alpaca.samples[0].segments[0].roles == ("instruction", "input", "output")
+
+
+def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:
+    shown = made(tmp_path, [{"text": text} for text in texts(30)], 6, pack={"seq_length": 100, "strategy": "stream"})
+    segments = [segment for sample in shown.samples for segment in sample.segments]
+    assert len(segments) > len(shown.samples) == 6
+    cut = [segment for segment in segments if segment.cuts]
+    assert cut
+    assert all(segment.segment.is_part for segment in cut)
+    assert any("of the document are not here" in text for segment in cut for text in segment.cuts)
+    assert str(shown).count("slots padding") == 6
+
+
+def test_what_max_length_cut_is_said(tmp_path: Path) -> None:
+    shown = made(tmp_path, [{"text": text} for text in texts(30)], 30, tokenizer_kwargs={"max_length": 20})
+    cut = [segment for sample in shown.samples for segment in sample.segments if segment.cuts]
+    assert cut
+    assert all(segment.cuts[0].startswith("the document has 20 tokens, which is max_length") for segment in cut)
+    assert any(note.startswith("d: of ") and "truncated" in note for note in shown.notes)
+
+
+def test_it_is_what_training_gets(tmp_path: Path) -> None:
+    """With as many rows as there are, the samples are the rows of the first batch."""
+    whole = config(tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"})
+    shown = preview(whole, 4, first_rows=20)  # code has 20 in its first file
+    first = [DatasetConfig(name=d.name, data_files=str(tmp_path / "data" / str(d.name) / "a.jsonl"), num_rows=20) for d in whole.datasets]
+    limited = PipelineConfig(**{**vars(whole), "datasets": first, "cache_dir": tmp_path / "other"})
+    loader = Pipeline(limited).source().tokenize().mix().pack().load({"batch_size": 4}).loader()
+    explained = loader.explain(0)
+    assert [sample.row for sample in shown.samples] == list(explained.rows)
+
+
+def test_a_pipeline_with_its_own_stages_and_nothing_kept(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"words": text} for text in texts(10)])
+    options = {"default_tokenizer": tokenizer(), "seed": 1, "cache_dir": tmp_path / "cache"}
+    pipeline = (
+        Pipeline(PipelineConfig(datasets=(DatasetConfig(data_files=str(path)),), **options)).source().transform(Rename({"words": "text"}))
+    )
+    with pytest.raises(StageOrderError, match="Call tokenize"):
+        preview(pipeline)
+    shown = preview(pipeline.tokenize().pack({"seq_length": 32}).save({"output_dir": tmp_path / "saved"}), 2)
+    assert len(shown.samples) == 2
+    assert not (tmp_path / "saved").exists()
+    assert not list((tmp_path / "cache").glob("tokens*"))
+
+
+def test_streaming_configs_and_large_files(tmp_path: Path) -> None:
+    path = tmp_path / "large.jsonl"
+    with path.open("wb") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts(50)).encode())
+        file.truncate(1 << 40)
+    values = {"datasets": [{"data_files": str(path)}], "default_tokenizer": tokenizer(), "streaming": True, "num_streams": 2}
+    shown = preview(values | {"cache_dir": str(tmp_path / "cache"), "pack": {"seq_length": 64}}, 2, first_rows=30)
+    assert len(shown.samples) == 2
+    assert all(segment.segment.row < 30 for sample in shown.samples for segment in sample.segments)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for options in ({"n": 0}, {"first_rows": 0}):
+        with pytest.raises(ConfigError, match="Give at least 1"):
+            preview(config(tmp_path), **options)
+    with pytest.raises(ConfigError, match=r"datasets\[0\].content_feild: unknown key"):
+        preview({"datasets": [{"data_files": "x", "content_feild": "y"}]})
+
+
+class Page(HTMLParser):
+    """Every element and attribute of a page, and the text within."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def hostile_page(folder: Path) -> str:
+    rows = [{"q": text, "a": f"answer {text}"} for text in HOSTILE]
+    return made(folder, rows, 9, prompt_field="q", completion_field="a", name="<b>d").to_html("<script>title</script>")
+
+
+def test_the_page_cannot_be_injected(tmp_path: Path) -> None:
+    text = hostile_page(tmp_path)
+    page = Page(text)
+    allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "section", "div"}
+    assert {tag for tag, _ in page.tags} <= allowed
+    assert {name for _, attributes in page.tags for name in attributes} <= {"lang", "charset", "name", "content", "class", "http-equiv"}
+    assert all("://" not in str(value) for _, attributes in page.tags for value in attributes.values())
+    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    for words in HOSTILE[:4]:
+        assert words in page.words  # as text, every character of it
+    for character in "\x1b\x00\u202e\u2028":
+        assert character not in text
+        assert f"\\u{{{ord(character):x}}}" in text
+    classes = [attributes.get("class") for _, attributes in page.tags]
+    assert {"trained", "masked", "role", "segment", "text", "where"} <= set(classes)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"q": f"\x1b[31mwhat is {i}?\n", "a": f"{i} <b>"} for i in range(9)]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    values = {"datasets": [{"data_files": str(path), "prompt_field": "q", "completion_field": "a"}], "default_tokenizer": tokenizer()}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    assert main(["preview", str(file), "-n", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("of the run") == 2
+    assert "⟦\\x1b[31mwhat is" in out
+    assert "\x1b[31mwhat" not in out
+    assert main(["preview", str(file), "--html", str(tmp_path / "out.html"), "-n", "1"]) == 0
+    assert Page((tmp_path / "out.html").read_text()).words.count("of the run") == 1
+    capsys.readouterr()
+    assert main(["preview", str(file), "--json", "-n", "1", "--set", "pack.seq_length=128"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["samples"][0]["segments"]) > 1
+    assert main(["preview", str(tmp_path / "nothing.yaml")]) == 2
+
+
+@pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
+def test_in_a_browser(tmp_path: Path) -> None:
+    """A real browser finds the elements that we wrote and no others, runs nothing, and asks for nothing."""
+    browser = shutil.which(os.environ["EASYPIPE_CHROMIUM"])
+    assert browser, os.environ["EASYPIPE_CHROMIUM"]
+    text = hostile_page(tmp_path)
+    (tmp_path / "page.html").write_text(text)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+        command = [browser, *flags, "--window-size=1000,1400", *arguments, (tmp_path / "page.html").as_uri()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+    done = run("--dump-dom")
+    seen, sent = Page(done.stdout), Page(text)
+    assert sorted(tag for tag, _ in seen.tags) == sorted(tag for tag, _ in sent.tags)
+    assert "<title>&lt;script&gt;title&lt;/script&gt;</title>" in done.stdout
+    assert "CONSOLE" not in done.stderr  # no script ran or was refused, nothing was asked for
+    for words in HOSTILE[:4]:
+        assert words in seen.words
+    run(f"--screenshot={tmp_path / 'page.png'}")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
