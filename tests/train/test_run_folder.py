@@ -155,7 +155,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
         assert "Give the train.output_dir of a run" in error
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (tmp_path / "ledger.json").write_text('{"entries": [{}]}')
-    with pytest.raises(StateError, match="a file in it is not what a run writes there: KeyError 'in'|KeyError 'stage'"):
+    with pytest.raises(StateError, match=r"a file in it is not what a run writes there: KeyError 'stage'"):
         write_report(tmp_path)
     (tmp_path / "ledger.json").write_text("{")
     with pytest.raises(StateError, match=r"ledger\.json: is no JSON"):

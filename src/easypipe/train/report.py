@@ -20,7 +20,8 @@ _MOST_LINES = 200  # of a table; the middle of a longer one is left out, and sai
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; } td, th { padding: .15rem .7rem; border-bottom: 1px solid #ddd; text-align: left; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+td, th { padding: .15rem .7rem; border-bottom: 1px solid #ddd; text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; } img { width: 100%; max-width: 35rem; }
 pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; } .none { color: #777; }
 """
