@@ -31,7 +31,7 @@ from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.transforms.messages import values_of
 
 FIRST_ROWS = 200  # of each dataset, from which samples are made
-KEPT = ("written", "stored")  # outcomes that lose nothing
+KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing
 
 
 @dataclass(frozen=True, kw_only=True)
