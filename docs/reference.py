@@ -72,19 +72,20 @@ def config_page() -> str:
 
 
 def options_page() -> str:
-    """From tests/option_effects.py and tests/train_option_effects.py, which the tests hold to the classes."""
+    """From tests/option_effects.py and its neighbours for runs and faces, which the tests hold to the classes."""
     parts = [
         "# What every option does\n",
         "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with\n"
         "`streaming=True`. Each line names a test of that effect, and an option without one fails the tests.\n"
-        "[Configuration](config.md) has types, defaults and the rules in full; those of [training](#runconfig) come last.\n",
+        "[Configuration](config.md) has types, defaults and the rules in full; those of [training](#runconfig) and of\n"
+        "[the faces](#datapipelineconfig) come last.\n",
     ]
     for cls, options in _effects("option_effects").items():
         rows = ["| option | effect | cached | streaming |", "| --- | --- | --- | --- |"]
         for option, entry in options.items():
             rows.append(f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | {_cell(entry.streaming)} |")
         parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
-    for cls, options in _effects("train_option_effects").items():
+    for cls, options in (_effects("train_option_effects") | _effects("face_option_effects")).items():
         rows = ["| option | effect | |", "| --- | --- | --- |"]
         rows += [f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} |" for option, entry in options.items()]
         parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")

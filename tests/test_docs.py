@@ -58,11 +58,13 @@ def test_python_blocks_run(page: Path, project: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
 def test_yaml_blocks_load(page: Path) -> None:
+    from easypipe.faces.data_pipeline import DataPipelineConfig
     from easypipe.run import RunConfig
 
     for line, text in blocks(page, "yaml"):
         with allowing_code():  # none is called while a config loads
-            from_dict(RunConfig, parse_yaml(text, at=f"{page.name}:{line}"))
+            values = parse_yaml(text, at=f"{page.name}:{line}")
+            from_dict(DataPipelineConfig if values.get("type") == "data_module" else RunConfig, values)
 
 
 def test_every_page_is_in_the_navigation() -> None:

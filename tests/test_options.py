@@ -1,5 +1,5 @@
-"""Every option of the configs of pipelines and runs has an effect that a test shows: option_effects.py and train_option_effects.py
-say which, and are held to the classes here."""
+"""Every option of the configs of pipelines, runs and faces has an effect that a test shows: option_effects.py and its neighbours say
+which, and are held to the classes here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import face_option_effects
 import train_option_effects
 from easypipe import (
     ConfigError,
@@ -27,7 +28,8 @@ from easypipe import (
     TokenizeStageConfig,
 )
 from easypipe.core.config import is_config
-from easypipe.core.schema import INPUT_IDS
+from easypipe.core.schema import INPUT_IDS, OutputSchema, TaskSpec
+from easypipe.faces.data_pipeline import DataPipelineConfig
 from easypipe.pipeline import PipelineConfig
 from easypipe.run import RunConfig
 from easypipe.stages.stream import KNOWN
@@ -56,8 +58,18 @@ def config_classes(root: type = PipelineConfig) -> dict[str, type]:
 
 OF_PIPELINES = config_classes()
 OF_RUNS = {name: cls for name, cls in config_classes(RunConfig).items() if name not in OF_PIPELINES}
-TABLES = {"option_effects.py": (OPTIONS, OF_PIPELINES), "train_option_effects.py": (train_option_effects.OPTIONS, OF_RUNS)}
-EVERY = OPTIONS | train_option_effects.OPTIONS
+OF_FACES = {
+    name: cls
+    for root in (DataPipelineConfig, TaskSpec, OutputSchema)
+    for name, cls in config_classes(root).items()
+    if name not in OF_PIPELINES
+}
+TABLES = {
+    "option_effects.py": (OPTIONS, OF_PIPELINES),
+    "train_option_effects.py": (train_option_effects.OPTIONS, OF_RUNS),
+    "face_option_effects.py": (face_option_effects.OPTIONS, OF_FACES),
+}
+EVERY = OPTIONS | train_option_effects.OPTIONS | face_option_effects.OPTIONS
 
 
 @pytest.mark.parametrize("file", TABLES)

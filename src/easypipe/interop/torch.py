@@ -1,9 +1,9 @@
-"""A loader as a torch IterableDataset, for training loops and libraries that want one. Needs the extra `[torch]`."""
+"""Loaders and streams of rows as torch IterableDatasets, for training loops and libraries that want those. Needs the extra `[torch]`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,16 +41,16 @@ class TorchBatches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker, workers = torch_worker()
+        if self._restored_by not in (None, os.getpid()):
+            raise ConfigError(
+                at="num_workers",
+                problem="a worker, but the state was loaded in the process that started it, which reads no batch",
+                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load their own.",
+            )
         if workers == 1:
             for batch in self._loader:
                 yield _tensors(batch)
             return
-        if self._restored_by not in (None, os.getpid()):
-            raise ConfigError(
-                at="num_workers",
-                problem=f"{workers} workers, but the state was loaded in the process that started them, which reads no batch",
-                fix="Set num_workers=0, or use torchdata's StatefulDataLoader, whose workers load their own.",
-            )
         loader = self._by_number(workers)
         step = self._yielded + (worker - self._yielded) % workers
         while len(loader.rows_of(step)):
@@ -91,6 +91,28 @@ class TorchBatches(IterableDataset[Any]):
         raise ConfigError(at="num_workers", problem=f"{workers} workers, but {problem}", fix=fix)
 
 
+class TorchRows(IterableDataset[Any]):
+    """The rows of an iterable as torch tensors: `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`.
+
+    A StreamingPreprocessedDataset shares its rows over the workers by itself; any other iterable is read by one (num_workers=0), as each
+    worker would read all of it: then iterating raises ConfigError.
+    """
+
+    def __init__(self, rows: Iterable[Any]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        workers = torch_worker()[1]
+        if workers > 1 and not hasattr(self._rows, "sharded"):
+            raise ConfigError(
+                at="num_workers",
+                problem=f"{workers} workers would each read all of {type(self._rows).__name__}",
+                fix="Set num_workers=0, or give a StreamingPreprocessedDataset.",
+            )
+        return map(_tensors, self._rows)
+
+
 def _tensors(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: _tensor(values) for name, values in batch.items()}
@@ -105,4 +127,4 @@ def _tensor(values: Any) -> Any:
     return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.to(torch.int64)
 
 
-__all__ = ["TorchBatches"]
+__all__ = ["TorchBatches", "TorchRows"]

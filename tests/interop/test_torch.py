@@ -1,0 +1,117 @@
+"""Loaders under torch's DataLoader: every batch once and in order, states, workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from easypipe import DataLoaderConfig, DataLoaderFactory, PromptConfig, PromptEngine, StreamingPreprocessedDataset
+from easypipe.core.errors import ConfigError, StateError
+from easypipe.loader.loader import Loader
+from laws import assert_same_batches
+from pipelines import config, texts, tokenizer
+
+torch = pytest.importorskip("torch")
+from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
+
+from easypipe.interop.torch import TorchBatches, TorchRows  # noqa: E402
+
+# A forked worker inherits a parent that has threads (jax, numba); it runs neither.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*")
+
+ROWS = [{"x": np.full(3, i, np.float32), "labels": i} for i in range(22)]
+
+
+def loader(**options: object) -> Loader:
+    return DataLoaderFactory().create_dataloader(ROWS, DataLoaderConfig(**{"batch_size": 3, "shuffle": True, "seed": 4, **options}))
+
+
+def test_batches_are_the_loaders_as_tensors():
+    batches = list(DataLoader(TorchBatches(loader(drop_last=False)), batch_size=None))
+    assert isinstance(TorchBatches(loader()), IterableDataset)
+    assert {batch["labels"].dtype for batch in batches} == {torch.int64}
+    assert {batch["x"].dtype for batch in batches} == {torch.float32}
+    wanted = [batch | {"labels": batch["labels"].astype(np.int64)} for batch in loader(drop_last=False)]
+    assert_same_batches([{name: column.numpy() for name, column in batch.items()} for batch in batches], wanted)
+    assert len(TorchBatches(loader())) == 7
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_give_every_batch_once_and_in_order(num_workers: int):
+    # prefetch in the parent would leave threads behind that a fork does not take along
+    wanted = [batch["labels"].tolist() for batch in loader(num_workers=0)]
+    data = DataLoader(TorchBatches(loader(num_workers=0)), batch_size=None, num_workers=num_workers, timeout=60 if num_workers else 0)
+    for _ in range(2):
+        assert [batch["labels"].tolist() for batch in data] == wanted
+
+
+def test_text_of_a_pipeline(tmp_path: Path):
+    from easypipe import Pipeline
+
+    made = Pipeline(config(tmp_path)).source().tokenize().mix().pack({"seq_length": 32}).load({"batch_size": 2}).build()
+    first = next(iter(TorchBatches(made)))
+    np.testing.assert_array_equal(first["labels"].numpy(), next(iter(made))["labels"])
+
+
+def test_law_exact_resume():
+    wanted = [batch["labels"].tolist() for batch in TorchBatches(loader())]
+    data = TorchBatches(loader())
+    batches = iter(data)
+    for _ in range(3):
+        next(batches)
+    state = data.state_dict()
+    other = TorchBatches(loader())
+    other.load_state_dict(state)
+    assert [batch["labels"].tolist() for batch in other] == wanted[3:]
+    assert [batch["labels"].tolist() for batch in other] == wanted  # the next pass begins at its start
+    with pytest.raises(StateError, match=r"no state of an easypipe loader: it has .'step'."):
+        other.load_state_dict({"step": 3})
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_law_exact_resume_of_a_worker(stop: int, monkeypatch: pytest.MonkeyPatch):
+    """As torchdata's StatefulDataLoader does it: each worker is asked for its state, and given it back."""
+    wanted = [batch["labels"].tolist() for batch in TorchBatches(loader())]
+    for worker in range(3):
+        monkeypatch.setattr("easypipe.interop.torch.torch_worker", lambda worker=worker: (worker, 3))
+        data = TorchBatches(loader())
+        batches = iter(data)
+        for _ in range(stop):
+            next(batches)
+        other = TorchBatches(loader())
+        other.load_state_dict(data.state_dict())
+        assert [batch["labels"].tolist() for batch in other] == wanted[worker::3][stop:]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_state_loaded_beside_the_workers_is_refused(num_workers: int):
+    data = TorchBatches(loader(num_workers=0))
+    data.load_state_dict(TorchBatches(loader()).state_dict())
+    with pytest.raises(Exception, match="state was loaded in the process that started them"):
+        next(iter(DataLoader(data, batch_size=None, num_workers=num_workers, timeout=60)))
+
+
+def test_what_workers_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("easypipe.interop.torch.torch_worker", lambda: (0, 2))
+    with pytest.raises(ConfigError, match=r"num_workers: 2 workers, but its batches lie on devices"):
+        next(iter(TorchBatches(loader(prefetch_to_device=True))))
+    with pytest.raises(ConfigError, match="2 workers would each read all of list"):
+        iter(TorchRows(ROWS))
+
+
+def test_f26_a_streaming_dataset_shares_itself_over_workers_as_printed():
+    class Rows:
+        def __iter__(self):
+            return iter({"prompt": text, "completion": " yes"} for text in texts(30))
+
+    engine = PromptEngine(tokenizer(), PromptConfig(format_type="prompt_completion"))
+    dataset = StreamingPreprocessedDataset(hf_iterable=Rows(), prompt_engine=engine, buffer_size=1000)
+    rows = [tuple(row["input_ids"].tolist()) for row in dataset]
+    for num_workers in (0, 2):
+        seen = [
+            tuple(row["input_ids"].tolist())
+            for row in DataLoader(TorchRows(dataset), batch_size=None, num_workers=num_workers, timeout=60 if num_workers else 0)
+        ]
+        assert sorted(seen) == sorted(rows)
