@@ -89,7 +89,7 @@ def test_law_exact_resume_of_a_worker(stop: int, monkeypatch: pytest.MonkeyPatch
 def test_a_state_loaded_beside_the_workers_is_refused(num_workers: int):
     data = TorchBatches(loader(num_workers=0))
     data.load_state_dict(TorchBatches(loader()).state_dict())
-    with pytest.raises(Exception, match="state was loaded in the process that started them"):
+    with pytest.raises(Exception, match="state was loaded in the process that started it"):
         next(iter(DataLoader(data, batch_size=None, num_workers=num_workers, timeout=60)))
 
 
