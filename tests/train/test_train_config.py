@@ -23,7 +23,22 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainConfig
             {"steps": 10, "optimizer": {"warmup_steps": 10}},
             "optimizer.warmup_steps: 10 warm-up steps do not end before the last of 10 steps. Give at most 9.",
         ),
-        ({"mesh": {"dat": 2}}, "mesh.dat: no mesh axis named 'dat' (have: data, fsdp, tensor). Did you mean 'data'?"),
+        ({"mesh": {"dat": 2}}, "mesh.dat: unknown key (have: preset, data, fsdp, sequence, tensor, axis_rules). Did you mean 'data'?"),
+        ({"mesh": "fspd"}, "mesh: no preset named 'fspd' (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'fsdp'?"),
+        ({"mesh": {"preset": "zero"}}, "mesh.preset: 'zero' is not an option (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'zero1'?"),
+        (
+            {"mesh": {"axis_rules": {"head": "tensor"}}},
+            "mesh.axis_rules.head: no dimension of a parameter means 'head' (have: embed, heads, ",
+        ),
+        (
+            {"mesh": {"axis_rules": {"mlp": "tensr"}}},
+            "mesh.axis_rules.mlp: no mesh axis named 'tensr' (have: data, fsdp, sequence, tensor). Did",
+        ),
+        ({"mesh": {"axis_rules": {"mlp": ["data", "data"]}}}, "mesh.axis_rules.mlp: ('data', 'data') names an axis twice"),
+        (
+            {"mesh": {"axis_rules": {"mlp": ["tensor", "fsdp"]}}},
+            "mesh.axis_rules: embed and mlp are dimensions of one array, and both lie over fsdp. Give them different axes, or null",
+        ),
         ({"mesh": {"data": 0}}, "mesh.data: 0 is no number of devices. Give at least 1, or -1 for those that remain."),
         ({"mesh": {"data": -1, "fsdp": -1}}, "mesh: -1 (the devices that remain) stands more than once (have: data, fsdp)."),
         ({"steps": 0}, "steps: 0 is too small. Give at least 1."),
@@ -48,8 +63,6 @@ def test_a_configuration_survives_the_trip_through_plain_values():
 
 def test_options_are_what_runs():
     from easypipe.kernels.api import Implementation, Rule
-    from easypipe.train.axes import MESH_AXES as axes
-    from easypipe.train.config import MESH_AXES
     from easypipe.train.optim import DIRECTIONS
     from easypipe.train.optim_config import DEFAULTS
     from easypipe.train.schedules import MAIN
@@ -60,7 +73,6 @@ def test_options_are_what_runs():
     for option, runs in (("implementation", Implementation), ("rule", Rule)):
         literals, none = get_args(get_type_hints(LossConfig)[option])
         assert (get_args(literals), none) == (get_args(runs), type(None))
-    assert axes == MESH_AXES
 
 
 def test_reading_a_configuration_loads_no_jax():

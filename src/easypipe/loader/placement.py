@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
 BATCH_AXES = ("data", "fsdp")  # mesh axes over which a batch is split when no partition_spec is given
+SLOT_AXIS = "sequence"  # and that over which its rows are
 
 
 def make_mesh(mesh: Any) -> Mesh:
@@ -101,8 +102,9 @@ class Placement:
     """Where batches of `batch_size` rows go, and which of the rows this process has to read.
 
     partition_spec: a PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`): first the batch's axes, then those of
-    the slots. None: the batch over those of the axes `data` and `fsdp` that the mesh has. fixed_width: all batches have one shape, so that
-    a program compiled for it pays. accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
+    the slots. None: the batch over those of the axes `data` and `fsdp` that the mesh has, the slots over `sequence`.
+    fixed_width: all batches have one shape, so that a program compiled for it pays.
+    accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
     Raises PlacementError where an axis is unknown or the batch does not divide.
     """
 
@@ -200,6 +202,8 @@ def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
 
     if spec is None:
         axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+        if mesh.shape.get(SLOT_AXIS, 1) > 1:
+            return PartitionSpec(axes or None, SLOT_AXIS)
         return PartitionSpec(axes) if axes else PartitionSpec()
     if isinstance(spec, str):
         spec = (spec,)

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.choice import platform_at_hand
-from easypipe.train.axes import BATCH_AXES, fitting, on_mesh
+from easypipe.train.axes import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh
 from easypipe.train.model_config import TRITON_WIDTHS, AttentionBackend
 
 logger = logging.getLogger("easypipe")
@@ -56,6 +56,9 @@ def attend(
         if window is not None:
             length = segment_ids.shape[1]
             mask_BSS &= _near(length, jnp.where(windowed, window, length))
+        if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:  # every query needs the keys of its whole row
+            query_BSHh = constrain(query_BSHh, *TOKEN_AXES, "tensor", None)
+            key_BSKh, value_BSKh = (constrain(array, BATCH_AXES, None, "tensor", None) for array in (key_BSKh, value_BSKh))
         return _xla(query_BSHh, key_BSKh, value_BSKh, mask_BSS, scale, soft_cap)
     fused = _splash if backend == "splash" else _triton
     length = segment_ids.shape[1]

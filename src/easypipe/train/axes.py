@@ -1,22 +1,56 @@
 """Which dimension of which array lies on which mesh axis: the only place that knows.
 
-Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `tensor` (parts of a layer). Parameters name their dimensions
-by meaning ("embed", "heads", ...); RULES turns meanings into mesh axes where the arrays are born. Without a mesh all lives on one device.
+Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `sequence` (parts of a row), `tensor` (parts of a layer).
+Parameters name their dimensions by meaning ("embed", "heads", ...); `rules()` turns meanings into mesh axes where the arrays are born.
+Without a mesh all lives on one device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-MESH_AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
-RULES = (("embed", "fsdp"), ("heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("layers", None))
+from easypipe.train.mesh_config import BATCH_AXES, MESH_AXES, RULES, Axes, axes_of
+
+__all__ = [
+    "BATCH_AXES",
+    "MESH_AXES",
+    "TOKEN_AXES",
+    "constrain",
+    "fitting",
+    "on_mesh",
+    "partitioned",
+    "rules",
+    "under",
+    "vocab_axes",
+]
+
+TOKEN_AXES = (BATCH_AXES, "sequence")  # of the rows of a batch and of their slots
+
+_rules: contextvars.ContextVar[Mapping[str, Axes]] = contextvars.ContextVar("easypipe_axis_rules", default=RULES)
+
+
+def rules() -> Mapping[str, Axes]:
+    """Meaning of a dimension → mesh axes, as in the innermost `under`; else RULES."""
+    return _rules.get()
+
+
+@contextlib.contextmanager
+def under(rules: Mapping[str, Axes] | None) -> Iterator[None]:
+    """Where these rules hold; None: those that hold already."""
+    token = _rules.set(_rules.get() if rules is None else rules)
+    try:
+        with nnx.logical_axis_rules(tuple(_rules.get().items())):
+            yield
+    finally:
+        _rules.reset(token)
 
 
 def on_mesh() -> bool:
@@ -25,8 +59,13 @@ def on_mesh() -> bool:
 
 
 def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., Array]:
-    """`init` for a parameter whose dimensions mean `axes`: born sharded by RULES on a mesh, and always labelled with them."""
-    return nnx.with_metadata(init, out_sharding=axes, sharding_rules=RULES, eager_sharding=on_mesh())
+    """`init` for a parameter whose dimensions mean `axes`: born sharded by `rules()` on a mesh, and always labelled with them."""
+    return nnx.with_metadata(init, out_sharding=axes, sharding_rules=tuple(rules().items()), eager_sharding=on_mesh())
+
+
+def vocab_axes() -> tuple[str, ...]:
+    """The axes over which logits are divided: those of the vocabulary that do not divide the rows."""
+    return tuple(axis for axis in axes_of(rules()["vocab"]) if axis not in BATCH_AXES)
 
 
 def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from easypipe.core.config import config
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.lora_config import LoraConfig
+from easypipe.train.mesh_config import MeshConfig, mesh_config
 from easypipe.train.optim_config import OptimizerConfig, check_warmup
-
-MESH_AXES = ("data", "fsdp", "tensor")
 
 
 @config
@@ -78,7 +77,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     lora: LoraConfig | None = None  # train low-rank adapters and leave the model's own parameters as they are; None: train those
-    mesh: dict[str, int] = field(default_factory=lambda: {"data": -1})  # devices along data, fsdp, tensor; -1: those that remain
+    mesh: str | MeshConfig = "dp"  # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see MeshConfig
     accumulate_steps: int = 1  # cuts every batch of the loader into this many micro-batches: less memory, the same update
     seed: int = 0  # of the parameters' first values, and of dropout where the model has any
     log_every: int = 1  # steps between lines of metrics.jsonl
@@ -100,24 +99,10 @@ class TrainConfig:
             raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^32)")
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
-        check_mesh_axes(self.mesh)
+        mesh_config(self.mesh)
         if self.spikes is not None and self.on_nonfinite == "skip" and self.spikes.patience > self.max_nonfinite:
             problem = f"{self.spikes.patience} bad steps, but the run stops after {self.max_nonfinite} that are not finite"
             raise ConfigError(at="spikes.patience", problem=problem, fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.")
-
-
-def check_mesh_axes(axes: dict[str, int], at: str = "mesh") -> None:
-    """Raises ConfigError for an unknown axis, a size that is none, or more than one -1."""
-    for name, size in axes.items():
-        if name not in MESH_AXES:
-            raise ConfigError(at=f"{at}.{name}", problem=f"no mesh axis named {name!r}", have=MESH_AXES, fix=did_you_mean(name, MESH_AXES))
-        if size != -1 and size < 1:
-            raise ConfigError(
-                at=f"{at}.{name}", problem=f"{size} is no number of devices", fix="Give at least 1, or -1 for those that remain."
-            )
-    open_axes = [name for name, size in axes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise ConfigError(at=at, problem="-1 (the devices that remain) stands more than once", have=open_axes, fix="Leave it on one axis.")
 
 
 def _at_least(owner: object, least: int, *names: str) -> None:

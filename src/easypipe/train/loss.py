@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
-from easypipe.train.axes import on_mesh
+from easypipe.train.axes import BATCH_AXES, on_mesh, rules, vocab_axes
+from easypipe.train.mesh_config import axes_of
 
 
 class LossOutput(NamedTuple):
@@ -55,7 +56,7 @@ def loss_sums(
         reduction="sum",
         with_tokens=True,
         layout=getattr(model, "lm_head_layout", "dv"),
-        sharding=LossSharding() if on_mesh() and implementation != "reference" else None,
+        sharding=_sharding() if on_mesh() and implementation != "reference" else None,
         implementation=implementation,
         rule=rule,
         chunk_size=chunk_size,
@@ -63,3 +64,8 @@ def loss_sums(
     num_targets = (batch["labels"] != IGNORE).sum(dtype=jnp.int32)
     outside = num_targets - out.tokens.counted.sum(dtype=jnp.int32)
     return LossOutput(jnp.where(outside > 0, jnp.nan, out.loss), num_targets, -out.tokens.log_probs.sum())
+
+
+def _sharding() -> LossSharding:
+    """How hidden states and head lie on this run's mesh; a head that is divided as the rows are is gathered first."""
+    return LossSharding(tokens=BATCH_AXES, embed=axes_of(rules()["embed"]), vocab=vocab_axes(), sequence=("sequence",))

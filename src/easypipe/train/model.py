@@ -7,6 +7,7 @@ B batch · S sequence · D width · H query heads · K key and value heads · h 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jaxtyping import Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.stats import Layout
-from easypipe.train.axes import BATCH_AXES, constrain, on_mesh, partitioned
+from easypipe.train.axes import TOKEN_AXES, constrain, on_mesh, partitioned, rules, vocab_axes
 from easypipe.train.layers import Layer, Turns, linear, norm, rotation
+from easypipe.train.mesh_config import axes_of
 from easypipe.train.model_config import ModelConfig, RopeScaling
 
 __all__ = ["Decoder", "ModelConfig", "RopeScaling", "check_mesh", "param_count", "positions"]
@@ -71,8 +73,8 @@ class Decoder(nnx.Module):
         if position_ids is None:
             position_ids = positions(segment_ids)
         # A table sharded over its vocabulary is gathered over `fsdp` first; without this the partitioner replicates it whole.
-        table_VD = constrain(self.embedding[...].astype(self.config.dtype), "tensor", None)
-        x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), BATCH_AXES, None, None)
+        table_VD = constrain(self.embedding[...].astype(self.config.dtype), vocab_axes(), None)
+        x_BSD = constrain(jnp.take(table_VD, input_ids, axis=0), *TOKEN_AXES, None)
         if self.config.scale_embeddings:
             x_BSD = x_BSD * jnp.asarray(self.config.hidden_size**0.5, x_BSD.dtype)  # rounded to the dtype first, as Gemma was trained
         config = self.config
@@ -83,7 +85,7 @@ class Decoder(nnx.Module):
             block, windowed = one
             turns = turned[0] if windowed is None else jax.tree.map(functools.partial(jnp.where, windowed), *turned)
             x_BSD = block(x_BSD, segment_ids, kinds[0] if windowed is None else windowed, turns)
-            return constrain(x_BSD, BATCH_AXES, None, None), None
+            return constrain(x_BSD, *TOKEN_AXES, None), None
 
         if config.remat == "full":
             layer = jax.checkpoint(layer)
@@ -128,18 +130,20 @@ def check_mesh(config: ModelConfig) -> None:
         return
     shape = jax.sharding.get_abstract_mesh().shape
     sizes = {
-        "hidden_size": (config.hidden_size, "fsdp"),
-        "intermediate_size": (config.intermediate_size, "tensor"),
-        "num_heads": (config.num_heads * config.head_width, "tensor"),
-        "num_kv_heads": (config.num_kv_heads * config.head_width, "tensor"),
-        "vocab_size": (config.vocabulary, "tensor"),
+        "hidden_size": (config.hidden_size, "embed"),
+        "intermediate_size": (config.intermediate_size, "mlp"),
+        "num_heads": (config.num_heads * config.head_width, "heads"),
+        "num_kv_heads": (config.num_kv_heads * config.head_width, "heads"),
+        "vocab_size": (config.vocabulary, "vocab"),
     }
-    for field, (size, axis) in sizes.items():
-        if size % shape[axis]:
+    for field, (size, meaning) in sizes.items():
+        axes = axes_of(rules()[meaning])
+        ways, axis = math.prod(shape[axis] for axis in axes), " x ".join(map(repr, axes))
+        if size % ways:
             detail = f" times head width {config.head_width}" if field in ("num_heads", "num_kv_heads") else ""
-            problem = f"{getattr(config, field)}{detail} does not divide over the {shape[axis]} devices of mesh axis {axis!r}"
-            fitting = [n for n in range(1, shape[axis]) if size % n == 0]
-            raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis!r} one of {fitting}, or change {field}.")
+            problem = f"{getattr(config, field)}{detail} does not divide over the {ways} devices of mesh axis {axis}"
+            fitting = [n for n in range(1, ways) if size % n == 0]
+            raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis} one of {fitting}, or change {field}.")
 
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:

@@ -7,6 +7,7 @@ speak of the same names. A StateLayout knows shapes, dtypes and shardings before
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.train.axes import RULES
+from easypipe.train.axes import rules as rules_here
+from easypipe.train.axes import under
+from easypipe.train.mesh_config import RULES, Axes, axes_of
 from easypipe.train.optim import Optimizer
 
 Arrays = dict[str, jax.Array]
@@ -51,6 +54,7 @@ class ModelLayout:
     frozen: frozenset[str]  # of `rest`: parameters that are not trained, which checkpoints leave out
     trained: type[nnx.Variable]  # params are the variables of this type
     mesh: Mesh
+    spread: tuple[str, ...] = ()  # mesh axes over which optimizer state is divided besides (ZeRO-1: Rajbhandari et al., 2020)
 
     def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
         """The module these arrays make up."""
@@ -74,10 +78,10 @@ class ModelLayout:
         return {name: value for name, value in named.items() if name.removeprefix("rest/") not in self.frozen}
 
 
-def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.Param) -> ModelLayout:
+def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.Param, *, spread: tuple[str, ...] = ()) -> ModelLayout:
     """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for a sharding that cannot be.
 
-    trained: nnx.LoRAParam where only adapters move.
+    trained: nnx.LoRAParam where only adapters move. spread: see ModelLayout.
     """
     graph, params, rest = nnx.split(model, trained, ...)
     variables = {_name(path): (path, variable) for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))}
@@ -101,20 +105,22 @@ def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.P
         frozen=frozenset(_name(path) for path, variable in nnx.to_flat_state(rest) if isinstance(variable, nnx.Param)),
         trained=trained,
         mesh=mesh,
+        spread=spread,
     )
 
 
 @contextlib.contextmanager
-def on(mesh: Mesh) -> Iterator[None]:
-    """Where models are built and steps are traced: PartitionSpecs and the names of axes.RULES mean this mesh."""
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Iterator[None]:
+    """Where models are built and steps are traced: PartitionSpecs and the names of `rules` mean this mesh; None: the rules that hold."""
+    with jax.set_mesh(mesh), under(rules):
         yield
 
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
     """Shape, dtype and sharding of every array of the state: what to compile against and what to restore into.
 
-    A moment lies where its parameter lies; a factored one keeps the axes of the dimensions that it has; counters are on every device.
+    A moment lies where its parameter lies; a factored one keeps the axes of the dimensions that it has; all are divided over
+    `layout.spread` besides, where a dimension can be; counters are on every device.
     """
     everywhere = NamedSharding(layout.mesh, PartitionSpec())
     params = dict(layout.params)
@@ -127,10 +133,18 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
             if of is None
             else _moment_spec(leaf.shape, of, from_the_right=not {"v_col", "right", "right_basis"}.isdisjoint(keys))
         )
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, _spread(spec, leaf.shape, layout)))
 
     moments = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, params))
     return TrainState(params, dict(layout.rest), moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
+
+
+def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
+    """Where gradients are summed: as moments lie, so that each device sums what it updates."""
+    return {
+        name: NamedSharding(layout.mesh, _spread(leaf.sharding.spec, leaf.shape, layout))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        for name, leaf in layout.params.items()
+    }
 
 
 def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: Optimizer) -> TrainState:
@@ -188,6 +202,18 @@ def _moment_spec(shape: tuple[int, ...], of: Any, *, from_the_right: bool) -> Pa
     return PartitionSpec(*axes[::turn])
 
 
+def _spread(spec: PartitionSpec, shape: tuple[int, ...], layout: ModelLayout) -> PartitionSpec:
+    """`spec`, and over `layout.spread` along the largest part of a dimension that divides by it; where none does, `spec`."""
+    ways = math.prod(layout.mesh.shape[axis] for axis in layout.spread)
+    axes = [axes_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
+    parts = [size // math.prod(layout.mesh.shape[axis] for axis in over) for size, over in zip(shape, axes, strict=True)]
+    best = max((i for i, part in enumerate(parts) if part % ways == 0), key=lambda i: parts[i], default=None)
+    if ways == 1 or best is None or any(axis in over for over in axes for axis in layout.spread):
+        return spec
+    axes[best] = (*axes[best], *layout.spread)
+    return PartitionSpec(*(over or None for over in axes))
+
+
 def _name(path: Path) -> str:
     return ".".join(str(key) for key in path)
 
@@ -222,7 +248,8 @@ def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
 
 def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The labels of the parameter's dimensions, as mesh axes; a parameter without labels lies whole on every device."""
-    rules = dict(variable.get_metadata().get("sharding_rules") or RULES)
+    chosen = {meaning: over for meaning, over in rules_here().items() if over != RULES.get(meaning)}
+    rules = dict(variable.get_metadata().get("sharding_rules") or RULES) | chosen
     axes: list[Any] = []
     for dimension, label in enumerate(_labels(variable)):
         axis = label if label is None or label in mesh.axis_names or isinstance(label, tuple) else rules.get(label, _UNKNOWN)
@@ -238,7 +265,7 @@ def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh)
             raise ConfigError(
                 at=f"model.{name}",
                 problem=f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis {axis!r} of {parts}",
-                fix=f"Choose a multiple of {parts}, or a smaller mesh.{axis}.",
+                fix=f"Choose a multiple of {parts}, or a smaller mesh.{axis if isinstance(axis, str) else ' or mesh.'.join(axis)}.",
             )
         axes.append(axis)
     return PartitionSpec(*axes)

@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from easypipe.train.axes import BATCH_AXES
+from easypipe.train.axes import TOKEN_AXES, constrain
 from easypipe.train.flops import segment_sums
 from easypipe.train.loss import LossOutput
 from easypipe.train.optim import Optimizer
-from easypipe.train.state import ModelLayout, TrainState, abstract_state, shardings
+from easypipe.train.state import ModelLayout, TrainState, abstract_state, gradient_places, shardings
 
 LossFn = Callable[[Any, Mapping[str, jax.Array]], LossOutput]
 Metrics = dict[str, jax.Array]
@@ -52,7 +51,7 @@ def make_train_step(
     moments, random counts, and `step`, which counts updates, so that the schedule stands still.
     Call inside `state.on(layout.mesh)`.
     """
-    places = shardings(abstract_state(layout, optimizer))
+    places, summed = shardings(abstract_state(layout, optimizer)), gradient_places(layout)
 
     def sums(params: Any, rest: Any, batch: Any) -> tuple[jax.Array, tuple[LossOutput, Any]]:
         model = layout.merge(params, rest)
@@ -62,7 +61,7 @@ def make_train_step(
     def gradients(params: Any, rest: Any, batch: Any) -> tuple[Any, LossOutput, Any]:
         (_, (out, rest)), grads = jax.value_and_grad(sums, has_aux=True)(params, rest, batch)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return jax.lax.with_sharding_constraint(grads, places.params), _float32(out), rest
+        return jax.lax.with_sharding_constraint(grads, summed), _float32(out), rest
 
     def objective(state: TrainState, batch: Mapping[str, jax.Array]) -> Callable[[Any], jax.Array]:
         first = batch if accumulate_steps == 1 else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
@@ -115,7 +114,7 @@ def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
 def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax.Array]:
     def cut(array: jax.Array) -> jax.Array:
         micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(micro, PartitionSpec(None, BATCH_AXES))
+        return constrain(micro, *(None, *TOKEN_AXES, *[None] * micro.ndim)[: micro.ndim])
 
     return dict(batch) if batch["input_ids"].ndim == 3 else jax.tree.map(cut, dict(batch))
 

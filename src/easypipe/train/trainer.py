@@ -43,7 +43,9 @@ from easypipe.train.flops import flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
 from easypipe.train.lora import fingerprint
 from easypipe.train.loss import loss_sums
-from easypipe.train.mesh import check_batch_size, make_mesh
+from easypipe.train.memory import out_of_memory
+from easypipe.train.mesh import check_batch_size, checked_mesh, make_mesh
+from easypipe.train.mesh_config import mesh_config
 from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.models.files import short
@@ -88,7 +90,8 @@ class Trainer:
     listener, callbacks: hear how the run goes; see easypipe.train.events.
     optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
     `config.optimizer`.
-    mesh: default: `make_mesh(config.mesh)`; give the loader the same one, and its batches are used where they lie.
+    mesh: default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the same one, and its batches are used
+    where they lie.
     """
 
     def __init__(
@@ -110,7 +113,8 @@ class Trainer:
         """
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
         self.writes = jax.process_index() == 0  # whether this process writes the files of the run
-        self.mesh = make_mesh(config.mesh) if mesh is None else mesh
+        laid_out = mesh_config(config.mesh, "train.mesh")
+        self.mesh, self.rules = make_mesh(laid_out) if mesh is None else checked_mesh(mesh), laid_out.rules
         self.steps = resolve_steps(config, train)
         self.output_dir = Path(config.output_dir).expanduser()
         self.metrics_path, self.plot_path = self.output_dir / "metrics.jsonl", self.output_dir / "loss.png"
@@ -123,6 +127,7 @@ class Trainer:
             micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
         self.origin = origin_of(model, config.seed, config.lora)
         self._own_optimizer = optimizer is not None
+        self._frozen: dict[str, Any] = {}
         self._run_config = to_dict(run_config or {})
         self._given, measured = tuple(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
         self._named = make_callbacks(config.callbacks, self.output_dir, measured, run_config=self._run_config, process=jax.process_index())
@@ -130,9 +135,10 @@ class Trainer:
         check_changes(config.resume_changes, self._identity())
         # Shapes of any other module are asked for on one device: the mesh itself would refuse a size without naming the parameter.
         apart = self.mesh if self.origin.config else make_mesh(devices=[self.mesh.devices.flat[0]])
-        with states.on(apart):
+        with states.on(apart, self.rules):
             abstract = nnx.eval_shape(self.origin.build)
-        self.layout = states.layout_of(abstract, self.mesh, self.origin.trained)
+            spread = ("data",) if laid_out.preset == "zero1" else ()
+            self.layout = states.layout_of(abstract, self.mesh, self.origin.trained, spread=spread)
         if optimizer is None:
             self.optimizer = make_optimizer(config.optimizer, self.steps, self.layout.decays, self.layout.hidden)
         elif config.optimizer == OptimizerConfig():
@@ -161,17 +167,23 @@ class Trainer:
 
         Raises Interrupted after SIGINT or SIGTERM, once the step reached is saved; TrainError for a batch without targets, losses that
         are not finite (see TrainConfig.on_nonfinite) or leave their range for ever, and a loader that ends early;
-        StateError for a checkpoint of another run; StorageError for what cannot be written.
+        StateError for a checkpoint of another run; StorageError for what cannot be written. A device that is out of memory is a
+        TrainError too, which names what is held and what to change.
         """
         try:
             return self._run()
         except BaseException as error:
-            self.tell("exception", self._told, {"error": f"{type(error).__name__}: {error}"})
+            state = states.abstract_state(self.layout, self.optimizer)
+            memory = out_of_memory(error, step=self._told, state=state, config=self.config, mesh=self.mesh)
+            told = memory or error
+            self.tell("exception", self._told, {"error": f"{type(told).__name__}: {told}"})
+            if memory is not None:
+                raise memory from error
             raise
 
     def _run(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(states.on(self.mesh))
+            stack.enter_context(states.on(self.mesh, self.rules))
             checkpoints = stack.enter_context(Checkpoints(self.output_dir / "checkpoints", keep=self.config.checkpoint.keep))
             stop = stack.enter_context(StopSignals())
             watch, self.control = Watch(self.config), Control()
