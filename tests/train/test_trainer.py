@@ -13,6 +13,7 @@ from flax import nnx
 
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
+from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import make_mesh
 from easypipe.train.metrics import read_metrics
 from easypipe.train.model import ModelConfig
@@ -290,3 +291,26 @@ def test_batches_are_what_the_tests_say():
     batch = Arithmetic(2).batch(1)
     assert batch["labels"].shape == (ROWS, LENGTH)
     assert 0 < (batch["labels"] != -100).sum() < batch["segment_ids"].sum() < ROWS * LENGTH
+
+
+def test_out_of_memory_says_what_is_held_and_what_to_change(tmp_path):
+    class Huge(Tiny):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.more = nnx.Param(jax.numpy.zeros((1 << 24, 1 << 20)))
+
+    def hungry(module, batch):
+        out = loss_sums(module, batch)
+        return out._replace(
+            loss_sum=out.loss_sum + 0 * jax.numpy.sort(jax.numpy.broadcast_to(out.loss_sum, (1 << 30, 1 << 14)), axis=0)[0, 0]
+        )
+
+    heard = []
+    for run in (trainer(tmp_path / "state", model=Huge), Trainer(Tiny, settings(tmp_path / "step"), Arithmetic(), loss=hungry, mesh=MESH)):
+        run.listener = heard.append
+        with pytest.raises(TrainError, match=r"^step [12]: a device is out of memory.* holds parameters .*: model\.remat: full, ") as error:
+            run.run()
+        assert heard[-1].kind == "exception"
+        assert "TrainError: step " in heard[-1].record["error"]
+    assert "optimizer" in str(error.value)
+    assert isinstance(error.value.__cause__, jax.errors.JaxRuntimeError)

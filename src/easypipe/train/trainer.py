@@ -173,8 +173,7 @@ class Trainer:
         try:
             return self._run()
         except BaseException as error:
-            state = states.abstract_state(self.layout, self.optimizer)
-            memory = out_of_memory(error, step=self._told, state=state, config=self.config, mesh=self.mesh)
+            memory = out_of_memory(error, self._told, self.layout, self.optimizer, self.config)
             told = memory or error
             self.tell("exception", self._told, {"error": f"{type(told).__name__}: {told}"})
             if memory is not None:
