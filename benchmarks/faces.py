@@ -1,7 +1,8 @@
 """What a training loop waits for the loaders of the faces: the time spent in `next(batches)`, as a share of all of it.
 
 The step is a sleep, as a device that computes leaves its host idle; 10 ms is what document 004 simulates. Each loader is read for one
-pass, with one worker thread. `images` are encoded PNGs that are decoded, resized and normalised; `arrays` are 32 x 32 RGB images as they are.
+pass, with one worker thread. `images` are encoded PNGs that are decoded, resized and normalised; `arrays` are
+32 x 32 RGB images as they are.
 """
 
 from __future__ import annotations

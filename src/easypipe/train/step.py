@@ -116,7 +116,7 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
         micro = array.reshape(array.shape[0] // pieces, pieces, *array.shape[1:]).swapaxes(0, 1)
         return constrain(micro, *(None, *TOKEN_AXES, *[None] * micro.ndim)[: micro.ndim])
 
-    return dict(batch) if batch["input_ids"].ndim == 3 else jax.tree.map(cut, dict(batch))
+    return dict(batch) if _tokens(batch).ndim == 3 else jax.tree.map(cut, dict(batch))
 
 
 def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int) -> tuple[Any, LossOutput, Any]:
@@ -135,8 +135,13 @@ def _float32(out: LossOutput) -> LossOutput:
     return LossOutput(out.loss_sum.astype(jnp.float32), out.num_targets.astype(jnp.int32), out.nll_sum.astype(jnp.float32))
 
 
+def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """What is counted as tokens: [..., B, S]. Rows of something else (images) count as one each, by their labels [..., B]."""
+    return batch["input_ids"] if "input_ids" in batch else batch["labels"][..., None]
+
+
 def _count(batch: Mapping[str, jax.Array], windows: Sequence[int | None]) -> Metrics:
-    ids = batch["input_ids"]
+    ids = _tokens(batch)
     segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
     position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape))
     num_tokens, attended = segment_sums(segment_ids, position_ids, windows)
