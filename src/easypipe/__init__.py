@@ -38,6 +38,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.faces.datasets": ("PreprocessedDataset", "StreamingPreprocessedDataset", "create_preprocessed_dataset"),
     "easypipe.faces.loaders": ("DataLoaderBuilder", "DataLoaderConfig", "DataLoaderFactory"),
     "easypipe.faces.masking": ("create_masked_lm_collate",),
+    "easypipe.faces.micro": ("BPETokenizer", "EpochLoader", "TransformerDataset", "create_dataloaders", "train_tokenizer"),
     "easypipe.faces.registry": ("CollatorRegistry",),
     "easypipe.faces.vision": ("create_vision_collate",),
     "easypipe.loader.explain": ("ExplainedBatch",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from easypipe.core.errors import ConfigError, TokenizerError
@@ -13,11 +13,14 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = 256  # one token per byte comes first, so that every text can be encoded
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], path: str | Path) -> Path:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], path: str | Path, *, named: Mapping[str, str] | None = None
+) -> Path:
     """Writes `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>") into the folder `path`; returns the folder.
 
     special_tokens: further tokens that are never split; "<|endoftext|>" is always the first. vocab_size counts them and the 256 bytes; with
-    little text fewer tokens come out. The same texts in the same order give the same files.
+    little text fewer tokens come out. named: what tokenizer_config.json calls some of them, such as {"pad_token": "[PAD]"}. The same
+    texts in the same order give the same files.
     Raises ConfigError where vocab_size is too small, TokenizerError where there is no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -41,7 +44,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[st
     definition = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
     commit_json(
         folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "add_prefix_space": False},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "add_prefix_space": False}
+        | dict(named or {}),
     )
     commit_bytes(folder / "tokenizer.json", (definition + "\n").encode())
     return folder
