@@ -69,19 +69,33 @@ def test_listeners_hear_the_run_in_order(finished):
     assert [e.record["batches"] for e in events if e.kind == "eval"] == [1, 2, 3] * 3
 
 
-def test_evaluation_weighs_tokens_and_takes_the_short_last_batch(finished):
-    _, result, _ = finished
-    held = Arithmetic(3, seed=9, last=3)
+def exact_loss(model, loader):
+    """(mean over all targets of all batches, their number), in float64."""
     total, targets = 0.0, 0
-    for t in (1, 2, 3):
-        batch = held.batch(t)
-        logits = np.asarray(result.model.hidden(batch["input_ids"]), np.float64) @ np.asarray(result.model.lm_head(), np.float64)
+    for t in range(1, len(loader) + 1):
+        batch = loader.batch(t)
+        logits = np.asarray(model.hidden(batch["input_ids"]), np.float64) @ np.asarray(model.lm_head(), np.float64)
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         rows, slots = np.nonzero(batch["labels"] != -100)
         total -= logp[rows, slots, batch["labels"][rows, slots]].sum()
         targets += len(rows)
+    return total / targets, targets
+
+
+def test_evaluation_weighs_tokens_and_takes_the_short_last_batch(finished):
+    _, result, _ = finished
+    loss, targets = exact_loss(result.model, Arithmetic(3, seed=9, last=3))
     assert result.last["eval"]["held"]["num_targets"] == targets
-    assert result.last["eval"]["held"]["loss"] == pytest.approx(total / targets, rel=1e-5)
+    assert result.last["eval"]["held"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_several_held_out_sets_are_each_evaluated_whole(tmp_path):
+    held = {"uneven": Arithmetic(3, seed=9, last=1), "one": Arithmetic(1, seed=5, last=2), "even": Arithmetic(2, seed=6)}
+    result = trainer(tmp_path, evals=held, steps=4, eval_every=2).run()
+    assert [list(r["eval"]) for r in read_metrics(tmp_path / "metrics.jsonl") if "eval" in r] == [list(held), list(held)]
+    for name, loader in held.items():
+        loss, targets = exact_loss(result.model, loader)
+        assert (result.last["eval"][name]["num_targets"], result.last["eval"][name]["loss"]) == (targets, pytest.approx(loss, rel=1e-5))
 
 
 def test_a_finished_run_is_not_run_again(finished, tmp_path):
