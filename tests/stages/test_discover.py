@@ -241,6 +241,25 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     )
 
 
+def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
+    def talk(first: str, second: str) -> dict[str, Any]:
+        return {"conversations": [{"from": first, "value": "hi"}, {"from": second, "value": "hello"}]}
+
+    known = discover(jsonl(tmp_path / "known.jsonl", [talk("human", "gpt")] * 4))
+    assert_reads(known)
+    other = discover(jsonl(tmp_path / "other.jsonl", [talk("human", "bot")] * 4))
+    with pytest.raises(ConfigError, match=r"nobody knows who 'bot' are.*Say it: roles=\{'bot': 'assistant'\}"):
+        other.propose()
+    said = other.propose(roles={"bot": "assistant"})
+    for proposal in (known.propose(), said):
+        dataset = yaml.safe_load(proposal.yaml())["datasets"][0]
+        dataset["prompt"]["template"] = "chatml"
+        [segment] = easypipe.preview({"datasets": [dataset], "default_tokenizer": tokenizer()}, 1).samples[0].segments
+        assert [piece.text for piece in segment.pieces or () if not piece.masked] == ["hello<|im_end|>"]
+    with pytest.raises(ConfigError, match="roles: mean nothing to plain text"):
+        discover([{"text": "a"}]).propose(roles={"bot": "assistant"})
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "solution": "s", "answer": "a"}])
     assert main(["discover", str(path)]) == 0
@@ -258,6 +277,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "equally well" in shown["parts"][0]["refused"]
     assert main(["discover", str(tmp_path / "nothing")]) == 2
     assert main(["discover", str(path), "--column", "completion"]) == 2
+    assert main(["discover", str(path), "--role", "bot"]) == 2
 
 
 @pytest.mark.shared

@@ -29,6 +29,9 @@ def discover(
     columns: Annotated[
         list[str] | None, typer.Option("--column", metavar="PART=COLUMN", help="Decide for a column: prompt=question; may be repeated.")
     ] = None,
+    roles: Annotated[
+        list[str] | None, typer.Option("--role", metavar="NAME=ROLE", help="Say who speaks: bot=assistant; may be repeated.")
+    ] = None,
     as_json: AsJson = False,
     cache_dir: Annotated[Path | None, typer.Option(help="Where indexes of counted files are kept.")] = None,
 ) -> None:
@@ -43,7 +46,10 @@ def discover(
         "cache_dir": cache_dir,
     }
     found = look(path, **options)
-    decided = dict(_decision(text) for text in columns or ())
+    decided = {
+        "columns": dict(_decision(text, "--column prompt=question") for text in columns or ()) or None,
+        "roles": dict(_decision(text, "--role bot=assistant") for text in roles or ()) or None,
+    }
     if as_json:
         shown = found.to_json()
         for part, made in zip(shown["parts"], _proposals(found, decided), strict=True):
@@ -62,19 +68,19 @@ def _say(text: str, style: str | None = None) -> None:
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def _proposals(found: Discovery, decided: dict[str, str]) -> list[Proposal | ConfigError]:
+def _proposals(found: Discovery, decided: dict[str, Any]) -> list[Proposal | ConfigError]:
     """Of every part what is proposed, or the error that says why nothing is."""
     made: list[Proposal | ConfigError] = []
     for part in found.parts:
         try:
-            made.append(part.propose(columns=decided or None))
+            made.append(part.propose(**decided))
         except ConfigError as error:
             made.append(error)
     return made
 
 
-def _decision(text: str) -> tuple[str, str]:
+def _decision(text: str, example: str) -> tuple[str, str]:
     slot, equals, column = text.partition("=")
     if not equals or not slot or not column:
-        raise ConfigError(at="--column", problem=f"{text!r} decides nothing", fix="Write --column prompt=question.")
+        raise ConfigError(at=example.split()[0], problem=f"{text!r} decides nothing", fix=f"Write {example}.")
     return slot, column

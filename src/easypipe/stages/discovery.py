@@ -56,13 +56,16 @@ class Part:
     def name(self) -> str:
         return self.split if self.subset is None else f"{self.subset}/{self.split}"
 
-    def propose(self, *, kind: str | None = None, columns: Mapping[str, str] | None = None) -> Proposal:
+    def propose(
+        self, *, kind: str | None = None, columns: Mapping[str, str] | None = None, roles: Mapping[str, str] | None = None
+    ) -> Proposal:
         """The config that would read these rows, with the reason for every column; nothing is read by it before you use it.
 
-        kind, columns ({"prompt": "question"}): what you decide; the rest is matched. Raises ConfigError where two columns fit equally
-        well, naming both, where no kind fits, and for a kind or column that is not there.
+        kind, columns ({"prompt": "question"}): what you decide; the rest is matched. roles ({"bot": "assistant"}): who speaks, of ShareGPT
+        rows with words of their own for it. Raises ConfigError where two columns fit equally well, naming both, where no kind fits, where
+        a speaker is unknown, and for a kind or column that is not there.
         """
-        return propose(self, kind=kind, columns=columns)
+        return propose(self, kind=kind, columns=columns, roles=roles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +97,11 @@ class Discovery:
             raise ConfigError(at=self.source, problem=problem, have=have, fix=did_you_mean(asked, have))
         return found[0]
 
-    def propose(self, split: str | None = None, *, kind: str | None = None, columns: Mapping[str, str] | None = None) -> Proposal:
-        """`part(split).propose(...)`; without a split the training part, where several differ in their split alone."""
+    def propose(self, split: str | None = None, **decided: Any) -> Proposal:
+        """`part(split).propose(**decided)`; without a split the training part, where there are several."""
         if split is None and len(self.parts) > 1 and "train" in self.splits:
             split = "train"
-        return self.part(split).propose(kind=kind, columns=columns)
+        return self.part(split).propose(**decided)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers; values of sample rows are cut to a few words, and bytes told by their number."""

@@ -14,7 +14,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.stages.source import DatasetConfig
 from easypipe.transforms.kinds import SLOTS, TITLES, Kind, guess_kind
-from easypipe.transforms.prompts import PromptConfig
+from easypipe.transforms.prompts import ROLES, PromptConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,10 @@ def _written(value: Any) -> Any:
     return {name: _written(each) for name, each in fields.items()}
 
 
-def propose(part: Any, *, kind: str | None = None, columns: Mapping[str, str] | None = None) -> Proposal:
-    """part: a Part. Raises ConfigError where two columns fit equally well, and where no kind fits."""
+def propose(
+    part: Any, *, kind: str | None = None, columns: Mapping[str, str] | None = None, roles: Mapping[str, str] | None = None
+) -> Proposal:
+    """part: a Part. Raises ConfigError where two columns fit equally well, where no kind fits, and where nobody knows who speaks."""
     found = part.kind
     if part.columns is None:
         raise ConfigError(at=part.name, problem="was listed only, not looked into", fix="Discover it by its own subset and split.")
@@ -73,7 +75,17 @@ def propose(part: Any, *, kind: str | None = None, columns: Mapping[str, str] | 
         problem = "preference pairs: a dataset of the pipeline reads one answer a row, not two"
         raise ConfigError(at=part.name, problem=problem, fix=f"To train on the better answer, {_better(found)}.")
     reasons = tuple(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices)
-    return Proposal(kind=found, fields={**part.reads, **_fields(found)}, reasons=reasons)
+    unknown = [role for role in found.roles if found.name == "sharegpt" and role not in {**ROLES, **(roles or {})}]
+    if unknown:
+        raise ConfigError(
+            at=part.name,
+            problem=f"nobody knows who {' and '.join(map(repr, unknown))} are",
+            have=ROLES,
+            fix=f"Say it: roles={{{unknown[0]!r}: 'assistant'}}.",
+        )
+    if roles and found.name != "sharegpt":
+        raise ConfigError(at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out.")
+    return Proposal(kind=found, fields={**part.reads, **_fields(found, roles)}, reasons=reasons)
 
 
 def _better(kind: Kind) -> str:
@@ -86,7 +98,7 @@ def _better(kind: Kind) -> str:
     return f"propose it with kind='prompt_completion', columns={{'prompt': {prompt!r}, 'completion': {chosen!r}}}"
 
 
-def _fields(kind: Kind) -> dict[str, Any]:
+def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
     """The fields of a DatasetConfig that read these columns."""
     column = {choice.slot: choice.column for choice in kind.choices}
     if kind.name == "text":
@@ -102,8 +114,6 @@ def _fields(kind: Kind) -> dict[str, Any]:
         inputs = tuple(column[slot] for slot in ("instruction", "input") if slot in column)
         return {"prompt": PromptConfig(format_type="alpaca", input_columns=inputs, label_column=column["output"])}
     tools = column.get("tools", "tools")
-    return {
-        "prompt": PromptConfig(
-            format_type="sharegpt", input_columns=(column["conversations"],), tools_column=None if tools == "tools" else tools
-        )
-    }
+    named = None if tools == "tools" else tools
+    talk = (column["conversations"],)
+    return {"prompt": PromptConfig(format_type="sharegpt", input_columns=talk, tools_column=named, roles=dict(roles) if roles else None)}
