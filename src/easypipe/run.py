@@ -18,6 +18,7 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, token_info
+from easypipe.train.aot import StepPlan, plan_step
 from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
@@ -25,6 +26,7 @@ from easypipe.train.model import ModelConfig
 from easypipe.train.plot import plot_run
 from easypipe.train.record import LEDGER, PLAN, recorded_seed
 from easypipe.train.trainer import Trainer, TrainResult
+from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
 
@@ -82,6 +84,32 @@ def train(
         storage.commit_json(folder / PLAN, drawn.to_json())
         plot_run(folder, ["mixture"])
     return result
+
+
+def plan_on(run: RunConfig, topology: str) -> StepPlan:
+    """What the training step of `run` would need of devices that are not here, such as "v5p:4x4x4": compiled for them, never run.
+
+    Reads no data: of the tokenizer only its vocabulary, where model.vocab_size is left out. Rows are as long as data.pack.seq_length, or as
+    the longest that data.tokenize.max_length lets be. Raises what plan_step raises, and ConfigError where neither is set.
+    """
+    _check_mesh(run)
+    data, load = run.data, run.data.load or LoadStageConfig()
+    longest = data.tokenize.max_length if data.tokenize is not None else None
+    length = data.pack.seq_length if data.pack is not None and data.pack.enabled else longest
+    if length is None:
+        problem = "neither it nor data.tokenize.max_length says how long rows are"
+        raise ConfigError(at="data.pack", problem=problem, fix="Set pack.seq_length, or tokenize.max_length.")
+    model = run.model
+    if isinstance(model, ModelConfig) and model.vocab_size is None:
+        model = dataclasses.replace(model, vocab_size=_tokenizer(data).vocab_size)
+    return plan_step(model, run.train, topology, batch_size=load.batch_size, seq_length=length, accumulation_steps=load.accumulation_steps)
+
+
+def _tokenizer(data: PipelineConfig) -> Tokenizer:
+    name = data.default_tokenizer or data.datasets[0].tokenizer
+    if name is None:
+        raise ConfigError(at="model.vocab_size", problem="not set, and the data names no tokenizer", fix="Set either.")
+    return load_tokenizer(name)
 
 
 def tokens_of(pipeline: Pipeline) -> TokenInfo:

@@ -7,20 +7,21 @@ products here, so nothing is said about time.
 from __future__ import annotations
 
 import importlib.metadata
-import os
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from aot import Program, array, arrays
+from aot import Program, array
 from easypipe.kernels import pallas_gpu
 from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
 from easypipe.kernels.stats import Inputs
+from easypipe.train.hlo import arrays
+from easypipe.train.topology import topology
 
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
 PLUGIN = next((version for version in (13, 12) if f"jax-cuda{version}-plugin" in INSTALLED), None)
@@ -28,39 +29,11 @@ pytestmark = pytest.mark.skipif(PLUGIN is None, reason="no compiler for CUDA her
 
 MIB = 1 << 20
 SHAPES = [(4096, 4096, 128256), (16384, 2048, 248320), (32768, 4096, 128256), (8192, 2048, 32768), (16383, 1000, 50257)]
-FACTS = f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 8 }}
-runtime_version {{ major: {PLUGIN} minor: 0 patch: 0 }}
-device_description_str: "NVIDIA H200"
-"""
 
 
 def h200(**axes: int) -> Mesh:
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # else the plugin refuses a machine without a driver
-    count = int(np.prod(list(axes.values())))
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=FACTS, topology=f"1x1x{count}")
-    return Mesh(np.array(topology.devices).reshape(*axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    there = topology(f"h200:{math.prod(axes.values())}")
+    return Mesh(np.array(there.devices).reshape(*axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def compiled(mesh, function, *arguments) -> Program:

@@ -99,7 +99,7 @@ def test_what_cannot_run_is_refused_by_name_and_never_chosen(monkeypatch):
 @pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"] if os.environ.get("EASYPIPE_AOT") == "all" else ["v5p"])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_for_tpus_splash_is_compiled_and_no_scores_exist(generation, width):
-    mesh = tpu_mesh(generation, data=1, fsdp=2, tensor=2)
+    mesh = tpu_mesh(generation, data=1, fsdp=2, sequence=1, tensor=2)
     row = ("data", "fsdp")
 
     def step(query, key, value, segments, windowed):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from easypipe.cli.configs import described
+from easypipe.cli.configs import Described, described
 from easypipe.cli.prepare import ConfigFile, Overrides
 from easypipe.cli.show import console, progress
+from easypipe.core.errors import EasypipeError
+from easypipe.core.protocols import ProgressListener, silent
+
+if TYPE_CHECKING:
+    from easypipe.stages.plan_report import PlanReport
+    from easypipe.train.aot import StepPlan
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -19,13 +27,58 @@ def plan(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run; else train.steps, else what the data gives.")] = None,
     as_json: AsJson = False,
     prepare: Annotated[bool, typer.Option("--prepare/--no-prepare", help="Tokenize what is not tokenized yet, or refuse.")] = True,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            help="Compile the training step for these devices, which need not be here (v5p:4x4x4, v6e:16x16, h200:8), and tell what it "
+            "needs of them. With --no-prepare the data may be missing."
+        ),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk. Reads lengths, not tokens."""
+    """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk; and on which devices it fits."""
     run = described(config, overrides or [])
-    if as_json:
-        typer.echo(json.dumps(run.pipeline().plan(steps or run.steps, prepare=prepare).to_json(), indent=1))
+    if topology is None:
+        report = _data_plan(run, steps, prepare, as_json)
+        _show(json.dumps(report.to_json(), indent=1) if as_json else str(report), as_json)
         return
+    compiled = _compiled(config, overrides or [], topology, as_json)
+    if not as_json:
+        _show(f"{compiled}\n\ndata", as_json)
+    try:
+        data, missing = _data_plan(run, steps, prepare, as_json), None
+    except EasypipeError as error:
+        if prepare:
+            raise
+        data, missing = None, str(error)
+    found = {"step": compiled.to_json(), "data": data and data.to_json(), "data_missing": missing}
+    _show(json.dumps(found, indent=1) if as_json else str(data or f"  not known: {missing}"), as_json)
+
+
+def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) -> PlanReport:
+    def report(listener: ProgressListener) -> PlanReport:
+        return run.pipeline(progress=listener).plan(steps or run.steps, prepare=prepare)
+
+    if quiet:
+        return report(silent)
     with progress() as listener:
-        report = run.pipeline(progress=listener).plan(steps or run.steps, prepare=prepare)
-    console.print(str(report), highlight=False, markup=False, soft_wrap=True)
+        return report(listener)
+
+
+def _compiled(config: Path, overrides: list[str], topology: str, quiet: bool) -> StepPlan:
+    # What is compiled for is not here: no accelerator of this machine is taken for it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from easypipe import run as runs  # jax, only where something is compiled
+
+    run = runs.RunConfig.load(config, overrides)
+    if quiet:
+        return runs.plan_on(run, topology)
+    with console.status(f"compiling for {topology}"):
+        return runs.plan_on(run, topology)
+
+
+def _show(text: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(text)
+    else:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

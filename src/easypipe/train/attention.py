@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.choice import platform_at_hand
-from easypipe.train.axes import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh
+from easypipe.train.axes import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh, rules
+from easypipe.train.mesh_config import axes_of
 from easypipe.train.model_config import TRITON_WIDTHS, AttentionBackend
 
 logger = logging.getLogger("easypipe")
@@ -57,8 +59,8 @@ def attend(
             length = segment_ids.shape[1]
             mask_BSS &= _near(length, jnp.where(windowed, window, length))
         if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:  # every query needs the keys of its whole row
-            query_BSHh = constrain(query_BSHh, *TOKEN_AXES, "tensor", None)
-            key_BSKh, value_BSKh = (constrain(array, BATCH_AXES, None, "tensor", None) for array in (key_BSKh, value_BSKh))
+            query_BSHh = constrain(query_BSHh, *TOKEN_AXES, head_axes(), None)
+            key_BSKh, value_BSKh = (constrain(array, BATCH_AXES, None, head_axes(), None) for array in (key_BSKh, value_BSKh))
         return _xla(query_BSHh, key_BSKh, value_BSKh, mask_BSS, scale, soft_cap)
     fused = _splash if backend == "splash" else _triton
     length = segment_ids.shape[1]
@@ -102,6 +104,11 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> Att
 @functools.cache
 def _warn_once(backend: str) -> None:
     logger.warning("attention %r is interpreted on cpu: right, and far slower than 'xla'", backend)
+
+
+def head_axes() -> tuple[str, ...]:
+    """The mesh axes over which heads are divided: those of the rules that divide neither rows nor slots."""
+    return tuple(axis for axis in axes_of(rules()["heads"]) if axis not in (*BATCH_AXES, "sequence"))
 
 
 def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
@@ -175,7 +182,7 @@ def _runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array,
 
 
 class _Layout:
-    """How the arrays of attention lie on the mesh: rows over the batch axes, heads over `tensor`, queries over `sequence`.
+    """How the arrays of attention lie on the mesh: rows over the batch axes, heads as the rules say, queries over `sequence`.
 
     The compiler cannot divide a kernel, so each device runs it on its own part; keys and values of a row are gathered over `sequence`.
     """
@@ -184,13 +191,13 @@ class _Layout:
         batch, _, heads, _ = query_BSHh.shape
         self.mesh = on_mesh()
         shape = jax.sharding.get_abstract_mesh().shape if self.mesh else {}
-        rows, tensor = (fitting(batch, BATCH_AXES), fitting(heads, ("tensor",))) if self.mesh else (None, None)
-        parts = shape["tensor"] if tensor else 1
+        rows, over = (fitting(batch, BATCH_AXES), fitting(heads, head_axes())) if self.mesh else (None, None)
+        parts = math.prod(shape[axis] for axis in over or ())
         self.sequence = "sequence" if shape.get("sequence", 1) > 1 else None
         self.shards = shape["sequence"] if self.sequence else 1
         self.local_heads = heads // parts
         self.copies = 1 if key_BSKh.shape[2] % parts == 0 else heads // key_BSKh.shape[2]  # fewer key heads than devices: one each
-        self.query, self.key = P(rows, self.sequence, tensor, None), P(rows, None, tensor, None)
+        self.query, self.key = P(rows, self.sequence, over, None), P(rows, None, over, None)
         self.slots, self.row = P(rows, self.sequence), P(rows, None)
 
     def repeated(self, key_BSKh: Array) -> Array:

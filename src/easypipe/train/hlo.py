@@ -1,0 +1,150 @@
+"""What can be read in the text of a compiled program (XLA's HLO): its arrays, and what it sends between devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+_ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
+_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")  # of a computation
+_CALLS = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
+_BOUND = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+
+
+class Collective(NamedTuple):
+    """One kind of message of a step, on each device."""
+
+    kind: str
+    shape: str  # of the largest array of its result, as XLA writes it
+    size: int  # bytes of the result
+    devices: int  # that take part with each other
+    times: int  # a step
+
+    @property
+    def sent(self) -> float:
+        """Bytes a step that a device sends, by the algorithms over a ring (Patarasuk & Yuan, 2009)."""
+        others = self.devices - 1
+        share = {"all-reduce": 2 * others / self.devices, "reduce-scatter": others, "collective-permute": 1.0}
+        return self.times * self.size * share.get(self.kind, others / self.devices)
+
+
+class Read(NamedTuple):
+    collectives: list[Collective]
+    unknown_loops: int  # whose number of turns the text does not tell; what is in them is counted once
+
+
+def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) of every array named in `text`."""
+    return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _ARRAY.findall(text)]
+
+
+def result(line: str) -> tuple[str, int, str] | None:
+    """(kind, bytes of the result, its type) of the collective in a line of HLO; None where there is none."""
+    match = _COLLECTIVE.search(line)
+    if not match:
+        return None
+    sizes = [BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(match[1])] or [0]
+    return match[2], max(sizes) if match[3] else sum(sizes), match[1]
+
+
+def read(text: str, devices: int) -> Read:
+    """The collectives of a program for `devices` devices, each as often as its loops turn; those of more bytes first."""
+    computations, entry = _computations(text)
+    times, unknown = _times(computations, entry)
+    found: dict[tuple[str, str, int, int], int] = {}
+    for name, lines in computations.items():
+        for line in lines:
+            one = result(line)
+            if one is not None and times.get(name):
+                kind, size, of = one
+                group = _group(line, devices)
+                key = kind, _largest(of), size, group
+                found[key] = found.get(key, 0) + times[name]
+    listed = [Collective(*key, turns) for key, turns in found.items() if key[3] > 1]
+    return Read(sorted(listed, key=lambda one: -one.sent), unknown)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of every computation, by name; and the name of the one that runs."""
+    named: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            current = named.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif line.rstrip() == "}":  # kernels bring lines of their own that only begin with one
+            current = None
+        elif current is not None:
+            current.append(line)
+    return named, entry
+
+
+def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, int], int]:
+    """How often a step runs each computation. Of branches, one runs: each is counted as if it did."""
+    times: dict[str, int] = {}
+    unknown = 0
+
+    def visit(name: str, turns: int) -> None:
+        nonlocal unknown
+        if name not in computations:
+            return
+        times[name] = times.get(name, 0) + turns
+        for line in computations[name]:
+            loop = _WHILE.search(line)
+            if loop:
+                inside = _turns(line, computations.get(loop[1], []))
+                unknown += inside is None
+                visit(loop[2], turns * (1 if inside is None else inside))
+                continue
+            called = _CALLS.findall(line)
+            for branches in _BRANCHES.findall(line):
+                called += [branch.strip().lstrip("%") for branch in branches.split(",")]
+            for one in called:
+                visit(one, turns)
+
+    visit(entry, 1)
+    return times, unknown
+
+
+def _turns(line: str, condition: list[str]) -> int | None:
+    """Of a loop: what XLA noted, or the bound that its condition compares a counter from 0 with, as jax's scans and fori_loops do."""
+    noted = _TRIPS.search(line)
+    if noted:
+        return int(noted[1])
+    text = "\n".join(condition)
+    bounds = _BOUND.findall(text)
+    return int(bounds[0][1]) if len(bounds) == 1 and "direction=LT" in text else None
+
+
+def _group(line: str, devices: int) -> int:
+    """How many devices exchange with each other: replica_groups, in the three ways in which XLA writes them."""
+    named = re.search(r"replica_groups=\w+\[([^\]]*)\][^{]*\{([^}]*)\}", line)  # mesh['a'=4,'b'=2] {'a'}
+    if named and "=" in named[1]:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'(\w+)'", named[2]))
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
+    if counted:
+        return int(counted[2])
+    written = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    if written:
+        return len(written[1].split(","))
+    pairs = re.search(r"source_target_pairs=\{\{", line)
+    return 2 if pairs else devices
+
+
+def _largest(of: str) -> str:
+    found = arrays(of)
+    if not found:
+        return of
+    dtype, shape = max(found, key=lambda one: BYTES[one[0]] * math.prod(one[1]))
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{dtype}[{','.join(map(str, shape))}]{more}"

@@ -1,0 +1,193 @@
+"""A step compiled for devices that are not here: what is told of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from aot import tpu_mesh
+from easypipe import run as runs
+from easypipe.cli.app import app
+from easypipe.core.errors import ConfigError
+from easypipe.run import RunConfig
+from easypipe.train.aot import plan_step
+from easypipe.train.config import TrainConfig
+from easypipe.train.flops import flops_per_step, palm_flops_per_step
+from easypipe.train.hlo import read
+from easypipe.train.model import ModelConfig
+from easypipe.train.peak import known_device
+from easypipe.train.topology import topology
+
+SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2}
+MODEL = ModelConfig(**SHAPE, dtype="bfloat16", remat="full")
+CONFIG = f"""
+data: {{datasets: [{{data_files: nowhere.jsonl}}], seed: 1, pack: {{seq_length: 512}}, load: {{batch_size: 8}}}}
+model: {json.dumps({**SHAPE, "dtype": "bfloat16", "remat": "full"})}
+train: {{output_dir: out, mesh: {{data: 2, fsdp: 2}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tpu():
+    tpu_mesh("v5e", data=1)  # skips where no TPU compiler is
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "run.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plan(tpu, config):
+    return runs.plan_on(RunConfig.load(config), "v5e:2x2")
+
+
+def test_memory_is_told_by_part(plan):
+    memory, parameters = plan.memory, plan.parameters
+    assert parameters == 2 * 512 * 256 + 3 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
+    assert abs(memory.parameters - 4 * parameters / 2) < 4 * 4096  # in two parts; norms are whole on every device
+    assert abs(memory.optimizer - 2 * memory.parameters) < 1024  # two moments each, and counters
+    assert memory.batch == 4 * 4 * 512 * 8 // 4  # four columns of int32 over four devices
+    parts = (memory.parameters, memory.optimizer, memory.other_state, memory.batch, memory.temporaries, memory.program)
+    assert sum(parts) == memory.peak
+    assert memory.temporaries > memory.gradients // 2
+    assert memory.available == 16 << 30
+    assert memory.fits
+    assert plan.advice == ()
+
+
+def test_collectives_are_counted_as_often_as_loops_turn(plan):
+    assert plan.unknown_loops == 0
+    layers = [one for one in plan.collectives if one.times % MODEL.num_layers == 0]
+    assert {"all-gather", "all-reduce"} <= {one.kind for one in layers}
+    assert {one.devices for one in plan.collectives} <= {2, 4}
+    gathered = sum(one.times * one.size for one in plan.collectives if one.kind in ("all-gather", "all-reduce") and one.devices == 2)
+    assert gathered > 3 * 2 * (4 * 256 * 256 + 3 * 256 * 512) * 2  # each layer's weights in bfloat16, forward and again
+
+
+def test_flops_are_ours_and_the_roofline_is_arithmetic(plan):
+    line, device = plan.roofline, known_device(plan.device)
+    assert line.flops == flops_per_step(MODEL, [512] * 8)
+    assert line.palm_flops == palm_flops_per_step(MODEL, 8 * 512, 512)
+    assert line.flops < line.executed_flops < 4 / 3 * line.flops  # remat: full computes the layers once more, and not the head
+    assert line.compute_s == line.executed_flops / (4 * device.flops)
+    assert line.link_s == sum(one.sent for one in plan.collectives) / device.link_rate
+    assert line.best_s == max(line.compute_s, line.memory_s, line.link_s) < line.worst_s
+    assert line.mfu_at_best == pytest.approx(line.flops / line.best_s / (4 * device.flops))
+
+
+def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch):
+    monkeypatch.setattr(runs, "plan_on", lambda run, topology: plan)  # compiled above
+    shown = CliRunner().invoke(app, ["plan", str(config), "--topology", "v5e:2x2", "--no-prepare"])
+    assert shown.exit_code == 0, shown.output
+    for text in (
+        "4 devices (TPU v5 lite), mesh data 2, fsdp 2",
+        "attention splash",
+        "it fits",
+        "roofline",
+        "not known:",
+        "Check the path.",
+    ):
+        assert text in shown.output
+    told = CliRunner().invoke(app, ["plan", str(config), "--topology", "v5e:2x2", "--no-prepare", "--json"])
+    found = json.loads(told.stdout)
+    assert found["data"] is None
+    assert "nowhere.jsonl" in found["data_missing"]
+    assert found["step"]["memory"]["fits"] is True
+    assert found["step"]["collectives"][0]["sent"] == plan.collectives[0].sent
+
+
+def test_what_does_not_fit_says_what_to_change(tpu):
+    model = ModelConfig(vocab_size=1 << 17, hidden_size=8192, head_dim=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=2)
+    plan = plan_step(model, TrainConfig(output_dir="out", mesh={"data": 4}), "v5e:2x2", batch_size=8, seq_length=128)
+    assert plan.memory.peak > plan.memory.available
+    assert plan.memory.fits is False
+    assert "IT DOES NOT FIT" in str(plan)
+    assert any("fsdp in place of data" in one for one in plan.advice)
+    assert any("remat" in one for one in plan.advice)
+    assert any("train.accumulate_steps: 2 (now 1)" in one for one in plan.advice)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("v5q:2x2", r"topology: no kind of device named 'v5q' \(have: v5e, v5p, .*Did you mean 'v5"),
+        ("v5p", r"'v5p' names no shape.*like 'v5p:4x4x4'"),
+        ("v5p:4x4", r"'v5p:4x4' has 2 dimensions, and slices of v5p have 3"),
+        ("v5p:3x3x3", r"libtpu knows no 'v5p:3x3x3'"),
+        ("h200:16", r"puts 16 GPUs into a host.*'h200:2x8'"),
+        ("h200:2x2x2", r"has 3 dimensions"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused_with_what_there_is(tpu, name, told):
+    with pytest.raises(ConfigError, match=told):
+        topology(name)
+
+
+def test_a_mesh_that_the_torus_cannot_carry_is_refused(tpu):
+    train = TrainConfig(output_dir="out", mesh={"data": 2, "fsdp": 32})
+    with pytest.raises(ConfigError, match=r"train\.mesh: .* cannot be laid over v5p:4x4x4"):
+        plan_step(MODEL, train, "v5p:4x4x4", batch_size=64, seq_length=512)
+
+
+def test_a_run_whose_rows_have_no_length_is_refused(config):
+    run = RunConfig.load(config, ["data.pack=null"])
+    with pytest.raises(ConfigError, match=r"data\.pack: neither it nor data\.tokenize\.max_length says how long rows are"):
+        runs.plan_on(run, "v5e:2x2")
+
+
+def test_groups_and_loops_are_read_as_xla_writes_them():
+    """Three spellings of groups; a loop within a loop; a kernel whose text has lines that begin with a brace; a loop of unknown length."""
+    text = """
+%inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %k = f32[8]{0} custom-call(%x), backend_config={"kernel":"
+}}"}
+  %ar = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+%until (p: (s32[], f32[8])) -> pred[] {
+  %n = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+%outer (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %w = (s32[], f32[8]) while(%t), condition=%until, body=%inner
+  %ag = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}
+}
+%open (p: (s32[], f32[8])) -> pred[] {
+  ROOT %ne = pred[] compare(%i, %j), direction=NE
+}
+%once (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %cp = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+}
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w1 = (s32[], f32[8]) while(%t), condition=%open, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  %w2 = (s32[], f32[8]) while(%t), condition=%open, body=%once
+  %rs = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=2] {'a','b'}, to_apply=%add
+}
+"""
+    found = read(text, 4)
+    assert found.unknown_loops == 1
+    seen = {one.kind: (one.times, one.devices, one.size, one.sent) for one in found.collectives}
+    assert seen == {
+        "all-reduce": (15, 2, 32, 15 * 32.0),
+        "all-gather": (3, 4, 32, 3 * 24.0),
+        "collective-permute": (1, 2, 32, 32.0),
+        "reduce-scatter": (1, 4, 8, 24.0),
+    }
+
+
+@pytest.mark.skipif(os.environ.get("EASYPIPE_AOT") != "all", reason="a minute of a core (nox -s aot_tpu)")
+def test_an_8b_model_is_planned_for_64_chips_in_minutes(tpu):
+    run = RunConfig.load(Path(__file__).parents[2] / "configs" / "llama_8b_v5p.yaml")
+    started = time.process_time()
+    plan = runs.plan_on(run, "v5p:4x4x4")
+    assert time.process_time() - started < 300
+    assert plan.parameters == 8_030_261_248  # as the card of Llama 3 8B has it
+    assert plan.memory.fits
+    assert 10 << 30 < plan.memory.peak < 95 << 30
