@@ -18,6 +18,7 @@ _SCHEDULES = _OPTIMIZERS + "test_f25_schedules_have_their_formula"
 _MODEL = "train/test_model.py::"
 _LOGITS = "train/test_model_options.py::test_an_option_changes_the_logits"
 _LORA = "train/test_lora.py::"
+_TUNED = "train/test_finetune.py::"
 _REACH = "train/test_train_options.py::"
 _PROGRAM = _REACH + "test_loss_options_change_the_program_that_is_compiled"
 
@@ -70,6 +71,14 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "rank_stabilized": "divides by the root of the rank",
             "targets": "which projections have one",
         }.items()
+    },
+    "PretrainedConfig": {
+        "pretrained": Effect("output", _TUNED + "test_a_named_model_is_tuned_in_one_line_and_saved_for_transformers", "which model"),
+        "revision": Effect("output+error", _TUNED + "test_a_hub_name_is_trained_at_the_commit_that_it_has_today", "which commit of it"),
+        **{
+            option: Effect("output+memory+cost", _TUNED + "test_options_of_a_pretrained_model_are_those_of_its_decoder", "see ModelConfig")
+            for option in ("dtype", "param_dtype", "remat", "attention", "scan_layers")
+        },
     },
     "LossConfig": {
         "z_loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "added to the loss, and not to nll"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from easypipe.core.errors import EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
@@ -15,6 +16,7 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.save import SaveReport, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.tokenize import TokenizeStageConfig
+from easypipe.train.models.config import PretrainedConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 
 
@@ -86,6 +88,19 @@ def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: 
     if save and config.save is not None:
         pipeline.save()
     return pipeline
+
+
+def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> PipelineConfig:
+    """`data`, whose default tokenizer is that of the model which is trained on it, where neither names one."""
+    if data.default_tokenizer is not None or (data.tokenize is not None and data.tokenize.default_tokenizer is not None):
+        return data
+    try:
+        _, folder = model.resolved()
+    except EasypipeError as error:
+        error.at = f"model.pretrained: {error.at}"
+        raise
+    own = folder / "tokenizer.json"
+    return dataclasses.replace(data, default_tokenizer=str(folder)) if own.is_file() else data
 
 
 @dataclasses.dataclass(frozen=True)

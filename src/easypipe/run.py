@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from easypipe.core import storage
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ProgressListener, silent
-from easypipe.jobs import Prepared, prepare_data
+from easypipe.jobs import Prepared, prepare_data, with_tokenizer_of
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
@@ -23,6 +23,8 @@ from easypipe.train.config import TrainConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
+from easypipe.train.models.config import PretrainedConfig
+from easypipe.train.models.load import find_pretrained
 from easypipe.train.plot import plot_run
 from easypipe.train.record import LEDGER, PLAN, recorded_seed
 from easypipe.train.trainer import Trainer, TrainResult
@@ -33,13 +35,14 @@ log = logging.getLogger("easypipe")
 
 @config
 class RunConfig:
-    """data: what to train on. model: its vocab_size may be left to the tokenizer. eval: held-out data by name; what an entry leaves out of
-    seed, cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is read once, to its last row.
+    """data: what to train on. model: its vocab_size may be left to the tokenizer; with `pretrained`, a published model. eval: held-out
+    data by name; what an entry leaves out of seed, cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is
+    read once, to its last row.
     """
 
     data: PipelineConfig
     train: TrainConfig
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig | PretrainedConfig = field(default_factory=ModelConfig)
     eval: dict[str, PipelineConfig] = field(default_factory=dict)
 
     @classmethod
@@ -50,7 +53,7 @@ class RunConfig:
 
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
     """Tokenizes and plans all data of the run, held-out data too, and saves where the config says so."""
-    run = _seeded(run)
+    run = _completed(run)
     return prepare_data(run.data, run.eval, progress=progress)
 
 
@@ -61,9 +64,52 @@ def train(
 
     prepared: what `prepare(run)` gave; None prepares what is not prepared. Raises what preparing raises, and what `Trainer.run` raises.
     """
+    inputs = inputs_of(run, prepared, progress=progress)
+    resolved = dataclasses.replace(inputs.run, model=with_vocabulary(run.model, inputs.tokens))
+    trainer = Trainer(
+        resolved.model,
+        run.train,
+        inputs.train,
+        inputs.evals,
+        run_config=to_dict(resolved),
+        listener=listener,
+        mesh=inputs.mesh,
+        tokenizer=inputs.tokens.tokenizer,
+    )
+    return inputs.around(trainer.run, writes=trainer.writes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The loaders that a run's data come to. run: with the seed that its data has."""
+
+    run: RunConfig
+    prepared: Prepared
+    mesh: Any
+    train: Loader | StreamLoader
+    evals: Mapping[str, Loader | StreamLoader]
+    tokens: TokenInfo
+
+    def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
+        """What `training` gives; what became of the data is written into the run's folder before it and after it."""
+        folder, data = Path(self.run.train.output_dir).expanduser(), self.run.data
+        if writes:
+            storage.commit_json(folder / LEDGER, self.prepared.report.ledger.to_json())
+        result = training()
+        if not data.streaming and len(data.datasets) > 1 and writes:
+            # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
+            options = dataclasses.replace(data.load or LoadStageConfig(), mesh=None)
+            drawn = self.prepared.data.copy().load(options).plan(result.steps, prepare=False)
+            storage.commit_json(folder / PLAN, drawn.to_json())
+            plot_run(folder, ["mixture"])
+        return result
+
+
+def inputs_of(run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent) -> Inputs:
+    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what preparing raises."""
     _check_mesh(run)
-    mesh = make_mesh(run.train.mesh)
-    prepared = prepare(run, progress=progress) if prepared is None else prepared
+    run, mesh = _completed(run), make_mesh(run.train.mesh)
+    prepared = prepare_data(run.data, run.eval, progress=progress) if prepared is None else prepared
     options = run.data.load or LoadStageConfig()
     loader = _loader(prepared.data, options, mesh)
     info = tokens_of(prepared.data)
@@ -72,18 +118,8 @@ def train(
         own = run.eval[name].load or options
         evals[name] = _loader(pipeline, _held_out(own), mesh)
         _same_tokens(f"eval.{name}", info, tokens_of(pipeline))
-    seed = prepared.data.get_context().seed
-    resolved = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed), model=_with_vocabulary(run.model, info))
-    folder = Path(run.train.output_dir).expanduser()
-    storage.commit_json(folder / LEDGER, prepared.report.ledger.to_json())
-    trainer = Trainer(resolved.model, run.train, loader, evals, run_config=to_dict(resolved), listener=listener, mesh=mesh)
-    result = trainer.run()
-    if not run.data.streaming and len(run.data.datasets) > 1 and trainer.writes:
-        # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
-        drawn = prepared.data.copy().load(dataclasses.replace(options, mesh=None)).plan(result.steps, prepare=False)
-        storage.commit_json(folder / PLAN, drawn.to_json())
-        plot_run(folder, ["mixture"])
-    return result
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=prepared.data.get_context().seed))
+    return Inputs(run, prepared, mesh, loader, evals, info)
 
 
 def plan_on(run: RunConfig, topology: str) -> StepPlan:
@@ -138,16 +174,23 @@ def _check_mesh(run: RunConfig) -> None:
             raise ConfigError(at=f"{at}.load.mesh", problem=f"{own}, but training runs on {run.train.mesh}", fix="Leave it out.")
 
 
-def _with_vocabulary(model: ModelConfig, info: TokenInfo) -> ModelConfig:
+def with_vocabulary(model: ModelConfig | PretrainedConfig, info: TokenInfo) -> ModelConfig | PretrainedConfig:
+    """`model` with a vocabulary for these tokens, or at its commit. Raises ConfigError where its own is too small."""
+    if isinstance(model, PretrainedConfig):
+        found = find_pretrained(model)
+        check_vocabulary("model.pretrained", found.config, info, "Leave data.default_tokenizer out, and its own is taken.")
+        return found.named
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=info.vocab_size)
-    if model.vocab_size < info.vocab_size:
-        raise ConfigError(
-            at="model.vocab_size",
-            problem=f"{model.vocab_size}, but the tokenizer {info.tokenizer!r} has {info.vocab_size} tokens",
-            fix="Leave it out, or give at least that many.",
-        )
+    check_vocabulary("model.vocab_size", model, info, "Leave it out, or give at least that many.")
     return model
+
+
+def check_vocabulary(at: str, model: ModelConfig, info: TokenInfo, fix: str) -> None:
+    """Raises ConfigError for more tokens than the model has; it may have more (many are padded)."""
+    if model.vocabulary < info.vocab_size:
+        problem = f"{model.vocabulary}, but the tokenizer {info.tokenizer!r} has {info.vocab_size} tokens"
+        raise ConfigError(at=at, problem=problem if at.endswith("size") else f"has a vocabulary of {problem}", fix=fix)
 
 
 def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
@@ -159,8 +202,11 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
         )
 
 
-def _seeded(run: RunConfig) -> RunConfig:
-    """A run without a data seed takes the one that its folder records, so that it goes on with the batches it began with."""
+def _completed(run: RunConfig) -> RunConfig:
+    """A run without a data seed takes the one that its folder records, so that it goes on with the batches it began with; one whose data
+    names no tokenizer takes that of its published model."""
+    if isinstance(run.model, PretrainedConfig):
+        run = dataclasses.replace(run, data=with_tokenizer_of(run.data, run.model))
     if run.data.seed is not None:
         return run
     seed = recorded_seed(run.train.output_dir)

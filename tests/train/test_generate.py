@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError
+from easypipe.train import load_pretrained
 from easypipe.train.generate import generate
 from easypipe.train.model import Decoder, ModelConfig
+from train.hf_support import CONFIGS, tensors, write_model
 
 VOCAB = 31
 MODEL = Decoder(ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1), nnx.Rngs(1))
@@ -30,6 +33,26 @@ def test_top_1_is_greedy_and_top_k_keeps_to_the_k_likeliest():
     likeliest = set(np.argsort(-np.asarray(MODEL(jnp.array([[7]], jnp.int32))[0, -1]))[:4].tolist())
     drawn = {generate(MODEL, [[7]], max_new_tokens=1, top_k=4, temperature=3.0, seed=seed)[0][0] for seed in range(40)}
     assert drawn == likeliest
+
+
+def test_top_p_keeps_to_the_likeliest_that_have_this_share() -> None:
+    odds = np.asarray(jax.nn.softmax(MODEL(jnp.array([[7]], jnp.int32))[0, -1] / 2.0))
+    order = np.argsort(-odds)
+    share = float(odds[order][:3].sum() + odds[order][3] / 2)  # it takes four to have that much
+    drawn = {generate(MODEL, [[7]], max_new_tokens=1, top_p=share, temperature=2.0, seed=seed)[0][0] for seed in range(40)}
+    assert drawn == set(order[:4].tolist())
+    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_p=1e-9) == generate(MODEL, PROMPTS, max_new_tokens=5, temperature=0)
+
+
+def test_greedy_tokens_are_those_of_transformers(tmp_path) -> None:
+    """What `generate(do_sample=False)` of transformers 5.23 wrote once with this model, prompts of unequal lengths, each on its own."""
+    model = load_pretrained(write_model(tmp_path, CONFIGS["llama3"], tensors(CONFIGS["llama3"])))
+    prompts = [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
+    assert generate(model, prompts, max_new_tokens=12, temperature=0) == [
+        [43, 61, 47, 60, 60, 60, 5, 45, 45, 55, 1, 60],
+        [22, 60, 19, 19, 19, 60, 10, 16, 60, 23, 49, 34],
+        [16, 39, 56, 60, 60, 60, 60, 60, 60, 60, 60, 60],
+    ]
 
 
 def test_temperature_flattens_the_odds():
@@ -59,6 +82,8 @@ def test_a_row_ends_before_eos():
         ({"prompts": [[1, 31]]}, r"prompts\[0\]: token 31 is outside the vocabulary of 31"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0 is no length"),
         ({"temperature": -0.1}, "temperature: -0.1 is negative"),
+        ({"top_p": 0.0}, "top_p: 0.0 is no share"),
+        ({"top_p": 0.5, "temperature": 0}, "top_p: has no effect with temperature 0"),
         ({"top_k": 32}, "top_k: 32 of a vocabulary of 31. Give 1 to 31"),
     ],
 )

@@ -15,6 +15,8 @@ from easypipe import __version__
 from easypipe.cli.cache import cache
 from easypipe.cli.discover import discover
 from easypipe.cli.explain import explain
+from easypipe.cli.export import export
+from easypipe.cli.generate import generate
 from easypipe.cli.kernels import kernels
 from easypipe.cli.plan import plan
 from easypipe.cli.prepare import prepare
@@ -46,6 +48,8 @@ app.command()(verify)
 app.add_typer(cache, name="cache")
 app.add_typer(kernels, name="kernels")
 app.command()(train)
+app.command()(export)
+app.command()(generate)
 app.command()(report)
 
 

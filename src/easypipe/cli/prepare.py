@@ -10,8 +10,9 @@ import typer
 from easypipe.cli.show import console, progress, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError
-from easypipe.jobs import chains, prepare_data
+from easypipe.jobs import chains, prepare_data, with_tokenizer_of
 from easypipe.pipeline import PipelineConfig
+from easypipe.train.models.config import PretrainedConfig
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a value of the config; may be repeated.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="A run config (data, model, train, eval), or a pipeline config.")]
@@ -50,8 +51,11 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     held_out = values.get("eval") or {}
     if not isinstance(held_out, dict):
         raise ConfigError(at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}")
+    data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
+    if isinstance(model, dict) and "pretrained" in model:
+        data = with_tokenizer_of(data, from_dict(PretrainedConfig, model, "model"))
     return (
-        from_dict(PipelineConfig, values["data"], "data"),
+        data,
         {str(name): from_dict(PipelineConfig, entry, f"eval.{name}") for name, entry in held_out.items()},
     )
 

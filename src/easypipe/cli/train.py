@@ -66,7 +66,7 @@ def sample(run: RunConfig, result: TrainResult, count: int) -> list[str]:
     from easypipe.train.generate import generate
     from easypipe.transforms.tokenizer import load_tokenizer
 
-    name = run.data.default_tokenizer or run.data.datasets[0].tokenizer
+    name = result.tokenizer
     if name is None:
         raise ConfigError(at="data.default_tokenizer", problem="names no tokenizer to write samples with", fix="Set it, or --samples 0.")
     tokenizer = load_tokenizer(name)

@@ -207,8 +207,8 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
             return None
         if isinstance(value, Mapping):
             configs = [a for a in arguments if is_config(a)]
-            if len(configs) == 1:
-                return from_dict(configs[0], value, at)
+            if configs:
+                return from_dict(_meant(configs, value), value, at)
         for argument in arguments:
             if typing.get_origin(argument) in (tuple, dict) and isinstance(value, list | tuple | Mapping):
                 value = _structure(value, argument, at)
@@ -223,6 +223,17 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return {key: _structure(item, arguments[1], f"{at}.{key}") for key, item in value.items()}
     return value
+
+
+def _meant(configs: list[Any], values: Mapping[Any, Any]) -> Any:
+    """Of several config classes the first that has required options, all of which are given; else the first that has none."""
+
+    def required(cls: Any) -> set[str]:
+        nothing = dataclasses.MISSING
+        return {f.name for f in dataclasses.fields(cls) if f.default is nothing and f.default_factory is nothing}
+
+    named = [cls for cls in configs if required(cls) and required(cls) <= values.keys()]
+    return (named or [cls for cls in configs if not required(cls)] or configs)[0]
 
 
 def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:

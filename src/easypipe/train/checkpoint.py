@@ -39,23 +39,28 @@ class _Keep:
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`. Close it, or use it as a context manager."""
+    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`. Close it, or use it as a context manager.
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    keep: None only reads, and leaves what another process may be writing alone.
+    """
+
+    def __init__(self, folder: Path, *, keep: int | None) -> None:
         self.folder = folder.absolute()  # Orbax refuses relative paths
         registry = ocp.handlers.local_registry()
         registry.add(ocp.handlers.JsonHandler, checkpointable_name=_RUN)
         context = ocp.Context()
         context.checkpointables.registry = registry
+        context.pytree.loading.partial_load = True  # of arrays that are there: `load` has said what is not
         context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
         self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if keep is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
             self._orbax = ocp.training.Checkpointer(
                 str(self.folder),
                 context=context,
-                preservation_policy=_Keep(keep, self),
-                cleanup_tmp_directories=True,
+                preservation_policy=None if keep is None else _Keep(keep, self),
+                cleanup_tmp_directories=keep is not None,
             )
         except OSError as error:
             raise StorageError(at=str(folder), problem=f"cannot hold checkpoints: {error}") from error
@@ -99,8 +104,10 @@ class Checkpoints:
             )
         return saved
 
-    def load(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def load(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool = False) -> dict[str, jax.Array]:
         """The arrays of `step`, each laid out as `abstract` says, on whatever mesh they were saved.
+
+        partial: saved arrays that `abstract` does not name are left where they are.
 
         Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract` in name, shape and dtype.
         """
@@ -112,6 +119,8 @@ class Checkpoints:
         if described is None:
             raise self._damaged(step, "the description of its arrays is missing or cut short")
         saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in described.items()}
+        if partial:
+            saved = {name: text for name, text in saved.items() if name in abstract}
         unlike = differences(saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()})
         if unlike:
             raise StateError(at=self._at(step), problem=f"holds other arrays: {listed(unlike)}", fix="Give another output_dir.")

@@ -25,19 +25,22 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     eos_token_id: int | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
     """The tokens that `model` adds to each of `prompts` (token ids), at most `max_new_tokens`, without the prompt.
 
     temperature: 0 takes the likeliest token every time; otherwise logits are divided by it. top_k: only the k likeliest are drawn from
-    (and any that tie with the last of them). A row ends before `eos_token_id`. Row r draws from `seed` and r alone, so its text does not
-    depend on the other prompts of the call.
+    (and any that tie with the last of them). top_p: only the likeliest, as many as it takes to have that share of the odds together
+    (Holtzman et al., 2020), after temperature and top_k. A row ends before `eos_token_id`; when all have, no more is computed. Row r draws
+    from `seed` and r alone, so its text does not depend on the other prompts of the call.
 
-    Raises ConfigError for an empty prompt, a token outside the vocabulary, a negative temperature, a top_k outside 1..vocabulary.
+    Raises ConfigError for an empty prompt, a token outside the vocabulary, a negative temperature, a top_k outside 1..vocabulary, a
+    top_p outside (0, 1], and for either beside temperature 0, which draws nothing.
     """
     vocab = model.config.vocabulary
-    _check(prompts, vocab, max_new_tokens, temperature, top_k)
+    _check(prompts, vocab, max_new_tokens, temperature, top_k, top_p)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), int(lengths.max()) + max_new_tokens), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -50,9 +53,11 @@ def generate(
         lengths,
         jax.random.key(seed),
         jnp.float32(temperature or 1.0),
+        jnp.int32(-1 if eos_token_id is None else eos_token_id),
         steps=max_new_tokens,
         greedy=temperature == 0,
         top_k=None if top_k == vocab else top_k,
+        top_p=None if top_p == 1.0 else top_p,
     )
     rows = []
     for row, length in zip(np.asarray(filled), lengths, strict=True):
@@ -61,7 +66,7 @@ def generate(
     return rows
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("steps", "greedy", "top_k", "top_p"))
 def _fill(
     graph: nnx.GraphDef,
     state: nnx.State,
@@ -69,17 +74,20 @@ def _fill(
     lengths: Array,
     key: Array,
     temperature: Array,
+    eos: Array,
     *,
     steps: int,
     greedy: bool,
     top_k: int | None,
+    top_p: float | None,
 ) -> Array:
     """`tokens`, Int[B, S], with `steps` more in each row after its `lengths`; all shapes are fixed, so one program serves every step."""
     model = nnx.merge(graph, state)
     rows = jnp.arange(tokens.shape[0])
     row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
 
-    def add_one(step: Array, tokens: Array) -> Array:
+    def add_one(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        step, tokens, ended = carry
         last = lengths + step - 1
         hidden = model.hidden(tokens)  # slots after `last` hold zeros; the causal mask hides them
         logits = model.logits(hidden[rows, last])
@@ -89,14 +97,31 @@ def _fill(
             if top_k is not None:
                 threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
                 logits = jnp.where(logits < threshold, -jnp.inf, logits)
+            logits = logits / temperature
+            if top_p is not None:
+                logits = _nucleus(logits, top_p)
             keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
-            choice = jax.vmap(jax.random.categorical)(keys, logits / temperature)
-        return tokens.at[rows, last + 1].set(choice.astype(tokens.dtype))
+            choice = jax.vmap(jax.random.categorical)(keys, logits)
+        return step + 1, tokens.at[rows, last + 1].set(choice.astype(tokens.dtype)), ended | (choice == eos)
 
-    return jax.lax.fori_loop(0, steps, add_one, jnp.asarray(tokens))
+    def goes_on(carry: tuple[Array, Array, Array]) -> Array:
+        return (carry[0] < steps) & ~carry[2].all()
+
+    return jax.lax.while_loop(goes_on, add_one, (jnp.int32(0), jnp.asarray(tokens), jnp.zeros(tokens.shape[0], bool)))[1]
 
 
-def _check(prompts: Sequence[Sequence[int]], vocab: int, max_new_tokens: int, temperature: float, top_k: int | None) -> None:
+def _nucleus(logits: Array, top_p: float) -> Array:
+    """`logits`, [B, V], without those whose likelier ones have `top_p` of the odds already."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    odds = jax.nn.softmax(ordered, axis=-1)
+    kept = jnp.cumsum(odds, axis=-1) - odds < top_p
+    least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def _check(
+    prompts: Sequence[Sequence[int]], vocab: int, max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
+) -> None:
     if not prompts:
         raise ConfigError(at="prompts", problem="no prompt", fix="Give at least one list of token ids.")
     for index, prompt in enumerate(prompts):
@@ -114,3 +139,8 @@ def _check(prompts: Sequence[Sequence[int]], vocab: int, max_new_tokens: int, te
         )
     if top_k is not None and not 1 <= top_k <= vocab:
         raise ConfigError(at="top_k", problem=f"{top_k} of a vocabulary of {vocab}", fix=f"Give 1 to {vocab}, or None for all.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(at="top_p", problem=f"{top_p} is no share", fix="Give more than 0 and at most 1; 0.9 is usual.")
+    for name, value in (("top_k", top_k), ("top_p", top_p)):
+        if value is not None and temperature == 0:
+            raise ConfigError(at=name, problem="has no effect with temperature 0", fix="Leave it out, or give a temperature.")

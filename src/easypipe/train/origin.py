@@ -56,21 +56,11 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
     """Raises ConfigError for what is no model, and what `find_pretrained` raises for published ones; makes no array."""
     if isinstance(model, str | Path):
         model = PretrainedConfig(pretrained=model)
-    trained = nnx.Param if lora is None else nnx.LoRAParam
-
-    def adapted(module: Any) -> Any:
-        if lora is None:
-            return module
-        try:
-            return add_lora(module, lora, seed)
-        except ConfigError as error:
-            raise error.under("train.lora") from None
-
+    trained, adapted = _adapting(seed, lora)
     if isinstance(model, ModelConfig):
         return Origin(build=lambda: adapted(Decoder(model, nnx.Rngs(seed))), config=model, trained=trained)
     if isinstance(model, PretrainedConfig):
-        found = find_pretrained(model, has_adapters=lora is not None)
-        return Origin(build=lambda: adapted(found.build()), config=found.config, pretrained=found, trained=trained)
+        return from_pretrained(find_pretrained(model, has_adapters=lora is not None), seed, lora)
     if isinstance(model, nnx.Module):
         module = model
         config = module.config if isinstance(module, Decoder) else None
@@ -80,3 +70,20 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
     problem = f"{type(model).__name__} is no model"
     have = ("ModelConfig", "PretrainedConfig", "a folder or Hub name", "nnx.Module", "a function of nnx.Rngs that builds one")
     raise ConfigError(at="model", problem=problem, have=have)
+
+
+def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Origin:
+    trained, adapted = _adapting(seed, lora)
+    return Origin(build=lambda: adapted(found.build()), config=found.config, pretrained=found, trained=trained)
+
+
+def _adapting(seed: int, lora: LoraConfig | None) -> tuple[type[nnx.Variable], Callable[[Any], Any]]:
+    """(what is trained, what puts it into a module)."""
+
+    def adapted(module: Any) -> Any:
+        try:
+            return module if lora is None else add_lora(module, lora, seed)
+        except ConfigError as error:
+            raise error.under("train.lora") from None
+
+    return (nnx.Param if lora is None else nnx.LoRAParam), adapted

@@ -49,6 +49,7 @@ from easypipe.train.mesh_config import mesh_config
 from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.models.files import short
+from easypipe.train.models.save import save_pretrained
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.origin import Model, origin_of
@@ -76,6 +77,14 @@ class TrainResult:
     plot: Path
     checkpoint: Path
     model: Any  # the trained nnx.Module, on the mesh
+    tokenizer: str | None  # of the data, where it is known
+
+    def save(self, path: str | Path, *, tokenizer: Any = None) -> Path:
+        """Writes the model, its adapters merged, and its tokenizer to the new folder `path`, for `transformers`.
+
+        tokenizer: as save_pretrained takes it; None: the one of the data. Raises what save_pretrained raises.
+        """
+        return save_pretrained(self.model, path, tokenizer=self.tokenizer if tokenizer is None else tokenizer)
 
 
 class Trainer:
@@ -90,6 +99,7 @@ class Trainer:
     listener, callbacks: hear how the run goes; see easypipe.train.events.
     optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
     `config.optimizer`.
+    tokenizer: name or path of the one that made the tokens; recorded, so that it can be saved with the model.
     mesh: default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the same one, and its batches are used
     where they lie.
     """
@@ -107,6 +117,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         mesh: Mesh | None = None,
         optimizer: optax.GradientTransformation | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run, and what load_pretrained raises for a published model, of which
         config.json is read; touches no other file and makes no array.
@@ -126,6 +137,7 @@ class Trainer:
             one.check(self.mesh)
             micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
         self.origin = origin_of(model, config.seed, config.lora)
+        self.tokenizer = tokenizer
         self._own_optimizer = optimizer is not None
         self._frozen: dict[str, Any] = {}
         self._run_config = to_dict(run_config or {})
@@ -219,6 +231,7 @@ class Trainer:
                 plot=self.plot_path,
                 checkpoint=checkpoints.folder / str(step),
                 model=self.layout.merge(self.optimizer.eval_params(state.optimizer, state.params), state.rest),
+                tokenizer=self.tokenizer,
             )
 
     def _begin(self, checkpoints: Checkpoints, watch: Watch) -> tuple[states.TrainState, int | None]:
@@ -300,7 +313,7 @@ class Trainer:
             "callbacks": [callback.state() for callback in self._given],
             "named_callbacks": {name: callback.state() for name, callback in self._named.items()},
         }
-        base = {"frozen": self._frozen, "origin": self.origin.record()}
+        base = {"frozen": self._frozen, "origin": self.origin.record(), "tokenizer": self.tokenizer}
         arrays = self.layout.without_frozen(states.flatten(state))
         checkpoints.save(step, arrays, {**run, **told, **base, "loader": saved_loader_state(self.train)})
 

@@ -21,7 +21,8 @@ _LARGE = ["model*.safetensors"]  # some repositories hold the same weights again
 def model_folder(path_or_hub_name: str | Path, revision: str | None, *, weights: bool = True) -> Path:
     """The folder itself, or the Hub's files in the cache of its client. What looks like a path is never looked up on the Hub.
 
-    weights: False leaves out what is large. Raises MissingFileError for neither; SourceError for a gated repository and for a revision given beside a folder.
+    weights: False leaves out what is large. Raises MissingFileError for neither; SourceError for a gated repository, and for a revision
+    given beside a folder.
     """
     name = str(path_or_hub_name)
     folder = Path(name).expanduser()
@@ -59,7 +60,7 @@ def commit_of(folder: Path, path_or_hub_name: str | Path) -> str | None:
 
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """config.json, as a value and as text."""
-    values = _json(folder / CONFIG)
+    values = read_json(folder / CONFIG)
     return values, json.dumps(values, sort_keys=True)
 
 
@@ -71,7 +72,7 @@ class WeightFiles:
         self.folder = folder
         self._stack = contextlib.ExitStack()
         if (folder / INDEX).is_file():
-            index = _json(folder / INDEX).get("weight_map")
+            index = read_json(folder / INDEX).get("weight_map")
             if not isinstance(index, dict):
                 raise StateError(at=str(folder / INDEX), problem="has no weight_map", fix="Download the folder again.")
             files = sorted({str(file) for file in index.values()})
@@ -131,7 +132,8 @@ def short(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of JSON that is an object. Raises MissingFileError and StateError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

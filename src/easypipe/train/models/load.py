@@ -89,7 +89,11 @@ def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> 
     hf, text = read_config(folder)
     param_dtype = config.param_dtype or (config.dtype if has_adapters else "float32")
     shape = from_hf(hf, at=str(folder / CONFIG))
-    shape = dataclasses.replace(shape, dtype=config.dtype, param_dtype=param_dtype, remat=config.remat, scan_layers=config.scan_layers)
+    same = {name: getattr(config, name) for name in ("dtype", "remat", "attention", "scan_layers")}
+    try:
+        shape = dataclasses.replace(shape, param_dtype=param_dtype, **same)
+    except ConfigError as error:  # an attention that cannot be for these heads
+        raise error.under("model") from None
     return Pretrained(named, shape, text)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +18,10 @@ from safetensors.numpy import save_file
 
 from easypipe.core.errors import ConfigError, MissingFileError, StorageError, TrainError
 from easypipe.core.storage import json_bytes, sync
+from easypipe.train.lora import merge_lora
 from easypipe.train.model import Decoder
 from easypipe.train.models.families import from_hf, shape_of, to_hf, weights
-from easypipe.train.models.files import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS
+from easypipe.train.models.files import CONFIG, INDEX, TOKENIZER_FILES, WEIGHTS, model_folder
 
 
 def save_pretrained(module: Decoder, path: str | Path, *, tokenizer: Any = None, max_shard_bytes: int = 5_000_000_000) -> Path:
@@ -26,8 +29,9 @@ def save_pretrained(module: Decoder, path: str | Path, *, tokenizer: Any = None,
 
     config.json, and model.safetensors, or several files with model.safetensors.index.json where the tensors take more than
     `max_shard_bytes` (bytes; no file is larger, unless by one tensor; so much of the weights is on the host at a time). Tensors have the
-    dtype of the parameters. A module of `load_pretrained` keeps all other keys of the config.json that it came with.
-    tokenizer: a tokenizer.json or a folder with one, whose files are copied; or an object with `save_pretrained`, as `transformers` has.
+    dtype of the parameters; adapters are merged into them. A module of `load_pretrained` keeps all other keys of the config.json that it
+    came with. tokenizer: a tokenizer.json, a folder with one or a Hub name, whose files are copied; or an object with `save_pretrained`, as
+    `transformers` has.
 
     The folder appears whole or not at all. Raises ConfigError for a module that no family of `transformers` can hold and for a folder
     that is not empty; MissingFileError for a tokenizer that is not there; TrainError for arrays of which other processes hold parts;
@@ -37,21 +41,30 @@ def save_pretrained(module: Decoder, path: str | Path, *, tokenizer: Any = None,
         raise ConfigError(at="module", problem=f"{type(module).__name__} is not a Decoder", fix="Other modules have no transformers class.")
     if max_shard_bytes < 1:
         raise ConfigError(at="max_shard_bytes", problem=f"{max_shard_bytes} is no size", fix="5_000_000_000 is usual.")
-    target = Path(path).expanduser().absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(at=str(target), problem="is there already", fix="Give a new folder, or remove this one.")
+    module = merge_lora(module)
     config = _config_json(module)
     copied = _tokenizer_files(tokenizer)
     tensors = _tensors(module)
+    with new_folder(path) as folder:
+        _write_shards(folder, tensors, max_shard_bytes)
+        (folder / CONFIG).write_bytes(json_bytes(config))
+        for file in copied:
+            shutil.copyfile(file, folder / file.name)
+        if tokenizer is not None and not copied:
+            tokenizer.save_pretrained(str(folder))
+    return Path(path).expanduser().absolute()
+
+
+@contextlib.contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` when all is written. Raises ConfigError where `path` is there; StorageError."""
+    target = Path(path).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(at=str(target), problem="is there already", fix="Give a new folder, or remove this one.")
     temporary = target.parent / f".{target.name}.writing-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         temporary.mkdir(parents=True)
-        _write_shards(temporary, tensors, max_shard_bytes)
-        (temporary / CONFIG).write_bytes(json_bytes(config))
-        for file in copied:
-            shutil.copyfile(file, temporary / file.name)
-        if tokenizer is not None and not copied:
-            tokenizer.save_pretrained(str(temporary))
+        yield temporary
         for file in temporary.iterdir():
             sync(file)
         if target.is_dir():
@@ -62,7 +75,6 @@ def save_pretrained(module: Decoder, path: str | Path, *, tokenizer: Any = None,
         raise StorageError(at=str(target), problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target
 
 
 def _config_json(module: Decoder) -> dict[str, Any]:
@@ -80,6 +92,7 @@ def _tokenizer_files(tokenizer: Any) -> list[Path]:
         problem = f"{type(tokenizer).__name__} cannot be saved"
         raise ConfigError(at="tokenizer", problem=problem, fix="Give a tokenizer.json, its folder, or an object with save_pretrained.")
     path = Path(tokenizer).expanduser()
+    path = path if path.exists() else model_folder(tokenizer, None, weights=False)
     found = [path] if path.is_file() else [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not any(file.name == "tokenizer.json" for file in found):
         raise MissingFileError(at=str(path), problem="holds no tokenizer.json", fix="Give a tokenizer.json, or the folder of one.")
