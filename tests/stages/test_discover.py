@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 import easypipe
-from easypipe import DatasetConfig, Discovery, Pipeline, PipelineConfig, discover, tokenize_and_save
+from easypipe import DatasetConfig, Discovery, Pipeline, PipelineConfig, TokenFilesConfig, discover, tokenize_and_save
 from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from pipelines import jsonl, tokenizer
-from web import WebServer
+from web import WebServer, web_server
 
 CHAT = Path(__file__).parents[3] / "shared" / "data" / "chat"
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -220,6 +220,37 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
             discover(tmp_path / "good.jsonl", **options)
     with pytest.raises(ConfigError, match="says nothing about rows in memory"):
         discover([{"text": "a"}], type="json")
+    with pytest.raises(ConfigError, match="these rows name no splits"):
+        discover([{"text": "a"}], split="test")
+    with pytest.raises(ConfigError, match="is a part of a split"):
+        discover(tmp_path / "good.jsonl", split="train[:10]")
+    with pytest.raises(ConfigError, match="no files of tokens"):
+        discover(tmp_path / "good.jsonl", token_files=TokenFilesConfig(dtype="uint16"))
+
+
+def test_credentials_are_not_written(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "good.jsonl", [{"text": "a"}])
+    found = discover(path, storage_options={"token": "hush"})
+    proposal = found.propose()
+    assert proposal.config.storage_options == {"token": "hush"}
+    for shown in (str(found), repr(found), json.dumps(found.to_json()), proposal.yaml(), repr(proposal)):
+        assert "hush" not in shown
+    assert "storage_options: as you gave them" in proposal.yaml()
+
+
+def test_an_arrow_stream_elsewhere_is_not_read_through(tmp_path: Path) -> None:
+    table = pa.table({"text": ["some text " * 100] * 40_000})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    with web_server() as server:
+        server.files["/rows.arrow"] = sink.getvalue().to_pybytes()
+        [part] = discover(f"{server.url}/rows.arrow").parts
+        assert server.sent < 24 << 20 < len(server.files["/rows.arrow"])
+    assert (part.num_rows, part.kind.name) == (None, "text")
+    assert str(part.cost).startswith("counting reads 4")
+    (tmp_path / "rows.arrow").write_bytes(server.files["/rows.arrow"])
+    assert discover(tmp_path / "rows.arrow").parts[0].num_rows == 40_000
 
 
 def test_nothing_is_mapped_silently(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class _Batches:
     offsets: list[int] | None  # stream format: where each batch's message begins; None for the file format
     schema: pa.Schema  # as stored
     dictionaries: bool
+    whole: bool = True  # False: of a remote stream, only the head was looked at (FileRef.head_bytes)
 
 
 class ArrowFormat:
@@ -39,7 +40,7 @@ class ArrowFormat:
                     raise SourceError(at=file.path, problem="truncated: an Arrow file without its footer", fix="Copy or write it again.")
                 batches = _survey_file(opened)
             elif head.startswith(STREAM_MAGIC):
-                batches = _survey_stream(opened)
+                batches = _survey_stream(opened, file.head_bytes if file.remote else None)  # one on disk costs a page a batch
             elif head.startswith(b"FEA1"):
                 raise SourceError(at=file.path, problem="is feather version 1", fix="Write it again with pyarrow.feather (version 2).")
             else:
@@ -79,13 +80,15 @@ def _survey_file(opened: pa.NativeFile) -> _Batches:
     return _Batches(_running(counts), None, schema, _has_dictionary(schema))
 
 
-def _survey_stream(opened: pa.NativeFile) -> _Batches:
+def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
     schema = pa.ipc.open_stream(opened).schema
     opened.seek(0)
     reader = pa.ipc.open_stream(opened, options=_only(schema, []))
     counts, offsets = [], []
     while True:
         offset = opened.tell()
+        if limit is not None and offset > limit:
+            return _Batches(_running(counts), offsets, schema, _has_dictionary(schema), whole=False)
         try:
             counts.append(reader.read_next_batch().num_rows)
         except StopIteration:

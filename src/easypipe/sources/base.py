@@ -141,8 +141,8 @@ class FileSource(ShardedDataSource):
         return digest("file", READER_VERSION, self._format.name, self._options(), self.files[shard].digest, schema)
 
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
-        """The same files, or the first `files` of them, as far as can be told without reading them through: of those that are records (lines, JSON, CSV) the records that
-        end within so many first plain bytes. Others know their rows from a footer, and keep them all.
+        """The same files, or the first `files` of them, as far as can be told without reading them through: of those that are records
+        (lines, JSON, CSV) the records that end within so many first plain bytes. Others know their rows from a footer, and keep them all.
 
         A file that has no whole record there has no row. Shards have `num_rows` of what can be read here; `total_rows` tells the file's.
         """
@@ -155,7 +155,9 @@ class FileSource(ShardedDataSource):
         """Rows of the whole file; None for a head whose file nobody has counted."""
         survey = self._open().surveys[shard]
         found = survey.detail if isinstance(survey.detail, Found) else getattr(survey.detail, "separated", None)
-        return survey.num_rows if found is None else found.index.total_rows
+        if found is not None:
+            return found.index.total_rows
+        return survey.num_rows if getattr(survey.detail, "whole", True) else None
 
     def select(self, columns: Sequence[str]) -> FileSource:
         """The same rows with only `columns`: no other column is read, and what is wrong in another column spoils no row."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.core.errors import ConfigError, EasypipeError, SourceError
+from easypipe.core.remote import public_url
 from easypipe.sources.files import resolve
 from easypipe.sources.hub import one_format, parse_hub_name
 from easypipe.sources.hub_layout import TRAIN, choose_files, layouts, split_word
@@ -21,13 +22,14 @@ from easypipe.sources.objects import is_dataset_dict, open_object
 from easypipe.sources.open import open_files
 from easypipe.sources.refs import FileRef, format_of
 from easypipe.sources.saved_datasets import is_saved_dataset, saved_dataset_files, saved_splits
+from easypipe.sources.splits import parse_split
 from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.stages.caching import cache_folder
 from easypipe.stages.discovery import Discovery, Part
-from easypipe.stages.inputs import is_object
+from easypipe.stages.inputs import is_hub, is_object
 from easypipe.stages.probe import Candidate, Look, probe, rows_part
 from easypipe.stages.saved import is_saved, join, read_manifest
-from easypipe.stages.source import READERS
+from easypipe.stages.source import READERS, DatasetConfig
 from easypipe.transforms.kinds import Kind
 
 PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
@@ -58,25 +60,36 @@ def discover(
     """
     if sample_rows < 0:
         raise ConfigError(at="sample_rows", problem=f"{sample_rows} rows", fix="Give 0 or more.")
+    if isinstance(data, os.PathLike):
+        data = os.fspath(data)
+    files = _names_files(data)
+    chooses = not files or type == "huggingface" or (isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data)))
+    dataset = DatasetConfig(  # which knows what goes together
+        data_files=data,
+        type=type,
+        split=split if chooses else None,
+        subset=subset,
+        revision=revision,
+        token_files=token_files,
+        storage_options=storage_options,
+    )
+    if split is not None and parse_split(split)[1] is not None:
+        raise ConfigError(at="split", problem=f"{split!r} is a part of a split", fix="Name the split: what is in it is the same.")
     indexes = cache_folder(cache_dir).local / "indexes"
-    options = Look(storage=storage_options, token_files=token_files, indexes=indexes, count=count, sample=sample_rows)
-    kind = None if type is None else READERS.get(type, type)
-    hub = type == "huggingface" or (isinstance(data, str) and data.startswith("hf://"))
-    if not hub:
-        for name, value in (("subset", subset), ("revision", revision)):
-            if value is not None:
-                raise ConfigError(at=name, problem="means something for datasets of the Hub alone", fix="Set type='huggingface'.")
-    if not hub and not _names_files(data):
-        if type is not None:
-            raise ConfigError(at="type", problem=f"{type!r} says nothing about rows in memory", fix="Leave it out.")
-        return Discovery(source=_described(data), parts=tuple(_in_memory(data, split, options)))
-    if hub:
-        found, notes = _on_hub(str(data), split, subset, revision, storage_options)
+    look = Look(storage=storage_options, token_files=token_files, indexes=indexes, count=count, sample=sample_rows)
+    if not files:
+        return Discovery(source=f"{data.__class__.__name__} in memory", parts=tuple(_in_memory(data, split, look)))
+    if is_hub(dataset):
+        found, notes = _on_hub(dataset)
     else:
-        found, notes = _in_files(os.fspath(data) if isinstance(data, str | os.PathLike) else list(map(os.fspath, data)), kind, options)
-        found = [group for group in found if split in (None, group.split)]
+        kind = None if type is None else READERS.get(type, type)
+        every, notes = _in_files(data if isinstance(data, str) else list(map(os.fspath, data)), kind, look)
+        found = [group for group in every if split in (None, group.split)]
         if not found:
-            raise ConfigError(at="split", problem=f"nothing here is called {split!r}", fix="Leave split out to see what there is.")
+            have = dict.fromkeys(group.split for group in every)
+            raise ConfigError(
+                at="split", problem=f"nothing here is called {split!r}", have=have, fix="Leave split out to see what there is."
+            )
     parts: list[Part] = []
     broken: list[EasypipeError] = []
     for group in found:
@@ -84,7 +97,7 @@ def discover(
             parts.append(_listed(group))
             continue
         try:
-            made, more = probe(group, options)
+            made, more = probe(group, look)
         except SourceError as error:
             broken.append(error)
             continue
@@ -92,40 +105,35 @@ def discover(
         notes += more
     if not parts:
         raise broken[0]
-    return Discovery(source=_described(data), parts=tuple(parts), notes=(*notes, *map(str, broken)))
+    source = ", ".join(public_url(os.fspath(item)) for item in (data if isinstance(data, list | tuple) else [data]))
+    return Discovery(source=source, parts=tuple(parts), notes=(*notes, *map(str, broken)))
 
 
 def _names_files(data: Any) -> bool:
-    if isinstance(data, str | os.PathLike):
-        return True
-    return isinstance(data, list | tuple) and bool(data) and all(isinstance(item, str | os.PathLike) for item in data)
-
-
-def _described(data: Any) -> str:
-    if _names_files(data):
-        return os.fspath(data) if isinstance(data, str | os.PathLike) else ", ".join(map(os.fspath, data))
-    return f"{data.__class__.__name__} in memory"
+    if isinstance(data, list | tuple):
+        return bool(data) and all(isinstance(item, str | os.PathLike) for item in data)
+    return isinstance(data, str)
 
 
 # Rows in memory
 
 
-def _in_memory(data: Any, split: str | None, options: Look) -> Iterable[Part]:
+def _in_memory(data: Any, split: str | None, look: Look) -> Iterable[Part]:
     if is_dataset_dict(data):
         for name in data if split is None else [split]:
-            yield rows_part(open_object(data, split=name), {"data_files": data, "split": name}, name, options)
+            yield rows_part(open_object(data, split=name), {"data_files": data, "split": name}, name, look)
         return
     source = open_object(data, split=split) if is_object(data) else InMemoryShardedSource(data)
-    yield rows_part(source, {"data_files": data}, split or TRAIN, options)
+    yield rows_part(source, {"data_files": data}, split or TRAIN, look)
 
 
 # Files
 
 
-def _in_files(data: str | list[str], kind: str | None, options: Look) -> tuple[list[Candidate], list[str]]:
+def _in_files(data: str | list[str], kind: str | None, look: Look) -> tuple[list[Candidate], list[str]]:
     """What stands in paths, globs, folders and URLs: files by format and by the split that their names speak of."""
     reads: dict[str, Any] = {"data_files": data}
-    reads |= {"storage_options": options.storage} if options.storage else {}
+    reads |= {"storage_options": look.storage} if look.storage else {}
     if isinstance(data, str) and is_saved_dataset(data):
         splits, several = saved_splits(data)
         return [
@@ -137,12 +145,12 @@ def _in_files(data: str | list[str], kind: str | None, options: Look) -> tuple[l
             )
             for name in splits
         ], []
-    if isinstance(data, str) and is_saved(data, options.storage):
-        manifest = read_manifest(data, options.storage)
-        files = tuple(resolve([join(data, shard.name) for shard in manifest.shards], options.storage))
+    if isinstance(data, str) and is_saved(data, look.storage):
+        manifest = read_manifest(data, look.storage)
+        files = tuple(resolve([join(data, shard.name) for shard in manifest.shards], look.storage))
         return [Candidate(files=files, format=READERS.get(manifest.format, manifest.format), reads=reads, manifest=manifest)], []
-    files = resolve(data, options.storage, extensions=None if kind is None else [kind])
-    reads |= {} if options.token_files is None else {"token_files": options.token_files}
+    files = resolve(data, look.storage, extensions=None if kind is None else [kind])
+    reads |= {} if look.token_files is None else {"token_files": look.token_files}
     groups: dict[tuple[str, str], list[FileRef]] = {}
     notes = []
     above = os.path.commonpath([os.path.dirname(file.path) for file in files]) if len(files) > 1 else os.path.dirname(files[0].path)
@@ -153,7 +161,7 @@ def _in_files(data: str | list[str], kind: str | None, options: Look) -> tuple[l
             continue
         groups.setdefault((split_word(file.path.removeprefix(above)) or TRAIN, of), []).append(file)
     if not groups:
-        open_files(data, storage_options=options.storage)  # which says what to do about the extension
+        open_files(data, storage_options=look.storage)  # which says what to do about the extension
     named = {} if kind is None else {"type": kind}
     alone = len(groups) == 1 and not notes
     return [
@@ -169,15 +177,16 @@ def _paths(files: Sequence[FileRef]) -> dict[str, Any]:
 # The Hub
 
 
-def _on_hub(
-    name: str, split: str | None, subset: str | None, revision: str | None, storage: dict[str, Any] | None
-) -> tuple[list[Candidate], list[str]]:
-    asked = parse_hub_name(name)
-    hub = HubRepo(asked.repo, storage)
-    listing = hub.listing(asked.revision or revision)
+def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
+    asked, split, subset = parse_hub_name(dataset.data_files), dataset.split, dataset.subset
+    if asked.revision and dataset.revision and asked.revision != dataset.revision:
+        problem = f"{dataset.revision!r}, but data_files says {asked.revision!r}"
+        raise ConfigError(at="revision", problem=problem, fix="Leave one of them out.")
+    hub = HubRepo(asked.repo, dataset.storage_options)
+    listing = hub.listing(asked.revision or dataset.revision)
     names = list(listing.sizes)
-    reads: dict[str, Any] = {"data_files": name, "type": "huggingface", "revision": revision, "storage_options": storage}
-    reads = {key: value for key, value in reads.items() if value is not None}
+    reads: dict[str, Any] = {name: getattr(dataset, name) for name in ("data_files", "revision", "storage_options")}
+    reads = {key: value for key, value in (reads | {"type": "huggingface"}).items() if value is not None}
     found: list[Candidate] = []
 
     def ready(file: FileRef) -> FileRef:

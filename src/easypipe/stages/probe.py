@@ -84,7 +84,8 @@ def probe(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
 
     Raises SourceError where none can.
     """
-    files = [found.ready(file) for file in found.files[: LOOKED_AT_REMOTE if found.files[0].remote else LOOKED_AT]]
+    most = 1 if found.card_rows is not None else LOOKED_AT_REMOTE if found.files[0].remote else LOOKED_AT
+    files = [found.ready(file) for file in found.files[:most]]
     opened, notes, first_error = [], [], None
     with ThreadPoolExecutor(8, thread_name_prefix="easypipe-discover") as pool:
         sizes = itertools.chain([HEAD_BYTES] * HEADS, itertools.repeat(OTHER_HEAD_BYTES))
@@ -137,6 +138,7 @@ def _files_part(found: Candidate, group: Sequence[_Opened], look: Look, *, alone
         notes.append(f"{len(group)} of {len(files)} files were looked at")
     reads = dict(found.reads) if alone else {**found.reads, "data_files": [one.file.path for one in group]}
     if found.manifest is not None:
+        schema = found.manifest.schema
         counted = (found.manifest.num_rows, "manifest", None)
     else:
         counted = _counted(found, files, group, look)
@@ -158,7 +160,7 @@ def _counted(found: Candidate, files: Sequence[FileRef], group: Sequence[_Opened
         return sum(shard.num_rows or 0 for shard in source.shards), "count", None
     if found.card_rows is not None:
         return found.card_rows, "card", None
-    if lines:
+    if lines or None in totals:
         return None, None, f"counting reads {bytes_text(sum(file.num_bytes for file in files))} (count=True, --count)"
     return None, None, f"counting opens the footers of {len(files):,} files (count=True, --count)"
 

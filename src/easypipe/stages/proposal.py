@@ -22,8 +22,8 @@ class Proposal:
     """fields: of a DatasetConfig; those left out keep their defaults. reasons: why, a line for each column that is read."""
 
     kind: Kind
-    fields: Mapping[str, Any]
     reasons: tuple[str, ...]
+    fields: Mapping[str, Any] = dataclasses.field(repr=False)  # storage_options among them may hold credentials
 
     @property
     def config(self) -> DatasetConfig:
@@ -32,13 +32,15 @@ class Proposal:
     def yaml(self) -> str:
         """To be pasted into a config: the dataset under `datasets:`, with the reasons as comments.
 
-        Rows in memory stand in no file, so their data_files are left for Python, which a comment says.
+        Rows in memory stand in no file, so their data_files are left for Python, and storage_options may hold credentials: comments say so.
         """
-        values = {name: _written(value) for name, value in self.fields.items()}
+        values = {name: _written(value) for name, value in self.fields.items() if name != "storage_options"}
         lines = [f"# {TITLES[self.kind.name]}", *(f"# {reason}" for reason in self.reasons)]
         if self.config.in_memory:
             del values["data_files"]
             lines.append("# data_files: the rows are in memory; give them in Python")
+        if "storage_options" in self.fields:
+            lines.append("# storage_options: as you gave them; they may hold credentials, so they are not written here")
         return "\n".join(lines) + "\n" + yaml.safe_dump({"datasets": [values]}, sort_keys=False, allow_unicode=True, width=120)
 
     def __str__(self) -> str:
