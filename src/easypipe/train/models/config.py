@@ -8,6 +8,7 @@ from typing import Literal
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
+from easypipe.train.model_config import AttentionBackend
 from easypipe.train.models.files import commit_of, model_folder
 
 
@@ -23,6 +24,7 @@ class PretrainedConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
     param_dtype: Literal["float32", "bfloat16"] | None = None  # of the parameters; None: dtype with adapters (train.lora), else float32
     remat: Literal["none", "dots", "full"] = "none"  # as in ModelConfig
+    attention: AttentionBackend | None = None  # as in ModelConfig
     scan_layers: bool = True  # as in ModelConfig
 
     def check(self) -> None:
