@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from easypipe.core.config import from_dict
 from easypipe.core.errors import EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
 from easypipe.pipeline import Pipeline
+from easypipe.stages.caching import cache_folder
 from easypipe.stages.config import PipelineConfig
+from easypipe.stages.recipes import recall, recall_saved
 from easypipe.stages.save import SaveReport, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.tokenize import TokenizeStageConfig
+from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -88,6 +93,35 @@ def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: 
     if save and config.save is not None:
         pipeline.save()
     return pipeline
+
+
+def repair_as_made(path: str | Path, *, progress: ProgressListener = silent) -> tuple[Verification, ...]:
+    """`Pipeline.repair` by the chains that made what is broken, as the cache folder noted them (stages/recipes.py).
+
+    Raises ConfigError saying what to give where it did not, or where rows came from memory or from code.
+    """
+    path = place_of(path)
+    found = verify(path)
+    broken = [one for one in found if not one.ok]
+    place = cache_folder_of(path)
+    if place is None:
+        noted = [recall_saved(place_of(one.path), cache_folder(None)) for one in broken]
+    else:  # records of ranges belong to whichever manifest names their tokens
+        to_make = found if any(one.kind == "records" for one in broken) else broken
+        names = [place_of(one.path).rpartition("/")[2] for one in to_make if one.kind != "records"]
+        noted = [recall(name.removesuffix(".json"), place[0]) for name in names]
+    for i, made in enumerate(noted):
+        if made in noted[:i]:
+            continue
+        with contextlib.chdir(made["folder"]):
+            config = from_dict(PipelineConfig, made["config"])
+            # Where tokens are is what was asked for, wherever the folder was when they were made.
+            config = config if place is None else dataclasses.replace(config, cache_dir=str(place[0].at()))
+            pipeline = Pipeline(config, progress=progress).source()
+            for stage, values in made["stages"]:
+                getattr(pipeline, stage)(values)
+            pipeline.repair(path)
+    return verify(path)
 
 
 def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> PipelineConfig:

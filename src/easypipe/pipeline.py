@@ -7,6 +7,7 @@ loader = pipeline.source().tokenize().mix().pack().load().build()
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixStage, MixStageConfig
 from easypipe.stages.pack import PackStage, PackStageConfig
 from easypipe.stages.plan_report import PlanReport, plan_report
+from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
 from easypipe.stages.source import DatasetConfig, SourceStage
@@ -241,6 +243,9 @@ class Pipeline:
         for stage, data in saves:
             written = stage.write(data, self._context)
             folders += written
+            chain = self.stages[1 : self.stages.index(stage) + 1]
+            for folder in written:
+                remember(folder.fingerprint, chain, self._context)
             if (publication := stage.publication(written)) is not None:
                 from easypipe.interop.hub import push
 
@@ -306,6 +311,10 @@ class Pipeline:
         if isinstance(stage, MixStage | PackStage | LoadStage):
             _say_what_is_left_behind(stage.name, before)
         self._plan = (*self._plan, _Step(stage, stage.process(before, self._context)))
+        if isinstance(stage, TokenizeStage):
+            chain = self.stages[1:]
+            for source in self.tokenized().values():
+                source.when_made = functools.partial(remember, stages=chain, context=self._context, folder=source.folder)
         return self
 
     def _require_source(self) -> None:

@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 
 from easypipe import CacheError, ConfigError, Pipeline, StallError, TokenCache
+from easypipe.cli import cache as cache_commands
 from easypipe.cli import main
 from easypipe.core import locks
+from easypipe.sources.cache_folder import RemoteFolder
+from easypipe.stages import cache_admin
 from easypipe.stages.cache_admin import clear_cache, list_cache
 from easypipe.stages.cache_writer import prepare
 from easypipe.stages.verify import verify
 from pipelines import config
+from stores import Store
 from token_support import ShardedTexts, WithIdentity, small_tokenizer, small_tokenizer_folder, texts
 
 TESTS = Path(__file__).parents[1]
@@ -220,3 +224,39 @@ def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(locks.os, "open", read_only)
     assert TokenCache(path).num_docs == 40
+
+
+def test_a_cache_in_a_bucket_is_listed_and_cleared(
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{store.new()}/cache"
+    folder = RemoteFolder(url, tmp_path / "local", options=store.options)
+    rows = [texts(20), texts(20, seed=1), texts(20, seed=2)]
+    for name, shards, touched in (("a", rows[:2], (0, 1)), ("b", rows[1:], (1, 2))):
+        prepare(WithIdentity(*shards, touched=touched), small_tokenizer(), dataset=name, cache_dir=folder)
+    before = store.files(url)
+    listing = list_cache(folder)
+    assert [(one.dataset, one.rows, one.in_use) for one in sorted(listing.datasets, key=lambda one: one.dataset)] == [
+        ("a", 40, False),
+        ("b", 40, False),
+    ]
+    assert listing.num_bytes == sum(map(len, before.values()))
+    assert listing.leftover_bytes == 0
+    assert all(one.age_s < 600 for one in listing.datasets)
+    assert clear_cache(folder, older_than_days=1).removed == ()
+    assert clear_cache(folder, datasets=["a"], dry_run=True).files > 0
+    assert store.files(url) == before
+    assert clear_cache(folder, datasets=["a"]).removed == ("a",)
+    assert all(one.ok for one in verify(url, store.options))
+    assert [one.dataset for one in list_cache(folder).datasets] == ["b"]
+    [manifest] = [name for name in store.files(url) if name.startswith("manifests/")]
+    store.filesystem.rm(f"{url.partition('://')[2]}/{manifest}")
+    assert list_cache(folder).leftover_bytes > 0
+    assert clear_cache(folder).files == 0, "leftovers may be of somebody who is at work"
+    monkeypatch.setattr(cache_admin, "YOUNG_S", -1.0)
+    clear_cache(folder)
+    assert store.files(url) == {}
+    monkeypatch.setattr(cache_commands, "cache_folder", lambda given: RemoteFolder(given, tmp_path / "local", options=store.options))
+    assert main(["cache", "list", "--cache-dir", url]) == 0
+    assert main(["cache", "clear", "--cache-dir", url]) == 0
+    assert f"removed 0 datasets: 0 files, 0.0 MB: {url}" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_batches_are_those_of_a_local_cache(tmp_path: Path, store: Store, readin
     first = batches(tmp_path, **made)
     assert assert_same_batches(here, first) > 3
     files = store.files(url)
-    assert {name.partition("/")[0] for name in files} == {"manifests", "ranges", "tokens"}
+    assert {name.partition("/")[0] for name in files} == {"configs", "manifests", "ranges", "tokens"}
     assert not any(SECRET.encode() in data for data in files.values())
     assert not any((tmp_path / "staging").iterdir()), "what is staged goes with the process, whatever ends it"
     assert_same_batches(here, batches(tmp_path, **made))
@@ -303,5 +303,5 @@ def test_a_dataset_keeps_its_tokens_in_a_bucket_of_its_own(tmp_path: Path) -> No
     made = PipelineConfig(datasets=(dataset,), seed=1, cache_dir=tmp_path / "cache", default_tokenizer=tokenizer())
     [source] = Pipeline(made).source().tokenize().get_data().values()
     assert source.materialize().num_docs == 2  # type: ignore[attr-defined]
-    assert storage.names_in("memory://caches/own") == ["manifests", "ranges", "tokens"]
+    assert storage.names_in("memory://caches/own") == ["configs", "manifests", "ranges", "tokens"]
     assert not (tmp_path / "cache" / "tokens").exists()

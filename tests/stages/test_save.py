@@ -529,7 +529,9 @@ def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None 
     storage.set_fault_hook(hook)
     with pytest.raises(Killed):
         packed(tmp_path).save(save).build()
-    storage.set_fault_hook(lambda what, path: order.append(path.rpartition("/")[2]) if what == "committed" else None)
+    storage.set_fault_hook(
+        lambda what, path: order.append(path.rpartition("/")[2]) if what == "committed" and "/configs/" not in path else None
+    )
     order.clear()
     try:
         [folder] = packed(tmp_path).save(save).build().folders
@@ -715,7 +717,7 @@ def test_sizes_in_the_words_of_the_hub(rows: int, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("tokenizer", "name"),
-    [("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"), ("/home/me/tok", "tok"), ("./tok/", "tok"), ("a/b/tok", "tok"), ("gpt2", "gpt2")],
+    [("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"), ("/anywhere/tok", "tok"), ("./tok/", "tok"), ("a/b/tok", "tok"), ("gpt2", "gpt2")],
 )
 def test_names_of_tokenizers_that_may_be_published(tokenizer: str, name: str) -> None:
     assert public_name(tokenizer) == name

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 import yaml
 
@@ -16,9 +17,11 @@ from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
 from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.storage import TEMPORARY
+from easypipe.jobs import repair_as_made
 from easypipe.stages.saved import MANIFEST
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.verify import verify
+from easypipe.transforms.functions import Filter
 from pipelines import config, jsonl, tokenizer
 from stores import Store
 
@@ -314,3 +317,50 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", str(tmp_path)]) == 0, "a folder of saved folders"
     assert main(["verify", str(tmp_path / "data")]) == 2
     assert "is neither a token cache nor a folder that save() wrote" in capsys.readouterr().err
+
+
+def test_repair_needs_no_config_where_everything_was_in_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    made = values(tmp_path, save={"output_dir": "out", "num_shards": 2}) | {"cache_dir": None}
+    for dataset in made["datasets"]:
+        dataset["data_files"] = os.path.relpath(dataset["data_files"])
+    Pipeline.from_config(made).source().tokenize().mix().pack().save().build()
+    before = files(tmp_path / "cache", "locks"), files(tmp_path / "out")
+    monkeypatch.chdir("/")
+    for victim in (*(tmp_path / "cache" / "tokens").rglob("*.arrow"), *(tmp_path / "out").glob("part-*")):
+        flip(victim)
+    for folder in ("cache", "out"):
+        assert main(["verify", "--repair", str(tmp_path / folder)]) == 0
+    assert (files(tmp_path / "cache", "locks"), files(tmp_path / "out")) == before
+    (tmp_path / "out" / MANIFEST).write_text("{")
+    manifest_of(tmp_path / "cache", "docs").write_text("{")
+    edit(sorted((tmp_path / "cache" / "ranges").rglob("*.json"))[0], lambda record: record.update(docs=1))
+    assert main(["verify", str(tmp_path / "cache"), "--repair"]) == 0
+    assert main(["verify", str(tmp_path / "out"), "--repair"]) == 0
+    assert files(tmp_path / "out") == before[1]
+    assert main(["verify", str(tmp_path / "out"), "--set", "seed=1"]) == 2
+    assert "--set: has no effect without a config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dataset", "chain", "reason"),
+    [
+        ({"data_files": [{"text": "one document"}]}, lambda p: p, r"datasets\[0\].data_files.* in memory"),
+        ({}, lambda p: p.transform(Filter(pc.field("text") != "")), "its chain has a stage of Python, 'transform'"),
+        ({"format_callback": f"{__name__}:same", "format_version": "1"}, lambda p: p, r"format_callback runs code"),
+    ],
+)
+def test_repair_says_what_it_has_to_be_told(tmp_path: Path, dataset: dict[str, Any], chain: Any, reason: str) -> None:
+    one = {"name": "d", "data_files": str(jsonl(tmp_path / "d.jsonl", [{"text": "one document"}]))} | dataset
+    pipeline = chain(Pipeline.from_config({**to_dict(config(tmp_path)), "datasets": [one]}).source()).tokenize()
+    pipeline.ledger()
+    flip(next((tmp_path / "cache" / "tokens").rglob("*.arrow")))
+    with pytest.raises(ConfigError, match=rf"{reason}.*Give the config that made it: easypipe verify PATH CONFIG.YAML --repair"):
+        repair_as_made(tmp_path / "cache")
+
+
+def same(row: dict[str, Any]) -> dict[str, Any]:
+    return row

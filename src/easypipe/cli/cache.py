@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from easypipe.cli.plan import AsJson
 from easypipe.cli.show import aligned, console
-from easypipe.core.errors import ConfigError
 from easypipe.stages.cache_admin import CachedDataset, clear_cache, list_cache
 from easypipe.stages.caching import cache_folder
 
 cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 
 Folder = Annotated[
-    str | None, typer.Option("--cache-dir", metavar="FOLDER", help="Else the environment's EASYPIPE_CACHE, else the user's cache folder.")
+    str | None,
+    typer.Option("--cache-dir", metavar="FOLDER", help="Or URL. Else EASYPIPE_CACHE, else the user's cache folder."),
 ]
-
-
-def _here(given: str | None) -> Path:
-    folder = cache_folder(given)
-    if folder.remote:
-        problem = f"{str(folder.at('')).rstrip('/')} is in a bucket, where nobody knows who reads it"
-        fix = "Look at it with `easypipe verify URL`, and remove it with the tools of the store."
-        raise ConfigError(at="--cache-dir", problem=problem, fix=fix)
-    return folder.local
 
 
 @cache.command("list")
 def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
     """List the prepared datasets: rows, tokens, bytes, tokenizer, age, and whether a reader has them open."""
-    found = list_cache(_here(cache_dir))
+    found = list_cache(cache_folder(cache_dir))
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found) | {"path": str(found.path), "datasets": [_plain(one) for one in found.datasets]}))
         return
     lines = [("dataset", "key", "rows", "documents", "tokens", "MB", "age", "", "tokenizer")]
     for one in found.datasets:
         counts = (f"{one.rows:,}", f"{one.documents:,}", f"{one.tokens:,}", f"{one.num_bytes / 1e6:,.1f}", _age(one.age_s))
-        lines.append((one.dataset, one.path.stem[:8], *counts, "in use" if one.in_use else "", one.tokenizer))
+        lines.append((one.dataset, one.key[:8], *counts, "in use" if one.in_use else "", one.tokenizer))
     console.print(f"{found.path}\n{aligned(lines, left=(0, 1, 7, 8))}", highlight=False, markup=False, soft_wrap=True)
     leftover = f", {found.leftover_bytes / 1e6:,.1f} MB of it named by no dataset" if found.leftover_bytes else ""
     console.print(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}", highlight=False)
@@ -55,15 +45,17 @@ def clear(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
 ) -> None:
     """Remove prepared datasets and what only they need. What a reader has open stays; nothing is removed while data is prepared."""
-    folder = _here(cache_dir)
+    folder = cache_folder(cache_dir)
     done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
     verb = "would remove" if dry_run else "removed"
     names = f" ({', '.join(done.removed)})" if done.removed else ""
     console.print(
-        f"{verb} {len(done.removed)} datasets{names}: {done.files:,} files, {done.num_bytes / 1e6:,.1f} MB: {folder}",
+        f"{verb} {len(done.removed)} datasets{names}: {done.files:,} files, {done.num_bytes / 1e6:,.1f} MB: {folder.at()}",
         highlight=False,
         soft_wrap=True,
     )
+    if folder.remote and done.removed:
+        console.print("nobody knows who reads a bucket: whoever does is told that files are missing, and prepares again", highlight=False)
     for name in done.kept:
         console.print(f"kept {name}: a reader has it open", highlight=False, soft_wrap=True)
 

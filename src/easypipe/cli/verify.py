@@ -13,25 +13,29 @@ from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import Overrides
 from easypipe.cli.show import console, progress
-from easypipe.jobs import chain
+from easypipe.core.errors import ConfigError
+from easypipe.jobs import chain, repair_as_made
 from easypipe.stages import verify as check
 from easypipe.stages.config import PipelineConfig
 
 
 def verify(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A token cache folder, one manifest in it, or what save() wrote.")],
-    repair: Annotated[
-        Path | None, typer.Option("--repair", metavar="CONFIG.YAML", help="Make again from its source what is broken, and only that.")
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="What made it; without one --repair takes what the cache folder noted.")
     ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Make again from its source what is broken, and only that.")] = False,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
     """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and where; exit code 1 if anything is."""
-    data = None if repair is None else described(repair, overrides or []).data
+    if overrides and config is None:
+        raise ConfigError(at="--set", problem="has no effect without a config", fix="Give CONFIG.YAML behind PATH.")
+    data = None if config is None else described(config, overrides or []).data
     storage_options = None if data is None else _options_for(path, data)
     found = check.verify(path, storage_options)
-    if data is not None and not all(one.ok for one in found):
-        found = _repaired(path, found, data, storage_options)
+    if repair and not all(one.ok for one in found):
+        found = _repaired(path, found, data)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(one) | {"ok": one.ok} for one in found], indent=1))
     else:
@@ -49,10 +53,13 @@ def _options_for(path: str, data: PipelineConfig) -> dict[str, Any] | None:
     return None if data.cache is None else data.cache.storage_options
 
 
-def _repaired(
-    path: str, found: tuple[check.Verification, ...], data: PipelineConfig, storage_options: dict[str, Any] | None
-) -> tuple[check.Verification, ...]:
+def _repaired(path: str, found: tuple[check.Verification, ...], data: PipelineConfig | None) -> tuple[check.Verification, ...]:
     _show(found)
+    if data is None:
+        console.print("making good what is broken, as it was made", highlight=False)
+        with progress() as listener:
+            return repair_as_made(path, progress=listener)
+    storage_options = _options_for(path, data)
     cache = check.cache_folder_of(path, storage_options)
     if cache is not None:
         data = dataclasses.replace(data, cache_dir=str(cache[0].at()))

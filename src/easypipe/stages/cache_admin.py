@@ -2,27 +2,40 @@
 
 in use    an open reader holds the lock of its manifest (core/locks.py); such a dataset is never removed
 leftovers records, tokens and plans that no manifest names: of preparations that did not finish, or of files that changed since
+
+No lock reaches from machine to machine, so of a folder in a bucket nobody knows who reads it (in_use is False), and leftovers that are
+younger than YOUNG_S stay: they may be of a preparation that is under way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from easypipe.core import locks, storage
 from easypipe.core.errors import CacheError, ConfigError, EasypipeError, did_you_mean
+from easypipe.core.tree import Found, files_below
+from easypipe.sources.cache_folder import CacheFolder, folder_of
 from easypipe.sources.manifest import Manifest, read_manifest
 from easypipe.stages.ranges import read_record
-from easypipe.stages.verify import manifests
+from easypipe.stages.recipes import FOLDER as CONFIGS
+
+YOUNG_S = 86_400.0
+REQUESTS = 16  # to a store at a time
+QUARANTINE = ".quarantine.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDataset:
-    """One manifest; None where it cannot be read. num_bytes: of its token files, which others may share. age_s: since it was prepared."""
+    """One manifest; None where it cannot be read. path: a URL in a bucket. num_bytes: of its token files, which others may share. age_s:
+    since it was prepared."""
 
-    path: Path
+    path: Path | str
     dataset: str
     rows: int
     documents: int
@@ -33,12 +46,16 @@ class CachedDataset:
     in_use: bool
     manifest: Manifest | None
 
+    @property
+    def key(self) -> str:
+        return str(self.path).rpartition("/")[2].removesuffix(".json")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheListing:
     """num_bytes: of the whole folder. leftover_bytes: of what no manifest names."""
 
-    path: Path
+    path: Path | str
     datasets: tuple[CachedDataset, ...]
     num_bytes: int
     leftover_bytes: int
@@ -54,140 +71,181 @@ class Cleared:
     num_bytes: int
 
 
-def list_cache(cache_dir: Path) -> CacheListing:
+def list_cache(cache_dir: Path | CacheFolder) -> CacheListing:
     """What the cache folder holds; an empty listing where there is no folder. Changes nothing."""
-    datasets = tuple(_describe(path) for path in manifests(cache_dir))
-    files = [path for path in cache_dir.rglob("*") if path.is_file()] if cache_dir.is_dir() else []
-    leftover = _unnamed(cache_dir, datasets)
-    return CacheListing(path=cache_dir, datasets=datasets, num_bytes=_bytes(files), leftover_bytes=_bytes(leftover))
+    folder = folder_of(cache_dir)
+    files = files_below(folder.at(), folder.options)
+    datasets = _datasets(folder, files)
+    leftover = _unnamed(folder, files, datasets)
+    return CacheListing(path=folder.at(), datasets=datasets, num_bytes=_bytes(files, files), leftover_bytes=_bytes(files, leftover))
 
 
 def clear_cache(
-    cache_dir: Path, *, older_than_days: float | None = None, datasets: Sequence[str] | None = None, dry_run: bool = False
+    cache_dir: Path | CacheFolder, *, older_than_days: float | None = None, datasets: Sequence[str] | None = None, dry_run: bool = False
 ) -> Cleared:
     """Removes the datasets that were prepared more than `older_than_days` ago and are called one of `datasets`; None asks for all.
 
-    With them goes what no remaining dataset needs; where nothing limits the choice, leftovers, plans and indexes go too. What a reader has
-    open stays. Raises ConfigError for a name that is not there, CacheError where somebody prepares in this folder.
+    With them goes what no remaining dataset needs; where nothing limits the choice, leftovers, plans and indexes go too. What a reader of
+    this machine has open stays. Raises ConfigError for a name that is not there, CacheError where somebody prepares in this folder.
     """
+    folder = folder_of(cache_dir)
     if older_than_days is not None and older_than_days < 0:
         raise ConfigError(at="--older-than", problem=f"{older_than_days} days are no age", fix="Give 0 or more.")
-    if not cache_dir.is_dir():
+    if not folder.remote and not folder.local.is_dir():
         return Cleared(removed=(), kept=(), files=0, num_bytes=0)
-    with _alone(cache_dir):
-        known = [_describe(path) for path in manifests(cache_dir)]
+    with _alone(folder):
+        files = files_below(folder.at(), folder.options)
+        known = _datasets(folder, files)
         for name in datasets or ():
             if name not in {one.dataset for one in known}:
                 names = sorted({one.dataset for one in known})
-                raise ConfigError(at="--dataset", problem=f"no dataset {name!r} in {cache_dir}", have=names, fix=did_you_mean(name, names))
+                problem = f"no dataset {name!r} in {folder.at()}"
+                raise ConfigError(at="--dataset", problem=problem, have=names, fix=did_you_mean(name, names))
         least = None if older_than_days is None else older_than_days * 86_400
         chosen = [one for one in known if (least is None or one.age_s >= least) and (datasets is None or one.dataset in datasets)]
-        held = {one.path: locks.try_hold(locks.reader_lock(cache_dir, one.path.stem), exclusive=True) for one in chosen}
-        try:
-            going = [one for one in chosen if held[one.path] is not None]
+        with contextlib.ExitStack() as held:
+            going = [one for one in chosen if _hold(folder, one.key, held)]
             staying = [one for one in known if one not in going]
             everything = older_than_days is None and datasets is None
-            files = _going(cache_dir, going, staying, everything=everything)
-            size = _bytes(files)
+            names = _going(folder, files, going, staying, everything=everything)
             if not dry_run:
-                for file in files:  # manifests first: what they name is then no longer promised
-                    file.unlink(missing_ok=True)
-                for one in going:
-                    locks.remove(locks.reader_lock(cache_dir, one.path.stem))
-                    locks.remove(locks.writer_lock(cache_dir, one.path.stem))
-                _remove_empty_folders(cache_dir)
-        finally:
-            for hold in held.values():
-                if hold is not None:
-                    hold.release()
+                _remove(folder, names, [one.key for one in going])
     kept = tuple(one.dataset for one in chosen if one not in going)
-    return Cleared(removed=tuple(one.dataset for one in going), kept=kept, files=len(files), num_bytes=size)
+    return Cleared(removed=tuple(one.dataset for one in going), kept=kept, files=len(names), num_bytes=_bytes(files, names))
 
 
-def _alone(cache_dir: Path) -> locks.Hold:
-    work = locks.work_lock(cache_dir)
-    held = locks.try_hold(work, exclusive=True)
+def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
+    """Raises CacheError where a process of this machine prepares there; in a bucket nobody can tell."""
+    if folder.remote:
+        return contextlib.nullcontext()
+    held = locks.try_hold(locks.work_lock(folder.local), exclusive=True)
     if held is None:
-        raise CacheError(at=str(cache_dir), problem="a process prepares data in it right now", fix="Clear it when that has ended.")
+        raise CacheError(at=str(folder.local), problem="a process prepares data in it right now", fix="Clear it when that has ended.")
     return held
 
 
-def _describe(path: Path) -> CachedDataset:
-    cache_dir, age = path.parent.parent, max(0.0, time.time() - path.stat().st_mtime)
-    lock = locks.reader_lock(cache_dir, path.stem)
-    held = locks.try_hold(lock, exclusive=True) if lock.exists() else None
-    in_use = lock.exists() and held is None
-    if held is not None:
-        held.release()
+def _hold(folder: CacheFolder, key: str, held: contextlib.ExitStack) -> bool:
+    """Whether nobody reads `key`, who is then kept away until `held` ends."""
+    if folder.remote:
+        return True
+    mine = locks.try_hold(locks.reader_lock(folder.local, key), exclusive=True)
+    if mine is not None:
+        held.enter_context(mine)
+    return mine is not None
+
+
+def _remove(folder: CacheFolder, names: Sequence[str], keys: Sequence[str]) -> None:
+    """Manifests come first: what they name is then no longer promised."""
+    first = [name for name in names if name.startswith("manifests/")]
+    for some in (first, [name for name in names if name not in set(first)]):
+        _each(folder, lambda name: storage.remove(folder.at(*name.split("/")), folder.options), some)
+    if not folder.remote:
+        for key in keys:
+            locks.remove(locks.reader_lock(folder.local, key))
+            locks.remove(locks.writer_lock(folder.local, key))
+        _remove_empty_folders(folder.local)
+
+
+def _datasets(folder: CacheFolder, files: Mapping[str, Found]) -> tuple[CachedDataset, ...]:
+    names = [name for name in files if name.startswith("manifests/") and name.endswith(".json") and not _temporary(name)]
+    return tuple(_each(folder, lambda name: _describe(folder, name, files[name]), names))
+
+
+def _describe(folder: CacheFolder, name: str, found: Found) -> CachedDataset:
+    path, age = folder.at(*name.split("/")), max(0.0, time.time() - found.modified)
+    key = name.rpartition("/")[2].removesuffix(".json")
     try:
-        m = read_manifest(path)
+        m = read_manifest(path, folder.options)
     except EasypipeError:
-        return CachedDataset(
-            path=path, dataset="?", rows=0, documents=0, tokens=0, num_bytes=0, tokenizer="?", age_s=age, in_use=in_use, manifest=None
-        )
+        m = None
     return CachedDataset(
         path=path,
-        dataset=m.dataset,
-        rows=m.counts.rows,
-        documents=m.counts.docs,
-        tokens=m.counts.tokens,
-        num_bytes=sum({part.file: part.num_bytes for part in m.parts}.values()),
-        tokenizer=m.tokenizer.name,
+        dataset="?" if m is None else m.dataset,
+        rows=0 if m is None else m.counts.rows,
+        documents=0 if m is None else m.counts.docs,
+        tokens=0 if m is None else m.counts.tokens,
+        num_bytes=0 if m is None else sum({part.file: part.num_bytes for part in m.parts}.values()),
+        tokenizer="?" if m is None else m.tokenizer.name,
         age_s=age,
-        in_use=in_use,
+        in_use=_in_use(folder, key),
         manifest=m,
     )
 
 
-def _going(cache_dir: Path, going: Sequence[CachedDataset], staying: Sequence[CachedDataset], *, everything: bool) -> list[Path]:
+def _in_use(folder: CacheFolder, key: str) -> bool:
+    lock = locks.reader_lock(folder.local, key)
+    if folder.remote or not lock.exists():
+        return False
+    held = locks.try_hold(lock, exclusive=True)
+    if held is not None:
+        held.release()
+    return held is None
+
+
+def _going(
+    folder: CacheFolder, files: Mapping[str, Found], going: Sequence[CachedDataset], staying: Sequence[CachedDataset], *, everything: bool
+) -> list[str]:
     """Files to remove, manifests first."""
-    needed = _token_files(staying)
-    tokens = _token_files(going) - needed
+    tokens = _token_files(going) - _token_files(staying)
     if any(one.manifest is None for one in staying):  # nobody knows what it names, so no leftover is surely one
         everything = False
-    named = [one.path for one in going] + [one.path.with_suffix(".quarantine.jsonl") for one in going]
+    named = [f"manifests/{one.key}{end}" for one in going for end in (".json", QUARANTINE)] + [f"{CONFIGS}/{one.key}.json" for one in going]
     if everything:
-        rest = _unnamed(cache_dir, staying)
+        rest = [name for name in _unnamed(folder, files, staying) if not _young(folder, files[name]) or _of(name, tokens)]
         if not staying:
-            rest += [path for folder in ("plans", "indexes") for path in (cache_dir / folder).rglob("*") if path.is_file()]
-        rest = [path for path in rest if path not in named]
+            rest += [name for name in files if name.startswith(("plans/", "indexes/", f"{CONFIGS}/"))]
     else:
-        rest = [cache_dir / "tokens" / file for file in sorted(tokens)]
-        records = _records(cache_dir) if tokens else ()
-        rest += [path for path, file in records if file in tokens]
-    return [path for path in (*named, *rest) if path.exists()]
+        rest = [f"tokens/{file}" for file in sorted(tokens)]
+    if tokens:
+        rest += [name for name, file in _records(folder, files) if file in tokens]
+    return list(dict.fromkeys(name for name in (*named, *rest) if name in files))
 
 
-def _unnamed(cache_dir: Path, datasets: Sequence[CachedDataset]) -> list[Path]:
-    """Token files that no manifest names and the records of such, quarantine files without a manifest, and plans of nobody."""
-    needed = _token_files(datasets)
-    found = [path for path, file in _records(cache_dir) if (file not in needed if file else not datasets)]
-    root = cache_dir / "tokens"
-    found += [path for path in root.rglob("*.arrow") if not _temporary(path) and path.relative_to(root).as_posix() not in needed]
-    stems = {one.path.stem for one in datasets}
-    suffix = ".quarantine.jsonl"
-    found += [path for path in (cache_dir / "manifests").glob(f"*{suffix}") if path.name.removesuffix(suffix) not in stems]
+def _of(name: str, tokens: Collection[str]) -> bool:
+    return name.removeprefix("tokens/") in tokens
+
+
+def _young(folder: CacheFolder, found: Found) -> bool:
+    return folder.remote and time.time() - found.modified < YOUNG_S
+
+
+def _unnamed(folder: CacheFolder, files: Mapping[str, Found], datasets: Sequence[CachedDataset]) -> list[str]:
+    """Token files that no manifest names and the records of such, and quarantine files without a manifest."""
+    needed, keys = _token_files(datasets), {one.key for one in datasets}
+    found = [name for name, file in _records(folder, files) if (file not in needed if file else not datasets)]
+    for name in files:
+        top, _, rest = name.partition("/")
+        tokens = top == "tokens" and name.endswith(".arrow") and not _temporary(name) and rest not in needed
+        quarantine = top == "manifests" and name.endswith(QUARANTINE) and rest.removesuffix(QUARANTINE) not in keys
+        found += [name] if tokens or quarantine else []
     return found
 
 
-def _records(cache_dir: Path) -> Iterable[tuple[Path, str | None]]:
-    """(path, token file) of every range; "" where the range has no documents, None where the record cannot be read."""
-    for path in sorted((cache_dir / "ranges").glob("*/*.json")):
-        if not _temporary(path):
-            record = read_record(path)
-            yield path, None if record is None else record.file
+def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str, str | None]]:
+    """(name, token file) of every range; "" where the range has no documents, None where the record cannot be read."""
+    names = [name for name in files if name.startswith("ranges/") and name.endswith(".json") and not _temporary(name)]
+    records = _each(folder, lambda name: read_record(folder.at(*name.split("/")), folder.options), names)
+    return [(name, None if record is None else record.file) for name, record in zip(names, records, strict=True)]
+
+
+def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
+    """`work` of every name; several at a time where each is a request."""
+    if not folder.remote:
+        return [work(name) for name in names]
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        return list(pool.map(work, names))
 
 
 def _token_files(datasets: Sequence[CachedDataset]) -> set[str]:
     return {part.file for one in datasets if one.manifest is not None for part in one.manifest.parts if part.file}
 
 
-def _temporary(path: Path) -> bool:
-    return path.name.startswith(storage.TEMPORARY)
+def _temporary(name: str) -> bool:
+    return name.rpartition("/")[2].startswith(storage.TEMPORARY)
 
 
-def _bytes(files: Iterable[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
+def _bytes(files: Mapping[str, Found], names: Collection[str]) -> int:
+    return sum(files[name].num_bytes for name in names)
 
 
 def _remove_empty_folders(cache_dir: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,7 @@ class TokenizedShardedSource(ShardedDataSource):
         self._ranges: tuple[str, Sequence[Range]] | None = None
         self._lock = threading.Lock()
         self._cache: TokenCache | None = None
+        self.when_made: Callable[[str], None] = lambda key: None  # called with the key of a token cache that materialize() made
 
     @property
     def schema(self) -> pa.Schema:
@@ -175,6 +176,8 @@ class TokenizedShardedSource(ShardedDataSource):
         with self._lock:
             if self._cache is None:
                 self._cache = prepare(self.source, self.tokenizer, progress=self._progress, **self._options)
+                if self.kept:
+                    self.when_made(self._cache.manifest.key)
             return self._cache
 
     @property

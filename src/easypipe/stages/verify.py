@@ -102,11 +102,6 @@ def place_of(path: str | Path) -> str:
     return str(Path(str(path).removeprefix("file://")).expanduser().absolute())
 
 
-def manifests(cache_dir: Path) -> list[Path]:
-    """The manifests of a token cache folder, by name."""
-    return sorted(path for path in (cache_dir / "manifests").glob("*.json") if not path.name.startswith(storage.TEMPORARY))
-
-
 # Token caches
 
 
@@ -197,7 +192,7 @@ def _contents(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     largest = int(ids.to_numpy().max()) if len(ids) else 0
     if largest >= m.tokenizer.vocab_size:
         return f"token {largest} is outside the vocabulary of {m.tokenizer.vocab_size}"
-    if rows.size and not (part.start <= rows[0] and rows[-1] < part.stop and (np.diff(rows) > 0).all()):
+    if rows.size and not (part.start <= rows[0] and rows[-1] < part.stop and (np.diff(rows) >= 0).all()):
         return f"row numbers {rows[0]} to {rows[-1]} do not ascend within {part.start}:{part.stop}"
     return None
 

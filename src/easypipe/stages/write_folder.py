@@ -46,6 +46,7 @@ class SavedFolder:
 
     dataset: str
     path: str
+    fingerprint: str
     format: str
     num_shards: int
     num_read: int
@@ -120,6 +121,7 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
     folder = SavedFolder(
         dataset=target.dataset,
         path=target.folder,
+        fingerprint=identity,
         format=target.format,
         num_shards=len(shards),
         num_read=read,
