@@ -6,17 +6,26 @@ B batch · S sequence · D width · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from easypipe.core.config import to_dict
+from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
 from easypipe.train.axes import BATCH_AXES, on_mesh, rules, vocab_axes
+from easypipe.train.config import LossConfig
 from easypipe.train.mesh_config import axes_of
+
+logger = logging.getLogger("easypipe")
 
 
 class LossOutput(NamedTuple):
@@ -69,3 +78,49 @@ def loss_sums(
 def _sharding() -> LossSharding:
     """How hidden states and head lie on this run's mesh; a head that is divided as the rows are is gathered first."""
     return LossSharding(tokens=BATCH_AXES, embed=axes_of(rules()["embed"]), vocab=vocab_axes(), sequence=("sequence",))
+
+
+def logits_loss_sums(model: Any, batch: Mapping[str, Array], *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> LossOutput:
+    """As loss_sums, of a module that gives logits, [B, S, V], for `input_ids`; all logits are held.
+
+    It is given segment_ids and position_ids too where its call names them.
+    """
+    taken = {name: batch[name] for name in call_names(model) if name in ("segment_ids", "position_ids") and name in batch}
+    logits_BSV = model(batch["input_ids"], **taken).astype(jnp.float32)
+    labels_BS, vocab = batch["labels"], logits_BSV.shape[-1]
+    counted_BS = labels_BS != IGNORE
+    outside = (counted_BS & ((labels_BS < 0) | (labels_BS >= vocab))).any()
+    lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+    target_BS = jnp.take_along_axis(logits_BSV, jnp.clip(labels_BS, 0, vocab - 1)[..., None], axis=-1)[..., 0]
+    nll_BS = lse_BS - target_BS
+    smooth_BS = nll_BS if label_smoothing == 0 else (1 - label_smoothing) * nll_BS + label_smoothing * (lse_BS - logits_BSV.mean(-1))
+    loss_BS = smooth_BS + z_loss * lse_BS**2
+    loss = jnp.where(counted_BS, loss_BS, 0).sum()
+    nll = jax.lax.stop_gradient(jnp.where(counted_BS, nll_BS, 0).sum())
+    return LossOutput(jnp.where(outside, jnp.nan, loss), counted_BS.sum(dtype=jnp.int32), nll)
+
+
+def call_names(model: Any) -> list[str]:
+    """Names of what `model` takes when it is called; of a Linen module behind its bridge, that module's."""
+    return list(inspect.signature(type(getattr(model, "to_nnx__module", model)).__call__).parameters)
+
+
+def default_loss(model: Any, config: LossConfig) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
+    """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and `lm_head`, else of its logits.
+
+    Raises ConfigError for options of the fused loss that a module's logits leave without effect.
+    """
+    options = {key: value for key, value in to_dict(config).items() if value is not None}
+    if hasattr(model, "hidden") and hasattr(model, "lm_head"):
+        # A Pallas kernel has no second derivative; the plain XLA loss has.
+        twice = options | {"implementation": options.get("implementation") or "chunked"}
+        return functools.partial(loss_sums, **options), functools.partial(loss_sums, **twice)
+    for option in ("implementation", "rule", "chunk_size"):
+        if option in options:
+            problem = "has no effect on a module without `hidden` and `lm_head`, whose logits are all held"
+            raise ConfigError(at=f"train.loss.{option}", problem=problem, fix="Leave it out, or give the module these two.")
+    if "segment_ids" not in call_names(model):
+        kind = type(getattr(model, "to_nnx__module", model)).__name__
+        logger.warning("model: %s takes no segment_ids: documents that are packed into one row see each other", kind)
+    plain = functools.partial(logits_loss_sums, **options)
+    return plain, plain

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from easypipe.core.config import to_dict
@@ -15,12 +17,13 @@ from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
 from easypipe.train.lora import add_lora
 from easypipe.train.lora_config import LoraConfig
+from easypipe.train.loss import call_names
 from easypipe.train.model import Decoder, ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import Pretrained, find_pretrained
 from easypipe.train.optim import Optimizer
 
-Model = ModelConfig | PretrainedConfig | str | Path | nnx.Module | Callable[[nnx.Rngs], nnx.Module]
+Model = ModelConfig | PretrainedConfig | str | Path | nnx.Module | Callable[[nnx.Rngs], nnx.Module]  # or a linen.Module, also a callable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +68,22 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
         module = model
         config = module.config if isinstance(module, Decoder) else None
         return Origin(build=lambda: adapted(nnx.clone(module, variables=False)), config=config, is_module=True, trained=trained)
+    linen = sys.modules.get("flax.linen")  # whoever has such a module has loaded it
+    if linen is not None and isinstance(model, linen.Module):
+        bridged = model
+        return Origin(build=lambda: adapted(_from_linen(bridged, nnx.Rngs(seed))), trained=trained)
     if callable(model):
         return Origin(build=lambda: adapted(model(nnx.Rngs(seed))), trained=trained)
     problem = f"{type(model).__name__} is no model"
-    have = ("ModelConfig", "PretrainedConfig", "a folder or Hub name", "nnx.Module", "a function of nnx.Rngs that builds one")
+    have = ("ModelConfig", "PretrainedConfig", "a folder or Hub name", "nnx.Module", "linen.Module", "a function of nnx.Rngs")
     raise ConfigError(at="model", problem=problem, have=have)
+
+
+def _from_linen(module: Any, rngs: nnx.Rngs) -> nnx.Module:
+    """Its arrays take their shapes from a call with one short row."""
+    row = jnp.zeros((1, 8), jnp.int32)
+    taken = {name: row for name in call_names(nnx.bridge.ToNNX(module)) if name in ("segment_ids", "position_ids")}
+    return nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), row, **taken)
 
 
 def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Origin:

@@ -7,7 +7,6 @@ uninterrupted run writes (same devices, same versions of everything).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, 
 from easypipe.train.flops import flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
 from easypipe.train.lora import fingerprint
-from easypipe.train.loss import loss_sums
+from easypipe.train.loss import default_loss
 from easypipe.train.memory import out_of_memory
 from easypipe.train.mesh import check_batch_size, checked_mesh, make_mesh
 from easypipe.train.mesh_config import mesh_config
@@ -91,10 +90,12 @@ class Trainer:
     """`Trainer(ModelConfig(...), TrainConfig(...), loader, {"held_out": other}).run()`.
 
     model: a ModelConfig; or a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are read onto the mesh
-    when the run begins; or a function of nnx.Rngs that builds an nnx.Module; or such a module, whose arrays are copied.
+    when the run begins; or a function of nnx.Rngs that builds an nnx.Module; or such a module, whose arrays are copied; or a Flax Linen
+    module, through nnx.bridge.
     train, evals: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and segment_ids and position_ids
     where rows are packed. A batch is the batch of one optimizer step.
-    loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`.
+    loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`; for
+    others, which give logits when they are called, `logits_loss_sums`.
     run_config: the resolved configuration of the whole run, kept in every checkpoint for whoever reads it later.
     listener, callbacks: hear how the run goes; see easypipe.train.events.
     optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
@@ -158,11 +159,8 @@ class Trainer:
         else:
             problem = "given, and so is an optimizer from Python, which would leave it without effect"
             raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
-        options = {key: value for key, value in to_dict(config.loss).items() if value is not None}
-        chosen = loss or functools.partial(loss_sums, **options)
+        chosen, twice = default_loss(abstract, config.loss) if loss is None else (loss, loss)
         schedule = None if self._own_optimizer else make_schedule(config.optimizer, self.steps)
-        # A Pallas kernel has no second derivative; the plain XLA loss has.
-        twice = loss or functools.partial(loss_sums, **options | {"implementation": options.get("implementation") or "chunked"})
         self.train_step = make_train_step(
             self.layout,
             self.optimizer,
@@ -187,7 +185,10 @@ class Trainer:
         except BaseException as error:
             memory = out_of_memory(error, self._told, self.layout, self.optimizer, self.config)
             told = memory or error
-            self.tell("exception", self._told, {"error": f"{type(told).__name__}: {told}"})
+            try:
+                self.tell("exception", self._told, {"error": f"{type(told).__name__}: {told}"})
+            except Exception as second:  # noqa: BLE001  (of two errors, the first is the one to raise)
+                told.add_note(f"a callback failed when it heard of this: {type(second).__name__}: {second}")
             if memory is not None:
                 raise memory from error
             raise

@@ -1,0 +1,79 @@
+"""Modules of other makes in the same call: NNX modules that give logits, and Flax Linen through its bridge."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from easypipe.core.errors import ConfigError
+from easypipe.train.loss import logits_loss_sums, loss_sums
+from easypipe.train.mesh import make_mesh
+from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.trainer import Trainer
+from train.runs import VOCAB, Arithmetic, settings
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+MESH = make_mesh(devices=jax.devices()[:1])
+
+
+class Linen(nn.Module):
+    """Logits of the next token from this one; packed rows need no more."""
+
+    @nn.compact
+    def __call__(self, input_ids: Any, segment_ids: Any = None) -> Any:
+        return nn.Dense(VOCAB)(nn.gelu(nn.Dense(16)(nn.Embed(VOCAB, 8)(input_ids))))
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.table, self.head = nnx.Embed(VOCAB, 8, rngs=rngs), nnx.Linear(8, VOCAB, rngs=rngs)
+
+    def __call__(self, input_ids: Any) -> Any:
+        return self.head(self.table(input_ids))
+
+
+@pytest.mark.parametrize("model", [Linen(), Plain, Plain(nnx.Rngs(0))], ids=["linen", "nnx function", "nnx module"])
+def test_a_module_that_gives_logits_is_trained_and_resumed(model: Any, tmp_path: Path) -> None:
+    def trainer(steps: int) -> Trainer:
+        config = settings(tmp_path, steps=steps, resume_changes=("train.steps",), optimizer={"learning_rate": 0.03})
+        return Trainer(model, config, Arithmetic(), {"held": Arithmetic(1, seed=7)}, mesh=MESH)
+
+    first = trainer(2).run()
+    assert first.last["loss"] < first.first["loss"]
+    again = trainer(3).run()
+    assert again.resumed_from == 2
+    assert again.last["loss"] < first.last["loss"]
+    assert again.last["eval"]["held"]["loss"] > 0
+    assert again.model(jnp.zeros((2, 5), jnp.int32)).shape == (2, 5, VOCAB)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.2}])
+def test_the_loss_of_logits_is_the_fused_one(options: dict[str, float]) -> None:
+    model = Decoder(
+        ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1), nnx.Rngs(0)
+    )
+    batch = {name: jnp.asarray(array) for name, array in Arithmetic().batch(1).items()}
+    with jax.default_matmul_precision("highest"):
+        one, other = loss_sums(model, batch, **options), logits_loss_sums(model, batch, **options)  # type: ignore[arg-type]
+    np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5)
+    wrong = batch | {"labels": batch["labels"].at[0, 0].set(VOCAB)}
+    assert np.isnan(logits_loss_sums(model, wrong).loss_sum)
+
+
+def test_what_cannot_have_an_effect_is_refused_and_what_is_not_isolated_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"train\.loss\.chunk_size: has no effect on a module without `hidden` and `lm_head`"):
+        Trainer(Plain, settings(tmp_path, loss={"chunk_size": 8}), Arithmetic(), mesh=MESH)
+    with caplog.at_level(logging.WARNING, "easypipe"):
+        Trainer(Linen(), settings(tmp_path), Arithmetic(), mesh=MESH)
+        assert "segment_ids" not in caplog.text
+        Trainer(Plain, settings(tmp_path), Arithmetic(), mesh=MESH)
+    assert "model: Plain takes no segment_ids: documents that are packed into one row see each other" in caplog.text
