@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from easypipe import DatasetConfig, Pipeline, PipelineConfig, Preview, preview
+from easypipe import DatasetConfig, Pipeline, PipelineConfig, Preview, load_tokenizer, preview
 from easypipe.cli import main
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.transforms.columns import Rename
@@ -50,8 +50,7 @@ def test_plain_text(tmp_path: Path) -> None:
     assert len(shown.samples) == 3
     for sample in shown.samples:
         [segment] = sample.segments
-        [piece] = segment.pieces or ()
-        assert (piece.text, piece.masked, piece.role) == (rows[segment.segment.row]["text"], False, None)
+        assert [(p.text, p.masked, p.role) for p in segment.pieces or ()] == [(rows[segment.segment.row]["text"], False, None)]
         assert segment.cuts == ()
     assert "made of the first 200 rows of each dataset, at most" in shown.notes
 
@@ -95,11 +94,14 @@ def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:
 
 
 def test_what_max_length_cut_is_said(tmp_path: Path) -> None:
-    shown = made(tmp_path, [{"text": text} for text in texts(30)], 30, tokenizer_kwargs={"max_length": 20})
-    cut = [segment for sample in shown.samples for segment in sample.segments if segment.cuts]
-    assert cut
-    assert all(segment.cuts[0].startswith("the document has 20 tokens, which is max_length") for segment in cut)
-    assert any(note.startswith("d: of ") and "truncated" in note for note in shown.notes)
+    encode = load_tokenizer(tokenizer()).reference_encode
+    rows = [{"text": text} for text in texts(30)]
+    for sample in made(tmp_path, rows, 30, tokenizer_kwargs={"max_length": 20}).samples:
+        [segment] = sample.segments
+        count = len(encode(rows[segment.segment.row]["text"]))
+        said = f"the row makes {count} tokens, of which max_length 20 leaves 20 in this document"
+        assert segment.cuts == ((said,) if count > 20 else ())
+    assert any("truncated" in note for note in made(tmp_path, rows, 1, tokenizer_kwargs={"max_length": 20}).notes)
 
 
 def test_it_is_what_training_gets(tmp_path: Path) -> None:

@@ -129,8 +129,11 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
         for segment in row.segments:
             name = segment.dataset or only
             source = tokenized.get(name)
-            turns = [] if source is None else _turns(source, segment)
-            segments.append(_segment(segment, turns, None if source is None else _limit(source)))
+            shard = None if source is None else _shard_of(source, segment)
+            if source is None or shard is None:
+                segments.append(_segment(segment, [], None))
+            else:
+                segments.append(_segment(segment, _turns(source, shard, segment.row), _cut(source, shard, segment)))
         samples.append(Sample(row=row, segments=tuple(segments)))
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
@@ -163,12 +166,26 @@ def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
     return dataclasses.replace(config, **changes)
 
 
-def _turns(source: TokenizedShardedSource, segment: Segment) -> list[tuple[str, str]]:
+def _shard_of(source: TokenizedShardedSource, segment: Segment) -> int | None:
+    return next((i for i, shard in enumerate(source.source.shards) if shard.name == segment.file), None)
+
+
+def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> str | None:
+    """What max_length left out of a document, in words."""
+    options = source.tokenizer.config
+    texts = source.form.read(source.source, shard, segment.row, segment.row + 1).texts
+    if options.max_length is None or not options.truncation or segment.document_tokens is None or not len(texts):
+        return None
+    [(ids, _, _)] = source.tokenizer.encode_with_characters([texts[0].as_py()])
+    count = len(ids)
+    if count <= segment.document_tokens:
+        return None
+    return f"the row makes {count} tokens, of which max_length {options.max_length} leaves {segment.document_tokens} in this document"
+
+
+def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[str, str]]:
     """(role, text) of the row that a document was made from, in order; none where nobody in particular speaks there."""
-    shard = next((i for i, shard in enumerate(source.source.shards) if shard.name == segment.file), None)
-    if shard is None:
-        return []
-    batch = source.source.read(shard, segment.row, segment.row + 1)
+    batch = source.source.read(shard, row, row + 1)
     columns = [name for name in source.form.columns if name in batch.schema.names]
     if not batch.num_rows:
         return []
@@ -193,15 +210,13 @@ def _messages(column: pa.Array) -> list[tuple[str, str]]:
     return found
 
 
-def _segment(segment: Segment, turns: Sequence[tuple[str, str]], limit: int | None) -> SampleSegment:
-    cuts = []
+def _segment(segment: Segment, turns: Sequence[tuple[str, str]], cut: str | None) -> SampleSegment:
+    cuts = [] if cut is None else [cut]
     if segment.document_tokens is not None:
         if segment.token_start:
             cuts.append(f"tokens 0:{segment.token_start} of the document stand before")
         if segment.token_stop < segment.document_tokens:
             cuts.append(f"tokens {segment.token_stop}:{segment.document_tokens} of the document are not here")
-        if limit is not None and segment.document_tokens >= limit:
-            cuts.append(f"the document has {segment.document_tokens} tokens, which is max_length: what was longer was cut")
     pieces = None if segment.spans is None else tuple(_pieces(segment.spans, turns))
     return SampleSegment(segment=segment, pieces=pieces, roles=tuple(role for role, _ in turns), cuts=tuple(cuts))
 
@@ -223,11 +238,6 @@ def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator
         for a, b in itertools.pairwise(edges):
             yield Piece(text=whole[a:b], masked=span.masked, role=begins.get(a))
         start = stop
-
-
-def _limit(source: TokenizedShardedSource) -> int | None:
-    options = source.tokenizer.config
-    return options.max_length if options.truncation else None
 
 
 def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
