@@ -149,13 +149,16 @@ def test_train_and_its_refusals(pipeline_yaml: Path, tmp_path: Path, capsys: pyt
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "docs" in lines[-1]["eval"]
-    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for plot in ("loss", "mixture"):
+        assert (tmp_path / "run" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
+    drawn = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert (drawn["steps"], {dataset["name"] for dataset in drawn["datasets"]}) == (4, {"code", "docs"})
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]["seed"] is not None
     assert main(["train", str(path), "--samples", "0"]) == 0  # finished: nothing is trained again, the drawn seed is remembered
     assert "goes on from step 4" in capsys.readouterr().out
     for change, message in (
         ("model.vocab_size=100", "model.vocab_size: 100, but the tokenizer"),
-        ("data.load.mesh={data: 4}", "data.load.mesh: {'data': 4}, but training runs on {'data': -1}. Leave it out."),
+        ("data.load.mesh={data: 4}", "data.load.mesh: {'data': 4}, but training runs on dp. Leave it out."),
         (f"eval.docs.default_tokenizer={tokenizer(300)}", "is not the one of the training data"),
         ("data.load.batch_size=3", "belongs to another run"),
         ("data.pack.seq_length=32", "plan"),

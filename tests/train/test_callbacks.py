@@ -89,6 +89,16 @@ def test_a_callback_may_end_the_run_and_its_state_is_in_the_checkpoint(tmp_path,
     assert whole == cut
 
 
+def test_a_callback_that_fails_at_the_end_hides_no_error(tmp_path):
+    class Worse(Patient):
+        def on_exception(self, event):
+            raise OSError("no space")
+
+    with pytest.raises(RuntimeError, match="enough") as error:
+        run(tmp_path, Worse(fail=3))
+    assert error.value.__notes__ == ["a callback failed when it heard of this: OSError: no space"]
+
+
 def test_callbacks_hear_of_the_error_that_ends_a_run(tmp_path):
     failing = Patient(fail=3)
     with pytest.raises(RuntimeError, match="enough"):

@@ -134,6 +134,9 @@ def test_heartbeats_are_renewed_and_say_how_it_ended(tmp_path):
     assert {one["status"] for one in seen} == {"running"}
     assert seen[-1]["time"] > seen[0]["time"]
     assert json.loads((tmp_path / "two/heartbeat-0.json").read_text())["status"] == "failed"
+    stopped = TrainEvent(kind="exception", step=4, steps=9, record={"error": "Interrupted: step 4: stopped by SIGTERM"})
+    Heartbeat(HeartbeatConfig(), tmp_path / "two")(stopped)
+    assert json.loads((tmp_path / "two/heartbeat-0.json").read_text())["status"] == "stopped"
 
 
 def test_heartbeats_come_no_more_often_than_every_s(tmp_path):

@@ -16,8 +16,9 @@ from easypipe.train.events import Callback, TrainEvent
 
 @config
 class HeartbeatConfig:
-    """Each process renews heartbeat-<process>.json in the output folder as its training goes on: step, steps, status, time (UNIX seconds),
-    host and pid. A run that hangs renews nothing: it is the training thread that writes.
+    """Each process renews heartbeat-<process>.json in the output folder as its training goes on: step, steps, status (running, ended,
+    stopped by a signal, failed), time (UNIX seconds), host and pid. A run that hangs renews nothing: it is the training thread that
+    writes.
     """
 
     every_s: float = 10.0  # seconds between two renewals, at least
@@ -38,7 +39,7 @@ class Heartbeat(Callback):
         if event.kind == "end":
             self._beat(event, "ended")
         elif event.kind == "exception":
-            self._beat(event, "failed")
+            self._beat(event, "stopped" if str(event.record["error"]).startswith("Interrupted:") else "failed")
         elif event.kind == "start" or self._clock() - self._last >= self._every_s:
             self._beat(event, "running")
 

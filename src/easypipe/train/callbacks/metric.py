@@ -11,7 +11,7 @@ from easypipe.core.errors import ConfigError, did_you_mean
 
 Mode = Literal["min", "max"]
 
-TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm", "tokens_per_second")  # of each line of metrics.jsonl
+TRAINING = ("loss", "nll", "ppl", "grad_norm", "param_norm")  # of each line of metrics.jsonl, and the same in all processes of a run
 HELD_OUT = ("loss", "nll", "ppl")  # of each held-out loader
 
 
