@@ -66,7 +66,7 @@ def laws(session: nox.Session) -> None:
 
 @nox.session(python="3.12")
 def aot_gpu(session: nox.Session) -> None:
-    """Compiles the loss for an H200 on a machine without one: the jax of the H200 machines, and 4.4 GB of CUDA wheels."""
+    """Compiles loss and attention for an H200 on a machine without one: the jax of the H200 machines, and 4.4 GB of CUDA wheels."""
     session.install(".[test,cuda13]", "jax==0.11.2")
     # Without a GPU nothing can be tried out; cuBLAS is what autotuning chooses for products of this size.
     flags = {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
@@ -75,9 +75,11 @@ def aot_gpu(session: nox.Session) -> None:
 
 @nox.session
 def aot_tpu(session: nox.Session) -> None:
-    """The loss compiled for every TPU generation with every shape, by libtpu, without a TPU. The normal run compiles a few."""
+    """Loss and attention compiled for every TPU generation, and an 8 B model for 64 chips, by libtpu, without a TPU. The normal run compiles a
+    few."""
     session.install(".[test]")
-    session.run("pytest", "-n", "logical", "tests/kernels/test_aot_tpu.py", *session.posargs, env=TEST_ENV | {"EASYPIPE_AOT": "all"})
+    files = ("tests/kernels/test_aot_tpu.py", "tests/train/test_attention.py", "tests/train/test_plan_step.py")
+    session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_AOT": "all"})
 
 
 @nox.session

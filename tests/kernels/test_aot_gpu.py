@@ -20,7 +20,9 @@ from aot import Program, array
 from easypipe.kernels import pallas_gpu
 from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
 from easypipe.kernels.stats import Inputs
+from easypipe.train.attention import attend
 from easypipe.train.hlo import arrays
+from easypipe.train.model_config import TRITON_WIDTHS
 from easypipe.train.topology import topology
 
 INSTALLED = {distribution.name for distribution in importlib.metadata.distributions()}
@@ -108,3 +110,21 @@ def test_two_shards_of_the_vocabulary_send_sixteen_bytes_a_token(rule):
     reduced = tokens * width * 4  # the sum of d_hidden over the shards, the one collective that belongs to a gradient
     assert sum(size for size in sent if size < tokens * width) <= 16 * tokens * 2
     assert sum(size for size in sent if size >= tokens * width) <= reduced
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("width", TRITON_WIDTHS)
+def test_attention_is_a_kernel_forward_and_two_backward(width, dtype):
+    """Every width fits the registers and the shared memory of a multiprocessor, or Triton refuses it here; no scores exist."""
+    mesh = h200(data=1, fsdp=2, sequence=1, tensor=2)
+    row = ("data", "fsdp")
+
+    def step(query, key, value, segments, windowed):
+        mix = lambda q, k, v: attend(q, k, v, segments, window=512, windowed=windowed, soft_cap=50.0).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(mix, (0, 1, 2))(query, key, value)
+
+    heads = [array(mesh, (4, 2048, n, width), dtype, row, None, "tensor") for n in (8, 2, 2)]
+    program = compiled(mesh, step, *heads, array(mesh, (4, 2048), "int32", row), array(mesh, (), "bool"))
+    for name in ("easypipe_attention", "easypipe_attention_d_query", "easypipe_attention_d_key"):
+        assert name in program.text
+    assert max(math.prod(shape) for _, shape in arrays(program.text)) < 4 * 2048 * 2048

@@ -74,6 +74,10 @@ def test_half_precision_keeps_its_dtype_and_is_as_near_as_that_allows(backend):
         assert np.linalg.norm(ours - exact) < 0.02 * np.linalg.norm(exact)
 
 
+def test_wide_heads_have_smaller_blocks():
+    check("triton", {}, arrays(width=256, heads=2, key_heads=1))
+
+
 def test_on_eight_devices():
     """Rows, heads and queries divided; more devices than key heads; a batch and heads that do not divide."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}

@@ -40,14 +40,16 @@ class Options(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Slots of a block. Not timed yet: what fits the registers and the 227 KiB of shared memory of an H100 at every head width."""
+    """Slots of a block."""
 
-    queries: int = 128  # forward; those of the backward pass are 64
+    queries: int = 128  # of the forward pass
     keys: int = 64
-    backward: int = 64
+    backward: int = 64  # of queries and of keys
 
 
-BLOCKS = Blocks()
+def blocks_of(query: Array) -> Blocks:
+    """What fits the registers and the 227 KiB of shared memory of a multiprocessor of an H100; not timed yet."""
+    return Blocks(64, 32, 32) if query.shape[-1] * query.dtype.itemsize > 512 else Blocks()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -81,12 +83,13 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 def _forward(query: Array, key: Array, value: Array, runs: Runs, options: Options) -> tuple[Array, Array]:
     batch, queries, heads, width = query.shape
-    spec = _Specs(query, key, BLOCKS.queries)
-    kernel = functools.partial(_forward_kernel, options=options, keys=BLOCKS.keys)
+    blocks = blocks_of(query)
+    spec = _Specs(query, key, blocks.queries)
+    kernel = functools.partial(_forward_kernel, options=options, keys=blocks.keys)
     return pl.pallas_call(
         kernel,
         name="easypipe_attention",
-        grid=(queries // BLOCKS.queries, batch, heads),
+        grid=(queries // blocks.queries, batch, heads),
         in_specs=[spec.query_block(), spec.all_keys(), spec.all_keys(), spec.slots_block(), spec.first_block()],
         out_specs=[spec.query_block(), spec.sums_block()],
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)],
@@ -117,13 +120,14 @@ def _forward_kernel(query_ref, key_ref, value_ref, slot_ref, first_ref, mixed_re
 
 def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options: Options) -> Array:
     batch, queries, heads, width = query.shape
-    spec = _Specs(query, key, BLOCKS.backward)
-    kernel = functools.partial(_query_gradient_kernel, options=options, keys=BLOCKS.backward)
+    rows = blocks_of(query).backward
+    spec = _Specs(query, key, rows)
+    kernel = functools.partial(_query_gradient_kernel, options=options, keys=rows)
     of_queries = [spec.query_block(), spec.sums_block(), spec.sums_block()]
     return pl.pallas_call(
         kernel,
         name="easypipe_attention_d_query",
-        grid=(queries // BLOCKS.backward, batch, heads),
+        grid=(queries // rows, batch, heads),
         in_specs=[spec.query_block(), spec.all_keys(), spec.all_keys(), *of_queries, spec.slots_block(), spec.first_block()],
         out_specs=spec.query_block(),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -153,7 +157,7 @@ def _query_gradient_kernel(
 def _key_gradients(query, key, value, d_mixed, lse, delta, runs: Runs, options: Options) -> tuple[Array, Array]:
     batch, slots, key_heads, width = key.shape
     queries, group = query.shape[1], query.shape[2] // key_heads
-    rows = BLOCKS.backward
+    rows = blocks_of(query).backward
     block = pl.BlockSpec((None, rows, None, width), lambda i, b, k: (b, i, k, 0))
     of_group = pl.BlockSpec((None, queries, None, group, width), lambda i, b, k: (b, 0, k, 0, 0))
     sums = pl.BlockSpec((None, None, group, queries), lambda i, b, k: (b, k, 0, 0))
