@@ -116,6 +116,13 @@ def test_law_9_so_is_the_causal_collator_over_its_rows(engine: PromptEngine, shu
     assert_one_way(built.build(), spelling(shuffle=shuffle, seed=6), what="create_causal_lm_collate")
 
 
+def test_an_engine_of_ones_own_is_asked_row_by_row(engine: PromptEngine) -> None:
+    dataset = PreprocessedDataset(ROWS, Counting(tokenizer(), PROMPT, max_length=400))
+    assert dataset.as_dataset_config() is None
+    built = DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).with_options(shuffle=True, seed=6)
+    assert_one_way(built.build(), spelling(shuffle=True, seed=6), what="an engine of one's own")
+
+
 def test_law_9_a_streaming_dataset_is_a_pipeline_in_order(engine: PromptEngine) -> None:
     dataset = create_preprocessed_dataset(Stream(ROWS), engine, streaming=True)
     assert isinstance(dataset, StreamingPreprocessedDataset)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from easypipe import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory, TaskSpec, create_causal_lm_collate, create_masked_lm_collate
@@ -90,6 +90,7 @@ def test_law_determinism_and_every_row_once_a_pass(count, batch_size, num_epochs
 @examples(30)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.booleans())
 def test_ranks_share_the_rows_and_put_together_are_one_large_batch(count, batch_size, world_size, drop_last):
+    assume(count >= batch_size * world_size)
     options = {"shuffle": True, "drop_last": drop_last, "num_workers": 0}
     ranks = [list(loader(Images(count), batch_size=batch_size, rank=r, world_size=world_size, **options)) for r in range(world_size)]
     whole = list(loader(Images(count), batch_size=batch_size * world_size, **options))

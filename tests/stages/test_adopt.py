@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import laws
-from easypipe import ConfigError, DatasetConfig, PackStageConfig, Pipeline, SourceError
+from easypipe import ConfigError, DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, SourceError, TokenizerConfig
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
 from easypipe.stages.tokens import require_documents
 from pipelines import config, tokenizer
@@ -104,3 +104,15 @@ def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Pat
     other = DatasetConfig(name="x", data_files=tmp_path / "out", type="csv")
     with pytest.raises(ConfigError, match=r"datasets.x.type: 'csv', but .* was saved as parquet. Leave it out."):
         Pipeline(config(tmp_path, datasets=[other])).source()
+
+
+def test_tokens_that_were_made_before_are_padded_as_the_tokenizer_says_that_the_config_names(tmp_path: Path) -> None:
+    rows = [{"input_ids": list(range(3 + i % 5))} for i in range(12)]
+    options = TokenizerConfig(name_or_path=tokenizer(), max_length=9, padding="max_length", return_attention_mask=True)
+    for given in ({"default_tokenizer": options}, {"datasets": [DatasetConfig(name="d", data_files=rows, tokenizer=options)]}):
+        values = config(tmp_path, **({"datasets": [DatasetConfig(name="d", data_files=rows)]} | given))
+        batch = next(iter(Pipeline(values).source().load(LoadStageConfig(batch_size=4)).build()))
+        assert batch["input_ids"].shape == (4, 9)
+        assert (batch["attention_mask"] == (batch["segment_ids"] > 0)).all()
+        packed = next(iter(Pipeline(values).source().pack(PackStageConfig(seq_length=6)).load(LoadStageConfig(batch_size=4)).build()))
+        assert packed["attention_mask"].shape == (4, 6)

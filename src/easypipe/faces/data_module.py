@@ -75,7 +75,7 @@ class UniversalDataModule:
         if val_data is not None and val_split:
             log.warning("val_split=%s has no effect: val_data is given", val_split)
         for name, data in (("train_data", train_data), ("val_data", val_data)):
-            if is_streamed(data):
+            if is_streamed(data) or (data is not None and not hasattr(data, "__len__")):
                 problem = f"{type(data).__name__} gives no rows by number"
                 raise ConfigError(at=name, problem=problem, fix="Give a map-style dataset, or a loader of it: DataLoaderFactory.")
         self.seed = draw_seed() if seed is None else seed
@@ -116,18 +116,21 @@ class UniversalDataModule:
 
     def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
         """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is known; else None."""
-        if self._collate_fn is not None:
+        if not self._is_plain_text:
             return None
-        entry = CollatorRegistry.get_instance().find(self.task_spec)
-        if entry.name != "text" or not entry.builtin or self.task_spec.options:
-            return None
-        if isinstance(data, PreprocessedDataset):
-            return dataclasses.replace(data.as_dataset_config(), name=name)
-        if self.tokenizer is None:
+        if isinstance(data, PreprocessedDataset) or self.tokenizer is None:
             return None
         tokenizer = tokenizer_config(self.tokenizer, max_length=self.max_length, return_attention_mask=True)
         rows = [_row(row) for row in data] if isinstance(data, list | tuple) else data
         return DatasetConfig(name=name, data_files=rows, tokenizer=tokenizer, on_error="skip")
+
+    @property
+    def _is_plain_text(self) -> bool:
+        """Whether batches are the Pipeline's: easypipe's own collator of text, and no options of the task's."""
+        if self._collate_fn is not None:
+            return False
+        entry = CollatorRegistry.get_instance().find(self.task_spec)
+        return entry.name == "text" and entry.builtin and not self.task_spec.options
 
     def _loader(self, data: Any, name: str, **changes: Any) -> Loader:
         options = dataclasses.replace(self.options, **changes)
@@ -136,7 +139,8 @@ class UniversalDataModule:
             options.warn_of_what_has_no_effect()
             return text_loader(spelled, options)
         rows = _Rows(data) if isinstance(data, list | tuple) else data
-        return DataLoaderFactory().create_dataloader(rows, dataclasses.replace(options, collate_fn=self._collator()))
+        collate = None if isinstance(data, PreprocessedDataset) and self._is_plain_text else self._collator()
+        return DataLoaderFactory().create_dataloader(rows, dataclasses.replace(options, collate_fn=collate), name=name)
 
     def _collator(self) -> Any:
         if self._collate_fn is not None:

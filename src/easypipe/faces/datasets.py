@@ -34,7 +34,8 @@ class PreprocessedDataset:
 
     hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number. cache_enabled: keep encoded rows in memory;
     False encodes a row each time it is asked for. A loader over it (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for
-    byte the same. Thread safe. Reading raises SourceError naming the row.
+    byte the same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of one's own (anything with `encode`
+    and `tokenizer`) it reads the rows. Thread safe. Reading raises SourceError naming the row.
     """
 
     def __init__(self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True) -> None:
@@ -74,9 +75,16 @@ class PreprocessedDataset:
     def fingerprint(self) -> str:
         return digest(fingerprint_of(self._data), _recipe(self._engine))
 
-    def as_dataset_config(self) -> DatasetConfig:
-        """How a Pipeline reads the same rows."""
+    @property
+    def collate_fn(self) -> Any:
+        """What makes batches of its rows where no other collator is given: those of a Pipeline's loader."""
+        return _collator_of(self._engine)
+
+    def as_dataset_config(self) -> DatasetConfig | None:
+        """How a Pipeline reads the same rows; None where the engine is one's own."""
         engine = self._engine
+        if type(engine) is not PromptEngine:
+            return None
         return DatasetConfig(
             name="dataset1",
             data_files=self._data,
@@ -91,7 +99,7 @@ class StreamingPreprocessedDataset:
     buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the order); they are held in memory.
     skip_errors: leave out rows that are no sample, counted by reason in `skipped`; else the first one raises SourceError.
     rank, world_size: of every world_size neighbouring rows the one that this process reads; a torch DataLoader's workers share these
-    further, so that each row appears once over all ranks and workers.
+    further, so that each row appears once over all ranks and workers. Ranks that skip rows are not equally long.
     """
 
     def __init__(
@@ -127,7 +135,7 @@ class StreamingPreprocessedDataset:
             except SourceError as error:
                 if not self.skip_errors:
                     raise
-                skipped[error.problem] += 1
+                skipped[error.problem.partition(":")[0]] += 1
                 log.debug("%s", error)
                 continue
             yield made
@@ -145,9 +153,8 @@ class StreamingPreprocessedDataset:
 
     @property
     def collate_fn(self) -> Any:
-        """What makes batches of its rows where no other collator is given: those of a Pipeline's loader."""
-        tokenizer = self._engine.tokenizer
-        return create_causal_lm_collate(next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0))
+        """As PreprocessedDataset's."""
+        return _collator_of(self._engine)
 
 
 def create_preprocessed_dataset(
@@ -189,6 +196,11 @@ def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
         raise type(error)(
             at=f"row {number}, {error.at}" if error.at else f"row {number}", problem=error.problem, have=error.have, fix=error.fix
         ) from None
+
+
+def _collator_of(engine: PromptEngine) -> Any:
+    tokenizer = engine.tokenizer
+    return create_causal_lm_collate(next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0))
 
 
 def _recipe(engine: PromptEngine) -> str:

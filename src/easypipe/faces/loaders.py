@@ -22,6 +22,7 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.pipeline import Pipeline
 from easypipe.sources.objects import is_streamed
 from easypipe.stages.config import OrderConfig, PipelineConfig
+from easypipe.stages.load import require_a_batch
 from easypipe.stages.source import DatasetConfig
 
 log = logging.getLogger("easypipe")
@@ -33,7 +34,9 @@ PREFETCH_FACTOR = 2  # batches ahead of each worker
 class TextDataset(Protocol):
     """A dataset that says how a Pipeline reads it."""
 
-    def as_dataset_config(self) -> DatasetConfig: ...
+    def as_dataset_config(self) -> DatasetConfig | None:
+        """None where only its rows, one by one, say what they hold."""
+        ...
 
 
 @config
@@ -43,8 +46,8 @@ class DataLoaderConfig:
     batch_size: rows of a batch, of each rank. shuffle: a new order every pass, keyed by the seed.
     num_workers: threads that make batches ahead; 0 makes each when it is asked for. None: half of the cores, from 1 to 4.
     prefetch_factor: batches that each thread may be ahead; None takes 2.
-    pin_memory, persistent_workers: None. jax takes batches from any host memory, and threads cost nothing to start: True and False are
-        accepted, and a warning says that they change nothing.
+    pin_memory, persistent_workers: True changes nothing, which a warning says: jax takes batches from any host memory, and threads cost
+        nothing to start. None and False are what happens.
     prefetch_to_device: put batches on the devices ahead of their use, as jax.Arrays: what pinned memory is for in PyTorch.
     drop_last: leave out a last batch that is not full; None: where rows are shuffled, for every shape compiles a program.
     seed: of the order and of collators that draw. None draws one where it decides anything, logs it, and keeps it as `loader.seed`.
@@ -117,36 +120,37 @@ class DataLoaderConfig:
             ("pin_memory", "jax takes batches from any host memory; prefetch_to_device=True puts them on the devices ahead"),
             ("persistent_workers", "workers are threads, which begin and end with each iteration at no cost"),
         ):
-            if getattr(self, name) is not None:
-                log.warning("loader: %s=%s changes nothing: %s", name, getattr(self, name), why)
+            if getattr(self, name):
+                log.warning("loader: %s=True changes nothing: %s", name, why)
 
 
 class DataLoaderFactory:
     """`DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(...))`: a Loader, whose `state()` and `restore()` resume exactly."""
 
-    def create_dataloader(self, dataset: Any, config: DataLoaderConfig | None = None) -> Loader:
+    def create_dataloader(self, dataset: Any, config: DataLoaderConfig | None = None, *, name: str = "dataset1") -> Loader:
         """dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its order) anything to iterate over.
 
-        Raises ConfigError for what cannot be read so.
+        name: decides the order, with the seed, as a Pipeline's dataset does by its name. Raises ConfigError for what cannot be read so, and
+        where no batch is ever full.
         """
         options = config or DataLoaderConfig()
         options.warn_of_what_has_no_effect()
         drawing = options.shuffle or getattr(options.collate_fn, "draws", False)
         options = options.with_seed(drawing=drawing)
-        if options.collate_fn is None and isinstance(dataset, TextDataset):
-            return text_loader(dataset.as_dataset_config(), options)
+        spelled = dataset.as_dataset_config() if options.collate_fn is None and isinstance(dataset, TextDataset) else None
+        if spelled is not None:
+            return text_loader(dataclasses.replace(spelled, name=name), options)
         if is_streamed(dataset):
-            return _forward_loader(dataset, options)
+            return _forward_loader(dataset, options, name)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 at="dataset",
                 problem=f"{type(dataset).__name__} gives no rows by number",
                 fix="Give it __len__ and __getitem__, or __iter__.",
             )
-        rows = ItemRows(
-            dataset, options.collate_fn or default_collate, seed=options.seed or 0, shuffle=options.shuffle, num_epochs=options.num_epochs
-        )
-        return _ranked(Loader(rows, options.load_options(), seed=options.seed or 0, name=_name(dataset)), options)
+        seed, collate = options.seed or 0, _collate(dataset, options)
+        rows = ItemRows(dataset, collate, seed=seed, shuffle=options.shuffle, num_epochs=options.num_epochs, name=name)
+        return _ranked(Loader(rows, options.load_options(), seed=seed, name=_name(dataset)), options)
 
 
 def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None) -> Loader:
@@ -204,7 +208,7 @@ class DataLoaderBuilder:
         return DataLoaderFactory().create_dataloader(self._dataset, DataLoaderConfig(**self._options))
 
 
-def _forward_loader(dataset: Any, options: DataLoaderConfig) -> Loader:
+def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> Loader:
     if options.shuffle:
         raise ConfigError(
             at="shuffle", problem=f"{type(dataset).__name__} is read from its start", fix="Give it a buffer_size that it shuffles within."
@@ -216,15 +220,19 @@ def _forward_loader(dataset: Any, options: DataLoaderConfig) -> Loader:
         dataset, options = own_ranks(options.rank, options.world_size), dataclasses.replace(options, rank=0, world_size=1)
     if options.num_workers is not None and options.num_workers > 1:
         log.warning("loader: num_workers=%d, but one thread reads a stream, in its order", options.num_workers)
-    collate = options.collate_fn or getattr(dataset, "collate_fn", None) or default_collate
-    load = dataclasses.replace(options.load_options(), prefetch_workers=1)
-    return _ranked(
-        Loader(ForwardRows(dataset, collate, seed=options.seed or 0), load, seed=options.seed or 0, name=_name(dataset)), options
-    )
+    seed, load = options.seed or 0, dataclasses.replace(options.load_options(), prefetch_workers=1)
+    rows = ForwardRows(dataset, _collate(dataset, options), seed=seed, name=name)
+    return _ranked(Loader(rows, load, seed=seed, name=_name(dataset)), options)
 
 
 def _ranked(loader: Loader, options: DataLoaderConfig) -> Loader:
-    return loader if options.world_size == 1 else loader.of_rank(options.rank, options.world_size)
+    own = loader if options.world_size == 1 else loader.of_rank(options.rank, options.world_size)
+    require_a_batch(loader.name, own.rows, own.config)
+    return own
+
+
+def _collate(dataset: Any, options: DataLoaderConfig) -> Any:
+    return options.collate_fn or getattr(dataset, "collate_fn", None) or default_collate
 
 
 def _name(dataset: Any) -> str:

@@ -42,7 +42,9 @@ class MaskedLMCollator:
 
     @property
     def recipe(self) -> Any:
-        return "masked_lm", self.padding, self.mask_token_id, self.vocab_size, self.probability, self.whole_word, self.seed
+        words = [self.whole_word, self.starts is not None]
+        special = np.flatnonzero(self.special).tolist()
+        return "masked_lm", self.padding, self.mask_token_id, self.vocab_size, special, self.probability, words, self.seed
 
     def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> dict[str, Any]:
         columns = token_columns(rows)

@@ -156,6 +156,12 @@ class Placement:
 
         if self.sharding.is_fully_addressable:
             return jax.device_put(dict(batch), self.sharding)
+        if any(values.ndim != 2 + len(self._leading) for values in batch.values()):
+            raise PlacementError(
+                at="mesh",
+                problem="columns that are not [rows, slots], such as images, on a mesh of several processes",
+                fix="Leave mesh out, and let every process read its own rows: loader.of_rank(process_index, process_count).",
+            )
         shape = (*self._leading, self._micro_size, num_slots)
         pieces, devices, names = [], [], list(batch)
         for device, index in self.sharding.addressable_devices_indices_map(shape).items():

@@ -18,8 +18,9 @@ from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
 from easypipe.stages.stream import open_stream
 from easypipe.stages.tokens import token_info, tokenizer_of
+from easypipe.transforms.tokenizer import TokenizerConfig
 
-__all__ = ["LoadStage", "LoadStageConfig"]
+__all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
 
 
 class LoadStage(BaseStage):
@@ -42,10 +43,10 @@ class LoadStage(BaseStage):
         document that is longer than a row is an error.
         """
         if context.config.streaming:
-            return open_stream(name, source, context, self._options(name, source), self._collate(source))
+            return open_stream(name, source, context, self._options(name, source), self._collate(name, source, context))
         options = self._options(name, source)
         rows = self._rows(name, source, context, options.num_epochs)
-        _require_a_batch(name, rows, options)
+        require_a_batch(name, rows, options)
         remember = None
         if isinstance(rows, PlannedRows):
             mixture, plan = _mixture(name, source, context), rows.plan
@@ -56,7 +57,7 @@ class LoadStage(BaseStage):
             rows,
             options,
             seed=context.seed,
-            collate=self._collate(source),
+            collate=self._collate(name, source, context),
             name=f"loader of {name!r}",
             decoder=decoder_of(source),
             remember=remember,
@@ -94,20 +95,30 @@ class LoadStage(BaseStage):
         mixture = _mixture(name, source, context)
         return mixture.documents(num_epochs)
 
-    def _collate(self, source: ShardedSource) -> CollateConfig:
+    def _collate(self, name: str, source: ShardedSource, context: PipelineContext) -> CollateConfig:
         inner = source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
-        first = source if inner is None else next(iter(inner.parts.values()))
-        tokenizer = tokenizer_of(first)
-        if tokenizer is None:
-            return CollateConfig()
-        options = tokenizer.config
+        first, origin = next(iter(({name: source} if inner is None else inner.parts).items()))
+        options = _tokenizer_options(first, origin, context)
+        attention_mask = options is not None and options.return_attention_mask
         if isinstance(source, PackedShardedSource):  # rows are full already
-            return CollateConfig(attention_mask=options.return_attention_mask, segment_ids=source.config.include_segment_ids)
+            return CollateConfig(attention_mask=attention_mask, segment_ids=source.config.include_segment_ids)
+        if options is None or SEGMENT_IDS in source.schema.names:  # packed before, and saved
+            return CollateConfig(attention_mask=attention_mask)
         return CollateConfig(
             padding=options.padding,
             max_length=options.max_length if options.padding == "max_length" else None,
-            attention_mask=options.return_attention_mask,
+            attention_mask=attention_mask,
         )
+
+
+def _tokenizer_options(name: str, source: ShardedSource, context: PipelineContext) -> TokenizerConfig | None:
+    """Of the tokenizer that made the documents; of tokens that were made before, of the one that the config names."""
+    tokenizer = tokenizer_of(source)
+    if tokenizer is not None:
+        return tokenizer.config
+    own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
+    named = own or context.config.default_tokenizer
+    return named if isinstance(named, TokenizerConfig) else None
 
 
 def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
@@ -119,7 +130,7 @@ def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
     return source
 
 
-def _require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
+def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     """A loader that never yields is a mistake, and training on it ends before it begins."""
     needed = options.batch_size if options.drop_last else 1
     num_rows = rows.available(0, needed)
