@@ -318,6 +318,8 @@ def test_other_collators_and_tasks() -> None:
         ({"train_data": iter([1])}, "train_data: list_iterator gives no rows by number"),
         ({"batch_size": 101}, "load.batch_size: 101, but 'loader of MyDataset' has 100 rows: no batch is ever full"),
         ({"train_data": object()}, "train_data: object gives no rows by number"),
+        ({"train_data": {"train": [1]}}, r"train_data: dict holds columns or splits by name.*have: train"),
+        ({"train_data": WIKI}, "tokenizer: the rows are text, and there is none"),
         ({"max_length": 5}, "max_length: cuts texts that are encoded here"),
         ({"batchsize": 5}, "batchsize: unknown key"),
         ({"task_spec": TaskSpec.lm_tiny(), "tokenizer": 7, "train_data": WIKI}, "tokenizer: int names no tokenizer"),

@@ -15,13 +15,12 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.faces.datasets import PreprocessedDataset, subset
-from easypipe.faces.loaders import DataLoaderConfig, DataLoaderFactory, text_loader
+from easypipe.faces.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.faces.text_rows import TEXT, tokenizer_config
 from easypipe.faces.vision import IMAGE_COLUMNS
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
-from easypipe.sources.objects import is_streamed
 from easypipe.stages.source import DatasetConfig
 
 log = logging.getLogger("easypipe")
@@ -75,9 +74,8 @@ class UniversalDataModule:
         if val_data is not None and val_split:
             log.warning("val_split=%s has no effect: val_data is given", val_split)
         for name, data in (("train_data", train_data), ("val_data", val_data)):
-            if is_streamed(data) or (data is not None and not hasattr(data, "__len__")):
-                problem = f"{type(data).__name__} gives no rows by number"
-                raise ConfigError(at=name, problem=problem, fix="Give a map-style dataset, or a loader of it: DataLoaderFactory.")
+            if data is not None:
+                require_rows(data, at=name)
         self.seed = draw_seed() if seed is None else seed
         if seed is None:
             log.info("data module: no seed was given, drew %d", self.seed)
@@ -88,6 +86,8 @@ class UniversalDataModule:
             raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
         first = _row(train_data[0])
         self.task_spec = task_spec or _task_of(first)
+        if self._is_plain_text and tokenizer is None and isinstance(first, Mapping) and TEXT in first and INPUT_IDS not in first:
+            raise ConfigError(at="tokenizer", problem="the rows are text, and there is none", fix="Name the tokenizer that encodes them.")
         if max_length is not None and (tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first):
             raise ConfigError(at="max_length", problem="cuts texts that are encoded here, and these are not", fix="Leave it out.")
         if not len(self.splits.train) or (val_split and val_data is None and not len(self.splits.val)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self, runtime_checkable
 
 from easypipe.core.config import config
@@ -142,12 +142,7 @@ class DataLoaderFactory:
             return text_loader(dataclasses.replace(spelled, name=name), options)
         if is_streamed(dataset):
             return _forward_loader(dataset, options, name)
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                at="dataset",
-                problem=f"{type(dataset).__name__} gives no rows by number",
-                fix="Give it __len__ and __getitem__, or __iter__.",
-            )
+        require_rows(dataset, at="dataset")
         seed, collate = options.seed or 0, _collate(dataset, options)
         rows = ItemRows(dataset, collate, seed=seed, shuffle=options.shuffle, num_epochs=options.num_epochs, name=name)
         return _ranked(Loader(rows, options.load_options(), seed=seed, name=_name(dataset)), options)
@@ -206,6 +201,17 @@ class DataLoaderBuilder:
         if self._dataset is None:
             raise ConfigError(at="build()", problem="there is no dataset", fix="Call with_dataset(dataset) first.")
         return DataLoaderFactory().create_dataloader(self._dataset, DataLoaderConfig(**self._options))
+
+
+def require_rows(dataset: Any, *, at: str) -> None:
+    """Raises ConfigError for what does not give rows by number."""
+    name = type(dataset).__name__
+    if isinstance(dataset, Mapping):
+        fix = "Give one of its splits, or rows: a list of dicts."
+        raise ConfigError(at=at, problem=f"{name} holds columns or splits by name, not rows by number", have=dataset, fix=fix)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        fix = "Give it __len__ and __getitem__; DataLoaderFactory also reads what can only be iterated over."
+        raise ConfigError(at=at, problem=f"{name} gives no rows by number", fix=fix)
 
 
 def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> Loader:

@@ -122,6 +122,8 @@ class CollatorRegistry:
             return self._known[collator_name]
         if task_spec is None:
             return self._known[DEFAULT]
+        if not isinstance(task_spec, TaskSpec):  # a name, most often
+            raise ConfigError(at="task_spec", problem=f"{task_spec!r} is no TaskSpec", fix="Give one, or choose by collator_name.")
         of_modality = [entry for entry in self._known.values() if entry.modality == task_spec.modality]
         for fitting in (
             [entry for entry in of_modality if entry.task_type == task_spec.task_type],
