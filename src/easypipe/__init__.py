@@ -66,6 +66,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.stages.source": ("DatasetConfig",),
     "easypipe.stages.tokenize": ("TokenizeStageConfig",),
     "easypipe.stages.verify": ("Verification", "verify"),
+    "easypipe.train.checkpoint_manager": ("CheckpointManager",),
     "easypipe.train.config": ("OptimizerConfig", "TrainConfig"),
     "easypipe.train.lora_config": ("LoraConfig",),
     "easypipe.train.model": ("Decoder", "ModelConfig"),

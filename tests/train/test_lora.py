@@ -14,6 +14,7 @@ from flax import nnx
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
+from easypipe.train.flops import adapter_flops, matmul_params
 from easypipe.train.lora import LoraLinear, adapters, add_lora, fingerprint, merge_lora
 from easypipe.train.lora_config import LoraConfig
 from easypipe.train.mesh import make_mesh
@@ -143,6 +144,19 @@ def test_adapters_alone_are_trained_and_kept(tmp_path: Path) -> None:
     kept = json.loads((result.checkpoint / "arrays" / "_METADATA").read_text())["tree_metadata"]
     assert {key.split("'")[1] for key in kept} == set(run.layout.without_frozen(states.flatten(state)))
     assert not any("kernel" in key or "embedding" in key for key in kept)
+
+
+def test_flops_are_those_of_the_program_that_is_compiled(tmp_path: Path) -> None:
+    """A frozen matrix has no gradient, the head neither: that product is not in the program."""
+    wide = ModelConfig(vocab_size=4096, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1, num_kv_heads=1)
+    run = trainer(tmp_path, wide)
+    batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in Arithmetic().batch(1).items()}
+    with states.on(MESH):
+        program = run.train_step.lower(states.abstract_state(run.layout, run.optimizer), batch).compile()  # type: ignore[attr-defined]
+    slots = batch["input_ids"].size
+    adapted = sum(leaf.size for leaf in run.layout.params.values())
+    counted = slots * (6 * matmul_params(wide) + adapter_flops(wide, adapted))
+    assert counted < program.cost_analysis()["flops"] < 1.2 * counted < 6 * matmul_params(wide) * slots
 
 
 @pytest.mark.parametrize("kind", ["config", "module"])

@@ -111,14 +111,7 @@ class Checkpoints:
 
         Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract` in name, shape and dtype.
         """
-        try:
-            metadata: Any = self._orbax.checkpointables_metadata(step).metadata
-        except _UNREADABLE as error:
-            raise self._damaged(step, _reason(error)) from error
-        described = metadata.get(_ARRAYS)
-        if described is None:
-            raise self._damaged(step, "the description of its arrays is missing or cut short")
-        saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in described.items()}
+        saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in self.describe(step).items()}
         if partial:
             saved = {name: text for name, text in saved.items() if name in abstract}
         unlike = differences(saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()})
@@ -128,6 +121,17 @@ class Checkpoints:
             return self._orbax.load_checkpointables(step, {_ARRAYS: dict(abstract)})[_ARRAYS]
         except _UNREADABLE as error:
             raise self._damaged(step, _reason(error)) from error
+
+    def describe(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of the arrays of `step`. Raises DamagedCheckpoint."""
+        try:
+            metadata: Any = self._orbax.checkpointables_metadata(step).metadata
+        except _UNREADABLE as error:
+            raise self._damaged(step, _reason(error)) from error
+        described = metadata.get(_ARRAYS)
+        if described is None:
+            raise self._damaged(step, "the description of its arrays is missing or cut short")
+        return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in described.items()}
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place. Returns where to."""

@@ -84,7 +84,7 @@ def merge_lora(module: Any) -> Any:
     module = nnx.clone(module, variables=False)
     for _, (parent, key, linear) in list(_projections(module)):
         if isinstance(linear, LoraLinear):
-            plain = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
+            plain: Any = nnx.Linear(1, 1, rngs=nnx.Rngs(0))  # a frame: everything in it is replaced
             _take(plain, linear, without=_ADAPTER)
             a, b, scale = linear.lora_a[...], linear.lora_b[...], linear.lora.scale
             plain.kernel = linear.kernel.replace(_merged(linear.kernel[...], a, b, scale))

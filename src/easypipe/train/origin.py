@@ -83,7 +83,8 @@ def _from_linen(module: Any, rngs: nnx.Rngs) -> nnx.Module:
     """Its arrays take their shapes from a call with one short row."""
     row = jnp.zeros((1, 8), jnp.int32)
     taken = {name: row for name in call_names(nnx.bridge.ToNNX(module)) if name in ("segment_ids", "position_ids")}
-    return nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), row, **taken)
+    bridged: Any = nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), row, **taken)
+    return bridged
 
 
 def from_pretrained(found: Pretrained, seed: int, lora: LoraConfig | None) -> Origin:

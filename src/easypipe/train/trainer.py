@@ -38,7 +38,7 @@ from easypipe.train.checks import (
 from easypipe.train.config import TrainConfig
 from easypipe.train.evaluate import HeldOut, held_out
 from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
-from easypipe.train.flops import flops_from_sums, palm_flops_per_step, windows
+from easypipe.train.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
 from easypipe.train.lora import fingerprint
 from easypipe.train.loss import default_loss
@@ -351,8 +351,11 @@ class Trainer:
 
         def flops(measured: Mapping[str, Any]) -> tuple[float, float]:
             assert config is not None
-            exact = flops_from_sums(config, measured["num_tokens"], measured["attended"])
-            return exact, float(palm_flops_per_step(config, measured["num_slots"], measured["seq_length"]))
+            adapted = sum(leaf.size for leaf in self.layout.params.values()) if self.config.lora else None
+            more = 0 if adapted is None else adapter_flops(config, adapted)
+            exact = flops_from_sums(config, measured["num_tokens"], measured["attended"]) + more * measured["num_tokens"]
+            palm = palm_flops_per_step(config, measured["num_slots"], measured["seq_length"]) + more * measured["num_slots"]
+            return exact, float(palm)
 
         devices = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
         return Meter(None if config is None else flops, None if peak is None else peak * self.mesh.size, devices)
