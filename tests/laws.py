@@ -136,7 +136,9 @@ def assert_stateless_reads(source: ShardedSource, cuts: Sequence[int] = (1, 3, 7
             scanned = source.scan(shard, 0, total)
             _assert_equal_tables([scanned.batch], whole, f"{info.name}: scan and read differ")
             refused = sum(reject.count for reject in scanned.rejects)
-            assert scanned.batch.num_rows + refused == total, f"{info.name}: rows lost without a reject"
+            numbered = ROW_NUMBER in scanned.batch.schema.names
+            given = len(np.unique(scanned.batch.column(ROW_NUMBER).to_numpy())) if numbered else scanned.batch.num_rows
+            assert given + refused == total, f"{info.name}: rows lost without a reject"
 
 
 def _assert_row_numbers(batch: pa.RecordBatch, start: int, stop: int, name: str) -> None:
@@ -144,7 +146,9 @@ def _assert_row_numbers(batch: pa.RecordBatch, start: int, stop: int, name: str)
         assert batch.num_rows == stop - start, f"{name}[{start}:{stop}] gave {batch.num_rows} rows and no {ROW_NUMBER}"
         return
     numbers = batch.column(ROW_NUMBER).to_numpy()
-    assert (np.diff(numbers) > 0).all(), f"{name}: row numbers do not ascend"
+    steps = np.diff(numbers)
+    apart = steps > 0 if INPUT_IDS not in batch.schema.names else steps >= 0  # a long text may be split into several documents
+    assert apart.all(), f"{name}: row numbers do not ascend"
     assert not numbers.size or (numbers[0] >= start and numbers[-1] < stop), f"{name}: row numbers leave {start}:{stop}"
 
 

@@ -153,6 +153,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "the day that templates are told",
         ),
         "tools_field": Effect("output", "stages/test_prompt_rows.py::test_tools_reach_the_template", "the tools that templates are told"),
+        "length": Effect(
+            "output+error", "transforms/test_lengths.py::test_the_default_is_what_max_length_always_did", "what becomes of long documents"
+        ),
         "format_fields": Effect("output", "stages/test_formats.py::test_format_fields_renames", "columns renamed before anything else"),
         "format_callback": Effect(
             "output",
@@ -273,6 +276,26 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained",
             "what stands between them in texts without messages",
+        ),
+    },
+    "LengthPolicy": {
+        "policy": Effect(
+            "output+error",
+            "transforms/test_lengths.py::test_no_policy_gives_too_much_and_masks_travel_with_tokens",
+            "what becomes of documents with more than max_length tokens",
+        ),
+        "overlap": Effect(
+            "output",
+            "transforms/test_lengths.py::test_split_gives_several_documents_of_a_row_and_trains_each_token_once",
+            "tokens that a piece has of the one before it",
+        ),
+        "boundary": Effect(
+            "output", "transforms/test_lengths.py::test_boundary_says_where_a_cut_may_be", "cuts where a sentence, a clause or a word ends"
+        ),
+        "budgets": Effect(
+            "output",
+            "transforms/test_lengths.py::test_budgets_cut_columns_before_the_prompt_is_written",
+            "most tokens of single columns of a prompt",
         ),
     },
     "TokenFilesConfig": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -73,9 +74,9 @@ class CountingTokenizer:
         self.texts = self.calls = 0
         encode = tokenizer.encode_column
 
-        def counted(column: pa.Array):
+        def counted(column: pa.Array, **options: Any):
             self.calls += 1
             self.texts += len(column)
-            return encode(column)
+            return encode(column, **options)
 
         tokenizer.encode_column = counted  # type: ignore[method-assign]

@@ -78,6 +78,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.transforms.expand": ("Expand",),
     "easypipe.transforms.functions": ("Filter", "Map"),
     "easypipe.transforms.prompt_engine": ("PromptEngine",),
+    "easypipe.transforms.lengths": ("LengthPolicy",),
     "easypipe.transforms.prompts": ("FewShotConfig", "PromptConfig"),
     "easypipe.transforms.tokenizer": ("Tokenizer", "TokenizerConfig", "load_tokenizer"),
     "easypipe.transforms.transformed": ("TransformedSource",),

@@ -68,7 +68,9 @@ def dataset(name: str, **values: object) -> SimpleNamespace:
     return SimpleNamespace(
         **{"name": name, "tokenizer": None, "content_field": "text", "on_error": "error", "max_bad_rows": None, **values},
         tokenizer_kwargs=None,
-        **dict.fromkeys(("prompt_field", "completion_field", "train_on", "chat_template", "template_date", "tools_field")),
+        **dict.fromkeys(
+            ("prompt", "length", "prompt_field", "completion_field", "train_on", "chat_template", "template_date", "tools_field")
+        ),
         additional_fields=(),
         cache_path=None,
         cache_enabled=True,

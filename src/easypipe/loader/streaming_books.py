@@ -23,6 +23,7 @@ class Books:
     docs: Counter[int] = field(default_factory=Counter)
     rejects: dict[int, Counter[str]] = field(default_factory=dict)
     strings: dict[int, Counter[str]] = field(default_factory=dict)  # what became of special strings in the texts that were read
+    lengths: dict[int, Counter[str]] = field(default_factory=dict)  # documents over max_length by policy, and pieces of splitting
     added: Counter[int] = field(default_factory=Counter)  # EOS
     left: Counter[int] = field(default_factory=Counter)  # read, and not drawn before their epoch ended
     resumed: Counter[int] = field(default_factory=Counter)  # read again, and placed before the state that was restored
@@ -38,7 +39,7 @@ class Books:
         for part in parts:
             for name in ("rows", "docs", "added", "left", "resumed", "waiting"):
                 getattr(whole, name).update(getattr(part, name))
-            for name in ("rejects", "strings"):
+            for name in ("rejects", "strings", "lengths"):
                 for i, counts in getattr(part, name).items():
                     getattr(whole, name).setdefault(i, Counter()).update(counts)
             if part.table.shape[0]:
@@ -53,6 +54,7 @@ class Books:
         self.docs[dataset] += loaded.num_docs
         self.rejects.setdefault(dataset, Counter()).update(loaded.rejects)
         self.strings.setdefault(dataset, Counter()).update(loaded.strings)
+        self.lengths.setdefault(dataset, Counter()).update(loaded.lengths)
 
 
 def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
@@ -61,7 +63,12 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
     for i, name in enumerate(names):
         rejects = books.rejects.get(i, Counter())
         known = dict(zip(FIELDS, books.table[i].tolist(), strict=True)) if books.table.shape[0] else dict.fromkeys(FIELDS, 0)
-        ledger.add("stream", name, "rows", into={"read": books.rows[i]}, out={"documents": books.docs[i], **dict(sorted(rejects.items()))})
+        over = dict(sorted(books.lengths.get(i, Counter()).items()))
+        read = {"read": books.rows[i], **({"pieces": over.pop("pieces")} if "pieces" in over else {})}
+        over.pop("overlap", None)  # tokens are counted when they are drawn
+        ledger.add("stream", name, "rows", into=read, out={"documents": books.docs[i], **dict(sorted(rejects.items()))})
+        if over:
+            ledger.add("lengths", name, "documents", into={"over max_length": sum(over.values())}, out=over)
         if strings := +books.strings.get(i, Counter()):
             ledger.add("stream", name, "special strings", into={"in texts": strings.total()}, out=dict(sorted(strings.items())))
         ledger.add(

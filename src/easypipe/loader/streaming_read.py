@@ -40,7 +40,8 @@ class Loaded:
     """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos: Bool[n]. mask: UInt8, one for each id.
 
     ended: nothing of its entry stands behind the chunk. rows: physical rows that were read; rejects: how many of them by reason.
-    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what became of special strings in the texts.
+    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what became of special strings in the texts. lengths:
+    documents over max_length by policy; `pieces`: documents more than rows that became some.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -50,6 +51,7 @@ class Loaded:
     rows: int
     rejects: Counter[str] = field(default_factory=Counter)
     strings: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[str] = field(default_factory=Counter)
     ended: bool = True
     num_bad: int = 0
     bad: tuple[tuple[str, str], ...] = ()

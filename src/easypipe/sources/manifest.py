@@ -52,7 +52,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Conservation of one preparation: rows = docs + rejects; encoded + added = tokens + truncated."""
+    """Conservation of one preparation: rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated."""
 
     rows: int
     docs: int
@@ -64,17 +64,22 @@ class Counts:
     trained: int | None = None  # of those, targets; None where there is no loss mask
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+    lengths: Mapping[str, int] = field(default_factory=dict)  # documents over max_length by policy, `pieces` and `overlap` of splitting
 
     def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
         ledger = Ledger(facts=dict(facts))
-        ledger.add("tokenize", dataset, "rows", into={"read": self.rows}, out={"written": self.docs, **self.rejects})
+        over = dict(self.lengths)
+        pieces, overlap = ({name: over.pop(name)} if name in over else {} for name in ("pieces", "overlap"))
+        ledger.add("tokenize", dataset, "rows", into={"read": self.rows, **pieces}, out={"written": self.docs, **self.rejects})
         ledger.add(
             "tokenize",
             dataset,
             "tokens",
-            into={"encoded": self.encoded, "special": self.added},
+            into={"encoded": self.encoded, "special": self.added, **overlap},
             out={"stored": self.tokens, "truncated": self.truncated},
         )
+        if over:
+            ledger.add("lengths", dataset, "documents", into={"over max_length": sum(over.values())}, out=over)
         if self.trained is not None:
             out = {"targets": self.trained, "masked": self.tokens - self.trained}
             ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
-from easypipe.stages.prompt_rows import PROMPT_OPTIONS, PromptForm
+from easypipe.stages.prompt_rows import PROMPT_OPTIONS, PromptForm, lengths_identity
 from easypipe.stages.ranges import recipe_of
 from easypipe.stages.text_rows import Texts, read_texts, require_text
 from easypipe.stages.token_rows import Documents, encode_texts
+from easypipe.transforms.lengths import Lengths
 from easypipe.transforms.messages import is_messages, is_text
 from easypipe.transforms.prompt_engine import PromptEngine
 from easypipe.transforms.prompts import PromptConfig
@@ -40,24 +42,25 @@ class RowForm(Protocol):
 
 
 class TextForm:
-    """One column of text; every token is trained."""
+    """One column of text; every token is trained. lengths: what cuts them in place of max_length."""
 
-    masked = False
-
-    def __init__(self, content_field: str) -> None:
+    def __init__(self, content_field: str, lengths: Lengths | None = None) -> None:
         self.columns, self.label = (content_field,), content_field
+        self._lengths = lengths
+        self.masked = lengths is not None and lengths.policy.overlap > 0  # what stands in two documents is trained in one
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         require_text(source, self.label, dataset)
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
-        return recipe_of(tokenizer, self.label, refuted=refuted)
+        recipe = recipe_of(tokenizer, self.label, refuted=refuted)
+        return recipe if self._lengths is None else digest(recipe, *lengths_identity(self._lengths))
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         return read_texts(source, shard, start, stop, self.label)
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-        return encode_texts(texts, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key)
+        return encode_texts(texts, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key, lengths=self._lengths)
 
 
 def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) -> RowForm:
@@ -68,14 +71,13 @@ def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) 
     prompt, inside = dataset.prompt, f"{at}.prompt"
     if prompt is None:
         prompt, inside = _prompt_of(dataset, at, source), at
-    if prompt.format_type == "text":
-        return TextForm(prompt.inputs[0])
     try:
-        return PromptForm(PromptEngine(tokenizer, prompt), source.schema.names)
+        engine = PromptEngine(tokenizer, prompt, length=dataset.length)
     except ConfigError as error:
         if dataset.prompt is None and error.at == "template":
             error = ConfigError(at="chat_template", problem=error.problem, have=error.have, fix=error.fix)
-        raise error.under(at if error.at == "tokenizer" else inside) from None
+        raise error.under(at if error.at == "tokenizer" or error.at.startswith("length.") else inside) from None
+    return TextForm(prompt.inputs[0], engine.lengths) if prompt.format_type == "text" else PromptForm(engine, source.schema.names)
 
 
 def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:

@@ -16,6 +16,7 @@ from easypipe.stages.text_rows import Texts
 from easypipe.stages.token_rows import Documents, encode_spans
 from easypipe.transforms.chat import HostileTemplateError, Refused, Rendered, check_date
 from easypipe.transforms.fields import BENIGN
+from easypipe.transforms.lengths import TOO_LONG, Lengths
 from easypipe.transforms.messages import plain_of
 from easypipe.transforms.prompt_engine import PromptEngine
 from easypipe.transforms.tokenizer import Tokenizer
@@ -46,6 +47,10 @@ def check_prompts(dataset: Any) -> None:
         check_date(dataset.template_date)
 
 
+def lengths_identity(lengths: Lengths | None) -> list[Any]:
+    return [] if lengths is None else [lengths.identity]
+
+
 class PromptForm:
     """Rows that a PromptEngine writes: conversations, prompts with completions, rows through a template."""
 
@@ -73,7 +78,7 @@ class PromptForm:
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
         format = self.engine.format
         what = (format.kind, refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
-        return digest(*what, *tokenizer.special.recipe)
+        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths))
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Raises TokenizerError naming the row on which a template went beyond its limits."""
@@ -86,10 +91,11 @@ class PromptForm:
         except HostileTemplateError as error:
             at = place(source.shards[shard].name, row=numbers[error.row], column=self.label)
             raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
-        return _texts(rendered, numbers, list(rejects))
+        return _texts(rendered, numbers, list(rejects), "trim_oldest_turns" if self.engine.format.kind == "chat" else "budgets")
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, raw=self.engine.format.raw, audit_key=audit_key)
+        raw, lengths = self.engine.format.raw, self.engine.lengths
+        return encode_spans(texts, tokenizer, batch_size=batch_size, at=at, raw=raw, audit_key=audit_key, lengths=lengths)
 
 
 def _numbers(batch: pa.RecordBatch, start: int) -> list[int]:
@@ -102,10 +108,10 @@ def _length(tokenizer: Tokenizer) -> int | None:
     return tokenizer.config.max_length if tokenizer.config.truncation else None
 
 
-def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects: list[Reject]) -> Texts:
+def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects: list[Reject], cut_by: str) -> Texts:
     found = [(row, item) for row, item in zip(rows, rendered, strict=True) if isinstance(item, Rendered)]
     rejects += [
-        Reject(row=row, reason=item.reason, detail=item.detail, benign=item.reason == BENIGN)
+        Reject(row=row, reason=item.reason, detail=item.detail, benign=item.reason in (BENIGN, TOO_LONG))
         for row, item in zip(rows, rendered, strict=True)
         if isinstance(item, Refused)
     ]
@@ -116,4 +122,6 @@ def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects:
         rejects=tuple(sorted(rejects, key=lambda reject: reject.row)),
         spans=spans,
         ends=np.array([item.end for _, item in found], np.uint8),
+        lost=np.array([item.lost for _, item in found], np.int64) if any(item.lost for _, item in found) else None,
+        cut_by=cut_by,
     )

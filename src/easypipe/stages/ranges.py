@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a range became. rows = docs + rejects; encoded + added = tokens + truncated."""
+    """What a range became. rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated."""
 
     shard_name: str
     start: int
@@ -62,6 +62,7 @@ class Record:
     trained: int | None = None  # stored tokens that are targets; None where every one is
     special: int = 0  # special strings in the texts that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+    lengths: dict[str, int] = field(default_factory=dict)  # documents over max_length, by policy; see lengths.Shaped
     format: int = FORMAT
 
     def part(self, shard: int) -> Part:

@@ -26,6 +26,7 @@ from easypipe.stages.formats import check_formats, formatted, read_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
 from easypipe.stages.prompt_rows import check_prompts
 from easypipe.stages.saved import is_saved, load_saved
+from easypipe.transforms.lengths import LengthPolicy
 from easypipe.transforms.prompts import PromptConfig, TrainOn
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -64,6 +65,7 @@ class DatasetConfig:
     chat_template: a Jinja file, its text, or a built-in template's name (chatml, plain, zephyr, alpaca), in place of the tokenizer's own.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses those.
     tools_field: the column with the tools of each conversation; None takes the column `tools`, where there is one.
+    length: what becomes of documents with more than max_length tokens; None keeps their start.
     format_fields: columns under new names, old to new; all other options know the new ones.
     format_callback: a function that a row (a dict) is passed through, or "module:function"; what it returns is laid over the row. In YAML
         it needs --allow-code. It adds the content_field as text; further columns are announced in format_columns.
@@ -98,6 +100,7 @@ class DatasetConfig:
     chat_template: str | Path | None = None
     template_date: str | None = None
     tools_field: str | None = None
+    length: LengthPolicy | None = None
     format_fields: dict[str, str] | None = None
     format_callback: Callable[..., Any] | str | None = None
     format_columns: dict[str, Any] | None = None

@@ -189,7 +189,7 @@ class ForwardDocuments:
         at = f"dataset {self.name!r}, {self._source.shards[shard].name}, {'bytes' if self.rows_are_bytes else 'rows'} {start}:{stop}"
         try:
             self._prove(shard, start, stop)
-            batch, rejects, strings = self._scan(shard, start, stop)
+            batch, rejects, strings, lengths = self._scan(shard, start, stop)
             bad = self._bad(shard, rejects)
         except Exception as error:
             error.add_note(f"while streaming {at}")
@@ -200,29 +200,32 @@ class ForwardDocuments:
         counts = Counter[str]()
         for reject in rejects:
             counts[reject.reason] += getattr(reject, "count", 1)
+        made = batch.num_rows - lengths["pieces"]  # rows that became documents
         if not self.rows_are_bytes:  # some sources say only which rows they pass on
-            counts["other"] += stop - start - batch.num_rows - sum(counts.values())
+            counts["other"] += stop - start - made - sum(counts.values())
         mask = batch.column(LOSS_MASK).values.to_numpy()[first:last] if LOSS_MASK in batch.schema.names else None
         return Loaded(
             ids=column.values.to_numpy()[first:last],
             offsets=offsets - first,
             has_eos=batch.column(HAS_EOS).to_numpy().astype(np.bool_),
             mask=None if mask is None else mask.astype(np.uint8),
-            rows=batch.num_rows + sum(counts.values()),
+            rows=made + sum(counts.values()),
             rejects=+counts,
             strings=strings,
+            lengths=lengths,
             num_bad=0 if self.max_bad_rows is None else len(bad),
             bad=tuple((self._place(shard, reject), f"{reject.reason}: {reject.detail}") for reject in bad[:NAMED_ROWS]),
             ended=self._source.shards[shard].num_rows is not None or self._bytes.at_end(shard, stop),
         )
 
-    def _scan(self, shard: int, start: int, stop: int) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str]]:
-        """(documents, rejects, what became of special strings in their texts)."""
+    def _scan(self, shard: int, start: int, stop: int) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str], Counter[str]]:
+        """(documents, rejects, what became of special strings in their texts, and of those over max_length)."""
         if not isinstance(self._source, TokenizedShardedSource):
             batch, rejects = scan(self._source, shard, start, stop)
-            return batch, rejects, Counter()
+            return batch, rejects, Counter(), Counter()
         found, rejects = self._source.documents(shard, start, stop, self._audit_key(shard, start, stop))
-        return found.batch, rejects, Counter({"special tokens": found.special, "ordinary text": found.escaped})
+        strings = Counter({"special tokens": found.special, "ordinary text": found.escaped})
+        return found.batch, rejects, strings, Counter(found.lengths)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
         """Of so many chunks that about a thousandth of all text is encoded again with the reference; their places say which."""

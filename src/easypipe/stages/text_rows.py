@@ -26,7 +26,8 @@ class Texts:
 
     texts: large_string without nulls or empty strings. rows: Int64[n], their physical numbers. rejects: the other rows, ascending.
     spans: of each text, the character ranges that are trained; None where all of every text is. ends: UInt8[n], what follows each
-    (transforms/masked.py).
+    (transforms/masked.py). lost: Int64[n], tokens that each was cut by as it was written, and what cut
+    them; None where none was.
     """
 
     texts: pa.LargeStringArray
@@ -34,6 +35,8 @@ class Texts:
     rejects: tuple[Reject, ...]
     spans: Sequence[Sequence[Sequence[int]]] | None = None
     ends: NDArray[np.uint8] | None = None
+    lost: NDArray[np.int64] | None = None
+    cut_by: str = ""
 
     def content_hash(self) -> str:
         """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
@@ -48,6 +51,8 @@ class Texts:
                 hasher.update(memoryview(data)[ends[0] : ends[-1]])
         if self.spans is not None and self.ends is not None:
             hasher.update(json.dumps([self.spans, self.ends.tolist()]).encode())
+        if self.lost is not None:
+            hasher.update(json.dumps(self.lost.tolist()).encode())
         return hasher.hexdigest()
 
     @property

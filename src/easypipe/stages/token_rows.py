@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from easypipe.core.random import fold, permute
 from easypipe.core.schema import token_dtype
 from easypipe.sources.cache import cache_schema
 from easypipe.stages.text_rows import Texts
+from easypipe.transforms.lengths import TOO_LONG, Lengths, Shaped, Whole, shape
 from easypipe.transforms.masked import Masked, encode_masked, has_target
 from easypipe.transforms.tokenizer import Tokenizer
 
@@ -30,7 +32,7 @@ LONGEST = (1 << 31) - 1  # lengths are Int32 in plans
 
 @dataclass(frozen=True)
 class Documents:
-    """What the texts became. `batch` has the columns of cache_schema; encoded + added = stored tokens + truncated."""
+    """What the texts became. `batch` has the columns of cache_schema; encoded + added + overlap = stored tokens + truncated."""
 
     batch: pa.RecordBatch
     rejects: tuple[Reject, ...]  # texts without a single token
@@ -41,6 +43,7 @@ class Documents:
     trained: int | None = None  # stored tokens that are targets; None where there is no mask
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+    lengths: Mapping[str, int] = field(default_factory=dict)  # documents over max_length by policy; see lengths.Shaped
 
     @property
     def content(self) -> str:
@@ -48,19 +51,21 @@ class Documents:
         return documents_hash(self.batch)
 
 
-def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
-    """batch_size: most texts encoded at a time; decides memory and speed, never tokens.
+def encode_texts(
+    texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None, lengths: Lengths | None = None
+) -> Documents:
+    """batch_size: most texts encoded at a time; decides memory and speed, never tokens. lengths: what cuts them in place of max_length.
 
     audit_key: a digest that says which texts are encoded again with the reference; None audits none.
     Raises TokenizerError where the fast backend differs from the reference, SourceError for a text of more than 2^31 tokens.
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    ids, lengths, truncated, special, added, total = [], [], [], [], 0, 0
+    ids, sizes, truncated, special, added, total = [], [], [], [], 0, 0
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
-        encoded = tokenizer.encode_column(texts.texts.slice(first, last - first))
+        encoded = tokenizer.encode_column(texts.texts.slice(first, last - first), whole=lengths is not None)
         ids.append(encoded.ids)
         total += len(encoded.ids)
-        lengths.append(np.diff(encoded.offsets))
+        sizes.append(np.diff(encoded.offsets))
         truncated.append(encoded.truncated)
         special.append(encoded.special)
         added += encoded.added
@@ -68,13 +73,13 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     if ids:
         np.concatenate(ids, out=all_ids, casting="unsafe")  # ids are below vocab_size
     ids.clear()  # a range may be tens of megabytes of tokens
-    all_lengths, cut, strings = _joined(lengths, np.int64), _joined(truncated, np.int64), _joined(special, np.int64)
+    all_lengths, cut, strings = _joined(sizes, np.int64), _joined(truncated, np.int64), _joined(special, np.int64)
     offsets = np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int64)
     if all_lengths.size and all_lengths.max() > LONGEST:
         row = int(texts.rows[int(all_lengths.argmax())])
         raise SourceError(at=place(at, row=row), problem=f"{all_lengths.max()} tokens in one text", fix="Set max_length, or split it.")
     if audit_key is not None:
-        _audit(texts, all_ids, offsets, tokenizer, audit_key, at)
+        _audit(texts, all_ids, offsets, tokenizer, audit_key, at, whole=lengths is not None)
     rows, rejects = texts.rows, ()
     room = tokenizer.specials_per_text
     refused = _refused_strings(texts, strings, tokenizer)
@@ -87,23 +92,44 @@ def encode_texts(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
         all_ids, rows, cut, strings = all_ids[np.repeat(kept, all_lengths)], rows[kept], cut[kept], strings[kept]
         offsets = np.concatenate([[0], np.cumsum(all_lengths[kept])]).astype(np.int64)
         added = len(rows) * room
-    tokens, lost = int(offsets[-1]), int(cut.sum())
+    lost, mask, counts = int(cut.sum()), None, {}
+    if lengths is not None:
+        before = np.full(len(rows), len(tokenizer.surrounding[0]))
+        found = np.flatnonzero(kept)
+        whole = Whole(offsets, all_ids, None, before, np.full(len(rows), room), lambda i: texts.texts[int(found[i])].as_py())
+        made = shape(whole, lengths, raw=True)
+        rejects = (*rejects, *_too_long(made, rows, np.diff(offsets), lengths))
+        all_ids, offsets, mask, rows, strings = made.ids, made.offsets, made.mask, rows[made.origin], strings[made.origin]
+        added, lost, counts = int(made.added.sum()), made.truncated, made.counts
+    tokens = int(offsets[-1])
     eos = ends_with(all_ids, offsets, tokenizer.eos_token_id)
     columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(all_ids)), pa.array(eos), pa.array(rows)]
-    batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size))
+    columns += [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask))] if mask is not None else []
+    batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=mask is not None))
     return Documents(
         batch=batch,
         rejects=rejects,
-        encoded=tokens - added + lost,
+        encoded=tokens - added + lost - counts.get("overlap", 0),
         added=added,
         truncated=lost,
         tokens=tokens,
+        trained=None if mask is None else int(mask.sum()),
+        lengths=counts,
         **_counted(strings, tokenizer),
     )
 
 
-def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, raw: bool, audit_key: str | None = None) -> Documents:
-    """Documents with a loss_mask, from texts with spans.
+def encode_spans(
+    texts: Texts,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    at: str,
+    raw: bool,
+    audit_key: str | None = None,
+    lengths: Lengths | None = None,
+) -> Documents:
+    """Documents with a loss_mask, from texts with spans. lengths: what cuts them in place of max_length.
 
     raw: the texts are no template's work: the tokenizer's own special tokens are put around each, and its special_strings is obeyed.
     Rows of which nothing that is trained remains within max_length are rejects. Raises as encode_texts does.
@@ -114,42 +140,69 @@ def encode_spans(texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str
     found: list[Masked] = []
     for first, last in itertools.pairwise(_edges(texts, batch_size)):
         some = texts.texts.slice(first, last - first)
-        found.append(encode_masked(tokenizer, some, texts.spans[first:last], texts.ends[first:last].tolist(), raw=raw))
-    lengths = _joined([np.diff(part.offsets) for part in found], np.int64)
+        whole = lengths is not None
+        found.append(encode_masked(tokenizer, some, texts.spans[first:last], texts.ends[first:last].tolist(), raw=raw, whole=whole))
+    sizes = _joined([np.diff(part.offsets) for part in found], np.int64)
     ids, mask = _joined([part.ids for part in found], dtype), _joined([part.mask for part in found], np.uint8)
     added, cut, strings = (_joined([getattr(part, name) for part in found], np.int64) for name in ("added", "truncated", "special"))
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    if lengths.size and lengths.max() > LONGEST:
-        row = int(texts.rows[int(lengths.argmax())])
-        raise SourceError(at=place(at, row=row), problem=f"{lengths.max()} tokens in one text", fix="Set max_length, or split it.")
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    if sizes.size and sizes.max() > LONGEST:
+        row = int(texts.rows[int(sizes.argmax())])
+        raise SourceError(at=place(at, row=row), problem=f"{sizes.max()} tokens in one text", fix="Set max_length, or split it.")
     if audit_key is not None:
-        _audit_spans(texts, ids, mask, offsets, tokenizer, audit_key, at, raw=raw)
+        _audit_spans(texts, ids, mask, offsets, tokenizer, audit_key, at, raw=raw, whole=lengths is not None)
     kept = has_target(mask, offsets)
     refused = _refused_strings(texts, strings, tokenizer)
     kept[list(refused)] = False
-    rejects = tuple(
-        refused.get(i) or Reject(row=int(texts.rows[i]), reason="nothing_to_train", detail="no trained token remains", benign=True)
-        for i in np.flatnonzero(~kept).tolist()
-    )
+    rejects = tuple(refused.get(i) or _untrained(int(texts.rows[i])) for i in np.flatnonzero(~kept).tolist())
+    rows, cut, strings, added = texts.rows[kept], cut[kept], strings[kept], added[kept]
     if rejects:
-        tokens = np.repeat(kept, lengths)
-        ids, mask, lengths = ids[tokens], mask[tokens], lengths[kept]
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        tokens = np.repeat(kept, sizes)
+        ids, mask, sizes = ids[tokens], mask[tokens], sizes[kept]
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    lost, counts = int(cut.sum()), {}
+    if lengths is not None:
+        before, numbers = _joined([part.before for part in found], np.int64)[kept], np.flatnonzero(kept)
+        made = shape(Whole(offsets, ids, mask, before, added, lambda i: texts.texts[int(numbers[i])].as_py()), lengths, raw=raw)
+        rejects = (*rejects, *_too_long(made, rows, sizes, lengths))
+        ids, offsets, rows, strings, added = made.ids, made.offsets, rows[made.origin], strings[made.origin], made.added
+        assert made.mask is not None
+        mask, lost, counts = made.mask, made.truncated, made.counts
+    before_read = 0
+    if texts.lost is not None:
+        written = texts.lost[np.isin(texts.rows, rows)]
+        before_read = int(written.sum())
+        counts = counts | {texts.cut_by: int(np.count_nonzero(written))}
     ends = ends_closed(ids, offsets, tokenizer.eos_token_id)
-    columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)), pa.array(ends), pa.array(texts.rows[kept])]
-    columns.append(pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)))
+    lists = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (ids, mask)]
+    columns = [lists[0], pa.array(ends), pa.array(rows), lists[1]]
     batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=True))
-    special, lost = int(added[kept].sum()), int(cut[kept].sum())
+    special, lost = int(added.sum()), lost + before_read
     return Documents(
         batch=batch,
         rejects=rejects,
-        encoded=len(ids) - special + lost,
+        encoded=len(ids) - special + lost - counts.get("overlap", 0),
         added=special,
         truncated=lost,
         tokens=len(ids),
         trained=int(mask.sum()),
-        **_counted(strings[kept], tokenizer),
+        lengths=counts,
+        **_counted(strings, tokenizer),
     )
+
+
+def _untrained(row: int) -> Reject:
+    return Reject(row=row, reason="nothing_to_train", detail="no trained token remains", benign=True)
+
+
+def _too_long(made: Shaped, rows: NDArray[np.int64], sizes: NDArray[np.int64], lengths: Lengths) -> list[Reject]:
+    """What `shape` left out, of texts with these rows and lengths."""
+    benign = lengths.policy.policy != "error"
+    found = [_untrained(int(rows[i])) for i in made.untrained]
+    for i in made.refused:
+        detail = f"{sizes[i]} tokens, and max_length is {lengths.limit}"
+        found.append(Reject(row=int(rows[i]), reason=TOO_LONG, detail=detail, benign=benign))
+    return found
 
 
 def _refused_strings(texts: Texts, strings: NDArray[np.int64], tokenizer: Tokenizer) -> dict[int, Reject]:
@@ -212,12 +265,14 @@ def ends_with(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], toke
     return (ids[offsets[1:] - 1] == token).astype(np.uint8)
 
 
-def _audit(texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], tokenizer: Tokenizer, key: str, at: str) -> None:
-    """Encodes one text in a thousand again with the reference."""
+def _audit(
+    texts: Texts, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], tokenizer: Tokenizer, key: str, at: str, *, whole: bool
+) -> None:
+    """Encodes one text in a thousand again with the reference. whole: max_length has cut nothing."""
     if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
         return
     for i in _picked(texts, key):  # the reference takes one text at a time
-        expected = tokenizer.reference_encode(texts.texts[i].as_py())
+        expected = tokenizer.reference_encode(texts.texts[i].as_py(), whole=whole)
         if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
 
@@ -232,6 +287,7 @@ def _audit_spans(
     at: str,
     *,
     raw: bool,
+    whole: bool,
 ) -> None:
     """`_audit` for texts with spans: tokens and loss masks."""
     if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
@@ -240,7 +296,7 @@ def _audit_spans(
     assert texts.ends is not None
     for i in _picked(texts, key):
         one = texts.texts.slice(i, 1)
-        expected = encode_masked(tokenizer, one, texts.spans[i : i + 1], [int(texts.ends[i])], raw=raw, reference=True)
+        expected = encode_masked(tokenizer, one, texts.spans[i : i + 1], [int(texts.ends[i])], raw=raw, reference=True, whole=whole)
         here = slice(offsets[i], offsets[i + 1])
         if not (np.array_equal(ids[here], expected.ids) and np.array_equal(mask[here], expected.mask)):
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))

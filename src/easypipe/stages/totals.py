@@ -21,6 +21,7 @@ class Totals:
         self.rows = self.bad = self.text_bytes = 0
         self.sums: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
+        self.lengths: Counter[str] = Counter()
         self.trained: int | None = None
         self.parts: list[Part] = []
         self.encoders: set[str] = set()
@@ -37,6 +38,7 @@ class Totals:
         self.sums.update(
             {name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated", "special", "escaped")}
         )
+        self.lengths.update(record.lengths)
         if record.trained is not None:
             self.trained = (self.trained or 0) + record.trained
         self.parts.append(record.part(piece.shard))
@@ -45,7 +47,7 @@ class Totals:
         s = self.sums
         return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
                       added=s["added"], truncated=s["truncated"], tokens=s["tokens"], trained=self.trained,
-                      special=s["special"], escaped=s["escaped"])  # fmt: skip
+                      special=s["special"], escaped=s["escaped"], lengths=dict(sorted(self.lengths.items())))  # fmt: skip
 
     def require_documents(self) -> None:
         if not self.sums["docs"]:

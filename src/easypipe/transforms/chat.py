@@ -40,11 +40,12 @@ MASKED_END, TRAINED_END = 1, 2  # see chat_spans.py
 
 class Rendered(NamedTuple):
     """spans: ascending character ranges that are trained. end: 0 where the template ended the last turn, else the EOS token has to
-    (MASKED_END or TRAINED_END)."""
+    (MASKED_END or TRAINED_END). lost: tokens that a LengthPolicy took before the text was written."""
 
     text: str
     spans: list[list[int]]
     end: int
+    lost: int = 0
 
 
 class Refused(NamedTuple):

@@ -23,13 +23,15 @@ NO_END, MASKED_END, TRAINED_END = 0, 1, 2  # what follows a text: nothing, EOS u
 class Masked(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
-    offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · added Int64[n]: special tokens of each document ·
-    truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each text, where they were looked for
+    offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · before, added Int64[n]: special tokens that were put
+    in front of each document, and in all · truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each text, where
+    they were looked for
     """
 
     offsets: NDArray[np.int64]
     ids: NDArray[np.uint32]
     mask: NDArray[np.uint8]
+    before: NDArray[np.int64]
     added: NDArray[np.int64]
     truncated: NDArray[np.int64]
     special: NDArray[np.int64]
@@ -43,18 +45,19 @@ def encode_masked(
     *,
     raw: bool,
     reference: bool = False,
+    whole: bool = False,
 ) -> Masked:
     """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of each, NO_END, MASKED_END or TRAINED_END.
 
     raw: no template wrote the texts: the tokenizer's own special tokens are put around each, where they do not stand there already, and
     its special_strings is obeyed. Masks are made of the whole text and cut with it; a text that was cut gets no EOS.
-    reference: ask `tokenizers`, whatever backend runs.
+    reference: ask `tokenizers`, whatever backend runs. whole: max_length cuts nothing.
     """
     before, after = tokenizer.surrounding if raw else ((), ())
-    limit = tokenizer.config.max_length if tokenizer.config.truncation else None
+    limit = tokenizer.config.max_length if tokenizer.config.truncation and not whole else None
     eos = tokenizer.eos_token_id
     ids, masks = [], []
-    added, truncated, special = (np.zeros(len(texts), np.int64) for _ in range(3))
+    front, added, truncated, special = (np.zeros(len(texts), np.int64) for _ in range(4))
     for i, (tokens, mask) in enumerate(_encoded(tokenizer, texts, spans, reference=reference)):
         if raw:
             tokens, mask, special[i] = _settled(tokenizer, texts[i], spans[i], tokens, mask)
@@ -75,12 +78,13 @@ def encode_masked(
         last = ends[i] == TRAINED_END and not cut
         ids.append(np.concatenate([np.asarray(prefix, np.uint32), tokens, np.asarray(suffix, np.uint32)]))
         masks.append(np.concatenate([np.zeros(len(prefix), np.uint8), mask, np.full(len(suffix), last, np.uint8)]))
-        added[i], truncated[i] = len(prefix) + len(suffix), cut
+        front[i], added[i], truncated[i] = len(prefix), len(prefix) + len(suffix), cut
     lengths = np.array([len(tokens) for tokens in ids], np.int64)
     return Masked(
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         ids=np.concatenate(ids).astype(np.uint32) if ids else np.zeros(0, np.uint32),
         mask=np.concatenate(masks).astype(np.uint8) if masks else np.zeros(0, np.uint8),
+        before=front,
         added=added,
         truncated=truncated,
         special=special,

@@ -17,6 +17,7 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.transforms.chat import Refused, Rendered, load_chat_template
 from easypipe.transforms.fields import BENIGN
+from easypipe.transforms.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
 from easypipe.transforms.masked import encode_masked, has_target
 from easypipe.transforms.prompt_formats import Format, PlainFormat, TalkFormat, TextFormat
 from easypipe.transforms.prompts import TALKS, PromptConfig
@@ -27,19 +28,25 @@ class PromptEngine:
     """Rows as texts with the characters that are trained, and as tokens with a loss mask. Thread safe.
 
     tokenizer: a loaded one, or what names one. config: PromptConfig() where it is None: messages through the tokenizer's chat template.
-    max_length: most tokens of a sample, in place of the tokenizer's own; what is longer is cut at its end, with its mask.
-    Law: `encode(row)` equals what `DatasetConfig(prompt=config)` stores of that row.
+    max_length: most tokens of a sample, in place of the tokenizer's own. length: what becomes of longer ones; None cuts them at their end.
+    Law: `encode(row)` equals what `DatasetConfig(prompt=config, length=length)` stores of that row.
     Raises ConfigError for options that do not go together, TokenizerError where there is no tokenizer, or no chat template.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | TokenizerConfig | str, config: PromptConfig | None = None, *, max_length: int | None = None
+        self,
+        tokenizer: Tokenizer | TokenizerConfig | str,
+        config: PromptConfig | None = None,
+        *,
+        max_length: int | None = None,
+        length: LengthPolicy | None = None,
     ) -> None:
         self.tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else load_tokenizer(tokenizer)
         self.config = config or PromptConfig()
         if max_length is not None:
             self.tokenizer = self.tokenizer.with_length(max_length)
-        self.format = _format(self.config, self.tokenizer)
+        self.lengths = None if length is None else Lengths(length, self.tokenizer)
+        self.format = _format(self.config, self.tokenizer, self.lengths)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -67,25 +74,43 @@ class PromptEngine:
         """`input_ids` Int32[n] and `loss_mask` UInt8[n] (1: the token is a target), special tokens included. Raises as `render` does."""
         found = self.render(row)
         texts = pa.array([found.text], pa.large_string())
+        whole, raw = self.lengths is not None, self.format.raw
         if isinstance(self.format, PlainFormat):
-            ids = self.tokenizer.encode_column(texts).ids
-            return {INPUT_IDS: ids.astype(np.int32), LOSS_MASK: np.ones(len(ids), np.uint8)}
-        made = encode_masked(self.tokenizer, texts, [found.spans], [found.end], raw=self.format.raw)
-        if made.special[0] and self.tokenizer.special.policy == "error":
+            plain = self.tokenizer.encode_column(texts, whole=whole)
+            front = np.full(1, len(self.tokenizer.surrounding[0]))
+            made = Whole(plain.offsets, plain.ids, None, front, np.full(1, plain.added), lambda _: found.text)
+            special = plain.special[0]
+        else:
+            masked = encode_masked(self.tokenizer, texts, [found.spans], [found.end], raw=raw, whole=whole)
+            made = Whole(masked.offsets, masked.ids, masked.mask, masked.before, masked.added, lambda _: found.text)
+            special = masked.special[0]
+        if special and self.tokenizer.special.policy == "error":
             raise _no_sample(Refused("special_string", "the text holds a special string, and special_strings is 'error'"))
-        if not has_target(made.mask, made.offsets)[0]:
+        if made.mask is not None and not has_target(made.mask, made.offsets)[0]:
             raise _no_sample(Refused(BENIGN, "no trained token remains"))
-        return {INPUT_IDS: made.ids.astype(np.int32), LOSS_MASK: made.mask}
+        ids, mask = made.ids, made.mask
+        if self.lengths is not None:
+            shaped = shape(made, self.lengths, raw=raw)
+            if shaped.refused or shaped.untrained:
+                why = (TOO_LONG, f"{len(made.ids)} tokens") if shaped.refused else (BENIGN, "no trained token remains")
+                raise _no_sample(Refused(*why))
+            if len(shaped.origin) > 1:
+                raise _no_sample(Refused("split", f"it becomes {len(shaped.origin)} documents, which a Pipeline gives"))
+            ids, mask = shaped.ids, shaped.mask
+        return {INPUT_IDS: ids.astype(np.int32), LOSS_MASK: np.ones(len(ids), np.uint8) if mask is None else mask}
 
     def __repr__(self) -> str:
         return f"PromptEngine({self.tokenizer.name!r}, {self.config.format_type!r})"
 
 
-def _format(config: PromptConfig, tokenizer: Tokenizer) -> Format:
+def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None) -> Format:
+    talks = config.format_type in TALKS
+    if lengths is not None:
+        _check_lengths(config, lengths.policy)
     if config.format_type == "text":
         return PlainFormat(config.inputs[0])
-    if config.format_type not in TALKS:
-        return TextFormat(config, tokenizer.special_strings)
+    if not talks:
+        return TextFormat(config, tokenizer.special_strings, lengths if lengths is not None and lengths.policy.budgets else None)
     train_on = config.train_on or "assistant"
     try:
         template = load_chat_template(tokenizer, chat_template=config.template, train_on=train_on, date=config.template_date)
@@ -98,7 +123,21 @@ def _format(config: PromptConfig, tokenizer: Tokenizer) -> Format:
             problem="special_strings='escape' is for raw text, and the template of conversations writes special tokens",
             fix="Set special_strings='error', which looks into the messages.",
         )
-    return TalkFormat(config, template, tokenizer.special.strings if policy == "error" else ())
+    trim = lengths if lengths is not None and lengths.policy.policy == "trim_oldest_turns" else None
+    return TalkFormat(config, template, tokenizer.special.strings if policy == "error" else (), trim)
+
+
+def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
+    """Raises ConfigError, at `length`, for what samples of this format have not."""
+    kind = config.format_type
+    if policy.policy == "trim_oldest_turns" and kind not in TALKS:
+        raise ConfigError(at="length.policy", problem=f"{kind!r} has no turns to trim", fix="Use 'trim_prompt_first' or 'keep_end'.")
+    if policy.policy == "trim_prompt_first" and kind == "text":
+        raise ConfigError(at="length.policy", problem="a text has no prompt", fix="Use 'keep_start' or 'keep_end'.")
+    for name in policy.budgets or {}:
+        if kind in (*TALKS, "text") or name not in config.columns or name == config.label:
+            have = [] if kind in (*TALKS, "text") else [column for column in config.columns if column != config.label]
+            raise ConfigError(at=f"length.budgets.{name}", problem="no column of a prompt", have=have, fix="Leave it out.")
 
 
 def _no_sample(why: Refused) -> SourceError:

@@ -14,10 +14,12 @@ from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused
 from easypipe.transforms.chat_spans import FLAG
 from easypipe.transforms.few_shot import FewShot
 from easypipe.transforms.fields import AlpacaTemplate, FieldTemplate, Writer, pieces_of, text_of
+from easypipe.transforms.lengths import Lengths
 from easypipe.transforms.messages import BadJson, cleaned, is_messages, is_text, strings_within, value_of, wrong_messages
 from easypipe.transforms.prompt_jinja import JinjaTemplate
 from easypipe.transforms.prompt_templates import ALPACA, ALPACA_WITH_INPUT
 from easypipe.transforms.prompts import ROLES, PromptConfig
+from easypipe.transforms.trim_turns import trimmed
 
 TOOLS = "tools"  # the column that holds them, where none is named
 Row = Mapping[str, Any]
@@ -52,8 +54,10 @@ class TalkFormat:
 
     kind, raw = "chat", False
 
-    def __init__(self, config: PromptConfig, template: ChatTemplate, refuse: Sequence[str]) -> None:
+    def __init__(self, config: PromptConfig, template: ChatTemplate, refuse: Sequence[str], trim: Lengths | None = None) -> None:
+        """trim: what oldest turns are left out for; None: nothing is."""
         self.template = template
+        self._trim = trim
         self._config = config
         self._messages = config.inputs[0]
         self._tools = config.tools_column or TOOLS
@@ -94,6 +98,8 @@ class TalkFormat:
         except HostileTemplateError as error:
             error.row = places[error.row]
             raise
+        if self._trim is not None:
+            answers = trimmed(self.template, asked, answers, self._trim)
         for i, answer in zip(places, answers, strict=True):
             found[i] = answer
         return [one for one in found if one is not None]
@@ -173,7 +179,9 @@ class TextFormat:
 
     raw, optional = True, ()
 
-    def __init__(self, config: PromptConfig, names: Mapping[str, str]) -> None:
+    def __init__(self, config: PromptConfig, names: Mapping[str, str], lengths: Lengths | None = None) -> None:
+        """lengths: whose budgets columns are cut to; None: none are."""
+        self._lengths = lengths
         self.kind = "pairs" if config.format_type == "prompt_completion" else "prompt"
         self._everything = config.label is None or config.train_on == "all"
         self._writer = _writer(config, names, everything=self._everything)
@@ -182,7 +190,8 @@ class TextFormat:
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(config.few_shot, self.columns, lambda row: {name: cleaned(row[name]) for name in self.columns})
-            self._examples = [self._example(i, made) for i, made in enumerate(self._writer.write(self._few_shot.pool))]
+            pool = [self._within(row)[0] for row in self._few_shot.pool]
+            self._examples = [self._example(i, made) for i, made in enumerate(self._writer.write(pool))]
 
     @property
     def identity(self) -> list[Any]:
@@ -198,10 +207,25 @@ class TextFormat:
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
         rows = [{name: cleaned(row[name]) for name in self.columns} for row in rows]
-        found = self._writer.write(rows)
-        if not self._front and self._few_shot is None:
+        cut = [self._within(row) for row in rows]
+        found = self._writer.write([row for row, _ in cut])
+        if not self._front and self._few_shot is None and self._lengths is None:
             return found
-        return [one if isinstance(one, Refused) else self._behind(one, row) for one, row in zip(found, rows, strict=True)]
+        return [
+            one if isinstance(one, Refused) else self._behind(one._replace(lost=lost), row)
+            for one, row, (_, lost) in zip(found, rows, cut, strict=True)
+        ]
+
+    def _within(self, row: Row) -> tuple[Row, int]:
+        """The row with its columns cut to their budgets, and how many tokens they lost."""
+        if self._lengths is None:
+            return row, 0
+        changed, lost = dict(row), 0
+        for name, budget in (self._lengths.policy.budgets or {}).items():
+            if isinstance(row[name], str):
+                changed[name], gone = self._lengths.within(row[name], budget)
+                lost += gone
+        return changed, lost
 
     def _behind(self, one: Rendered, row: Row) -> Rendered:
         """The text with what stands in front; of examples nothing is trained, of the system prompt what `all` asks for."""
@@ -212,7 +236,7 @@ class TextFormat:
         spans = [[a + size, b + size] for a, b in one.spans]
         if self._everything and self._few_shot is None and spans[0][0] == size:
             spans[0][0] = 0
-        return Rendered(front + one.text, spans, one.end)
+        return one._replace(text=front + one.text, spans=spans)
 
     def _example(self, i: int, made: Rendered | Refused) -> str:
         if isinstance(made, Refused):

@@ -187,23 +187,23 @@ class Tokenizer:
         """The same tokenizer with another max_length; None knows no limit."""
         return Tokenizer(dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files)
 
-    def encode_column(self, texts: pa.Array) -> Encoded:
-        """Token ids of a string column without nulls. Raises TokenizerError where there are nulls."""
+    def encode_column(self, texts: pa.Array, *, whole: bool = False) -> Encoded:
+        """Token ids of a string column without nulls. whole: max_length cuts nothing. Raises TokenizerError where there are nulls."""
         column = _column(texts)
         if column.null_count:
             raise TokenizerError(at=self.name, problem=f"{column.null_count} of {len(column)} texts are null", fix="Drop them first.")
         _, engine = self._decide()
         offsets, ids = engine.encode(column) if engine is not None else self._encode_reference(column)
         offsets, ids, special = self.special.settle(column, offsets, ids)
-        offsets, ids, truncated = truncate(offsets, ids, self._limit)
+        offsets, ids, truncated = truncate(offsets, ids, None if whole else self._limit)
         offsets, ids = surround(offsets, ids, self._prefix, self._suffix)
         return Encoded(offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated, special)
 
-    def reference_encode(self, text: str) -> list[int]:
-        """One text by `tokenizers` and its own post-processor, whatever backend runs."""
+    def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
+        """One text by `tokenizers` and its own post-processor, whatever backend runs. whole: max_length cuts nothing."""
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
         ids = reference.encode_batch_fast([text], add_special_tokens=self.config.add_special_tokens)[0].ids  # asks for no offsets
-        if self._limit is not None and len(ids) > self._limit + len(self._prefix) + len(self._suffix):
+        if not whole and self._limit is not None and len(ids) > self._limit + len(self._prefix) + len(self._suffix):
             content = reference.encode(text, add_special_tokens=False).ids[: self._limit]
             return [*self._prefix, *content, *self._suffix]
         return ids
