@@ -146,6 +146,8 @@ def test_folders_of_datasets(tmp_path: Path) -> None:
 
 
 def test_rows_in_memory() -> None:
+    talk = {"chat": json.dumps(TALK), "id": "x"}  # JSON in text is known by what stands in the rows, however many are shown
+    assert discover([talk], sample_rows=0).propose(columns={"messages": "chat"}).fields["content_field"] == "chat"
     for data in ([{"text": "a"}] * 3, {"text": ["a"] * 3}, pa.table({"text": ["a"] * 3})):
         found = discover(data)
         assert [(part.num_rows, part.kind.name) for part in found.parts] == [(3, "text")]
@@ -226,6 +228,13 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         discover(tmp_path / "good.jsonl", split="train[:10]")
     with pytest.raises(ConfigError, match="no files of tokens"):
         discover(tmp_path / "good.jsonl", token_files=TokenFilesConfig(dtype="uint16"))
+
+
+def test_a_hostile_dataset_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": "\x1b[2J\u202e\x9b1m", "\x1b]0;owned\x07": "a"}])
+    shown = str(discover(path))
+    assert not set(shown) & set("\x1b\x07\x9b\u202e")
+    assert "\\u{1b}]0;owned" in shown
 
 
 def test_credentials_are_not_written(tmp_path: Path) -> None:

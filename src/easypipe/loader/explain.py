@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
+from easypipe.core.text import visible
 from easypipe.loader.ranks import RankRows
 from easypipe.loader.row_transforms import MappedRows
 from easypipe.loader.rows import PlannedRows, Rows
@@ -77,7 +78,7 @@ class Segment:
         eos = " and EOS" if self.ends_with_eos else ""
         masked = f", {self.masked_tokens} masked" if self.masked_tokens else ""
         dataset = f"{self.dataset}, " if self.dataset else ""
-        return (
+        return visible(
             f"[{self.segment}] slots {self.slot_start}:{self.slot_stop}  {dataset}{self.file}, row {self.row}, "
             f"tokens {self.token_start}:{self.token_stop}{of}{eos}{masked}"
         )

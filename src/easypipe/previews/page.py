@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Iterator
 
+from easypipe.core.text import visible
 from easypipe.previews.samples import Piece, Preview, Sample, SampleSegment
 
 STYLE = """
@@ -66,15 +66,8 @@ def _piece(piece: Piece) -> str:
 
 
 def _text(text: str) -> str:
-    """Text as text: nothing in it is markup, and what would not be seen, or would turn the order of the rest, is spelled out."""
-    return html.escape("".join(_seen(character) for character in text), quote=True)
-
-
-def _seen(character: str) -> str:
-    kind = unicodedata.category(character)
-    if character in "\n\t" or kind not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return character
-    return f"\\u{{{ord(character):x}}}"
+    """Text as text: nothing in it is markup, and what would not be seen is spelled out."""
+    return html.escape(visible(text, keep="\n\t"), quote=True)
 
 
 def lines(preview: Preview) -> Iterator[str]:

@@ -245,4 +245,5 @@ def _listed(group: Candidate) -> Part:
         notes=(f"listed only: {PARTS} parts were looked into",),
         reads=group.reads,
         schema=None,
+        rows=(),
     )

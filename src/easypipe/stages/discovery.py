@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.text import visible
 from easypipe.stages.proposal import Proposal, propose
 from easypipe.transforms.kinds import Kind
 
@@ -51,6 +52,7 @@ class Part:
     notes: tuple[str, ...]
     reads: Mapping[str, Any] = dataclasses.field(repr=False)  # fields of the DatasetConfig that reads this part, but for its columns
     schema: pa.Schema | None = dataclasses.field(repr=False)
+    rows: tuple[Mapping[str, Any], ...] = dataclasses.field(repr=False)  # all that were looked at
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ class Discovery:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return "\n".join(map(visible, self._lines()))
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.source}: {len(self.parts)} part{'s' if len(self.parts) != 1 else ''}"
@@ -144,7 +146,7 @@ def _part_lines(part: Part) -> Iterator[str]:
 
 
 def _part_json(part: Part) -> dict[str, Any]:
-    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in ("reads", "schema")}
+    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in ("reads", "schema", "rows")}
     found = dataclasses.asdict(part.kind)
     kind = found | {"choices": [dataclasses.asdict(choice) | {"reason": choice.reason} for choice in part.kind.choices]}
     columns = None if part.columns is None else [dataclasses.asdict(column) for column in part.columns]

@@ -208,6 +208,7 @@ def part_of(
         notes=tuple(notes),
         reads=reads,
         schema=schema,
+        rows=tuple(rows),
     )
 
 

@@ -63,7 +63,7 @@ def propose(
     if part.columns is None:
         raise ConfigError(at=part.name, problem="was listed only, not looked into", fix="Discover it by its own subset and split.")
     if kind is not None or columns:
-        found = guess_kind(part.schema, part.sample, kind=kind, columns=columns)
+        found = guess_kind(part.schema, part.rows, kind=kind, columns=columns)
     found.require_decided(part.name)
     if found.name == "unknown":
         asked = "" if kind is None else f" that make {TITLES[kind]}"
