@@ -76,6 +76,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.transforms.conversation": ("Chat",),
     "easypipe.transforms.columns": ("Combine", "Drop", "Extract", "FilterNonEmpty", "Rename", "Select"),
     "easypipe.transforms.expand": ("Expand",),
+    "easypipe.transforms.fill_in_the_middle": ("FillInTheMiddle",),
     "easypipe.transforms.functions": ("Filter", "Map"),
     "easypipe.transforms.prompt_engine": ("PromptEngine",),
     "easypipe.transforms.lengths": ("LengthPolicy",),
