@@ -5,9 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from easypipe.train.flops import flops_from_sums, flops_per_step, matmul_params, palm_flops_per_step, segment_sums, windows
 from easypipe.train.model import Decoder, ModelConfig, param_count, positions
+from strategies import examples
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
 
@@ -45,16 +48,26 @@ def test_sums_on_device_equal_the_lengths():
     np.testing.assert_allclose(flops_from_sums(CONFIG, float(tokens), float(squares)), flops_per_step(CONFIG, lengths), rtol=1e-12)
 
 
-def test_a_window_bounds_what_a_token_is_counted_for():
+@examples(25)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    window=st.integers(1, 20),
+    every=st.sampled_from([None, 1, 2, 3]),
+)
+def test_a_window_bounds_what_a_token_is_counted_for(lengths, window, every):
+    """Token by token: twice what it sees within the window, less the half of itself on the diagonal."""
+    windowed = dataclasses.replace(CONFIG, sliding_window=window, global_every=every)
+    attended = sum(min(2 * place + 1, 2 * (wide or 99)) for wide in windows(windowed) for n in lengths for place in range(n))
+    assert flops_per_step(windowed, lengths) == 6 * matmul_params(CONFIG) * sum(lengths) + 6 * 4 * 16 * attended
+    segments = np.zeros((1, 60), np.int32)
+    segments[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    tokens, seen = segment_sums(jnp.asarray(segments), positions(jnp.asarray(segments)), windows(windowed))
+    np.testing.assert_allclose(flops_from_sums(windowed, float(tokens), float(seen)), flops_per_step(windowed, lengths), rtol=1e-6)
+
+
+def test_windows_in_the_palm_convention():
     windowed = dataclasses.replace(CONFIG, sliding_window=4, global_every=3)
     assert windows(windowed) == [4, 4, None]
-    lengths = [3, 7, 5, 1]
-    by_token = [sum(min(2 * place + 1, 2 * 4) for place in range(n)) for n in lengths]  # twice the tokens seen, less the half of itself
-    attended = sum(2 * near + n * n for n, near in zip(lengths, by_token, strict=True))
-    assert flops_per_step(windowed, lengths) == 6 * matmul_params(CONFIG) * sum(lengths) + 6 * 4 * 16 * attended
-    segments = jnp.array([[1] * 3 + [2] * 7, [1] * 5 + [2] + [0] * 4])
-    tokens, seen = segment_sums(segments, positions(segments), windows(windowed))
-    np.testing.assert_allclose(flops_from_sums(windowed, float(tokens), float(seen)), flops_per_step(windowed, lengths), rtol=1e-6)
     assert palm_flops_per_step(windowed, 10, 10) == 10 * (6 * matmul_params(CONFIG) + 12 * 4 * 16 * (4 + 4 + 10))
     wide = dataclasses.replace(CONFIG, sliding_window=100)
-    assert flops_per_step(wide, lengths) == flops_per_step(CONFIG, lengths)
+    assert flops_per_step(wide, [3, 7]) == flops_per_step(CONFIG, [3, 7])
