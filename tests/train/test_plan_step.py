@@ -149,7 +149,7 @@ def test_groups_and_loops_are_read_as_xla_writes_them():
 %inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %k = f32[8]{0} custom-call(%x), backend_config={"kernel":"
 }}"}
-  %ar = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %ar = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
 %until (p: (s32[], f32[8])) -> pred[] {
   %n = s32[]{:T(128)} constant(5)
@@ -157,7 +157,7 @@ def test_groups_and_loops_are_read_as_xla_writes_them():
 }
 %outer (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %w = (s32[], f32[8]) while(%t), condition=%until, body=%inner
-  %ag = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}
+  %ag = ((f32[1]{0}, f32[1]{0}), (f32[4]{0}, /*index=1*/f32[4]{0})) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}
 }
 %open (p: (s32[], f32[8])) -> pred[] {
   ROOT %ne = pred[] compare(%i, %j), direction=NE

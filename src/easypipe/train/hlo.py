@@ -51,8 +51,23 @@ def result(line: str) -> tuple[str, int, str] | None:
     match = _COLLECTIVE.search(line)
     if not match:
         return None
-    sizes = [BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(match[1])] or [0]
-    return match[2], max(sizes) if match[3] else sum(sizes), match[1]
+    of = match[1]
+    if match[3]:  # the start of a message: (what goes in, what comes out, and the like); of a sum on TPUs, what comes out alone
+        parts = _elements(of)
+        of = parts[1] if len(parts) > 1 and (match[2] != "all-reduce" or parts[0].startswith("(")) else of
+    return match[2], sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(of)), of
+
+
+def _elements(of: str) -> list[str]:
+    """The elements of a tuple's type."""
+    depth, found = 0, [""]
+    for letter in of[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def read(text: str, devices: int) -> Read:
