@@ -49,13 +49,7 @@ class Padding:
             raise ConfigError(at="padding_side", problem=f"{self.padding_side!r} is no side", have=["right", "left"])
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(at="max_length", problem=f"{self.max_length} is no row length", fix="Give at least 1.")
-        if self.return_tensors not in (True, False, "np", "jax"):
-            raise ConfigError(
-                at="return_tensors",
-                problem=f"{self.return_tensors!r} is not made here",
-                have=[True, False, "np", "jax"],
-                fix="For torch tensors wrap the loader: easypipe.interop.torch.TorchBatches(loader).",
-            )
+        check_tensors(self.return_tensors)
 
     def width(self, lengths: Sequence[int]) -> int:
         """Raises SourceError for a row that is longer than max_length."""
@@ -73,14 +67,7 @@ class Padding:
         return out
 
     def finish(self, batch: dict[str, Any]) -> dict[str, Any]:
-        batch = self.schema.cast(batch)
-        if self.return_tensors == "jax":
-            from easypipe.loader.placement import on_default_device
-
-            return on_default_device(batch)
-        if self.return_tensors is False:
-            return {name: values.tolist() if isinstance(values, np.ndarray) else values for name, values in batch.items()}
-        return batch
+        return handed_out(batch, self.schema, self.return_tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +245,26 @@ def default_collate(rows: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(stacked(list(column), str(i)) for i, column in enumerate(zip(*rows, strict=True)))
     return {"data": stacked(rows, "data")}
+
+
+def check_tensors(return_tensors: Any) -> None:
+    """Raises ConfigError for kinds of arrays that no collator makes."""
+    known = (True, False, "np", "jax")
+    if return_tensors not in known:
+        fix = "For torch tensors wrap the loader: easypipe.interop.torch.TorchBatches(loader)."
+        raise ConfigError(at="return_tensors", problem=f"{return_tensors!r} is not made here", have=known, fix=fix)
+
+
+def handed_out(batch: Mapping[str, Any], schema: OutputSchema, return_tensors: Tensors) -> dict[str, Any]:
+    """The batch in the dtypes of the schema, as NumPy arrays, jax.Arrays, or lists."""
+    batch = schema.cast(batch)
+    if return_tensors == "jax":
+        from easypipe.loader.placement import on_default_device
+
+        return on_default_device(batch)
+    if return_tensors is False:
+        return {name: values.tolist() if isinstance(values, np.ndarray) else values for name, values in batch.items()}
+    return batch
 
 
 def stacked(values: Sequence[Any], name: str) -> Any:

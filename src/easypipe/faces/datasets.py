@@ -19,6 +19,7 @@ from easypipe.faces.collators import create_causal_lm_collate
 from easypipe.faces.text_rows import tokenizer_config
 from easypipe.interop.workers import torch_worker
 from easypipe.loader.items import fingerprint_of
+from easypipe.loader.ranks import check_rank
 from easypipe.plan.order import permute
 from easypipe.sources.objects import is_streamed
 from easypipe.stages.source import DatasetConfig
@@ -114,8 +115,7 @@ class StreamingPreprocessedDataset:
     ) -> None:
         if buffer_size < 0:
             raise ConfigError(at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order.")
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(at="rank", problem=f"there is no rank {rank} of {world_size}", fix="Ranks count from 0.")
+        check_rank(rank, world_size)
         if iter(hf_iterable) is hf_iterable:
             problem = f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew"
             raise ConfigError(at="hf_iterable", problem=problem, fix="Give what makes the iterator: a dataset, or a class with __iter__.")

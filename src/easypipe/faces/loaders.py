@@ -19,6 +19,7 @@ from easypipe.core.schema import INPUT_IDS
 from easypipe.faces.collators import default_collate
 from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.ranks import check_rank
 from easypipe.pipeline import Pipeline
 from easypipe.sources.objects import is_streamed
 from easypipe.stages.config import OrderConfig, PipelineConfig
@@ -77,8 +78,7 @@ class DataLoaderConfig:
             raise ConfigError(
                 at="prefetch_factor", problem="has no effect while num_workers is 0", fix="Leave it out, or give num_workers at least 1."
             )
-        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise ConfigError(at="rank", problem=f"there is no rank {self.rank} of {self.world_size}", fix="Ranks count from 0.")
+        check_rank(self.rank, self.world_size)
         if self.world_size > 1 and self.shuffle and self.seed is None:
             raise ConfigError(at="seed", problem="every rank would draw its own, and read other rows twice", fix="Give all ranks one seed.")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:

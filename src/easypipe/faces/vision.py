@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
-from easypipe.faces.collators import Tensors, default_collate, stacked
+from easypipe.faces.collators import Tensors, check_tensors, default_collate, handed_out, stacked
 
 # Mean and standard deviation of the channels of the training images, scaled to [0, 1].
 PRESETS = {
@@ -64,8 +64,7 @@ class VisionCollator:
             raise ConfigError(at="mean", problem="has no effect without normalize", fix="Leave it out.")
         if self.image_size is not None and (len(self.image_size) != 2 or min(self.image_size) < 1):
             raise ConfigError(at="image_size", problem=f"{self.image_size} is no (height, width)", fix="Give two numbers of pixels.")
-        if self.return_tensors not in (True, "np", "jax"):
-            raise ConfigError(at="return_tensors", problem=f"{self.return_tensors!r} is not made here", have=[True, "np", "jax"])
+        check_tensors(self.return_tensors)
 
     @property
     def recipe(self) -> Any:
@@ -96,12 +95,7 @@ class VisionCollator:
             batch[LABELS] = _narrow(stacked([label for _, label, _ in found], LABELS))
         if found[0][2]:
             batch |= default_collate([others for _, _, others in found])
-        batch = self.schema.cast(batch)
-        if self.return_tensors == "jax":
-            from easypipe.loader.placement import on_default_device
-
-            return on_default_device(batch)
-        return batch
+        return handed_out(batch, self.schema, self.return_tensors)
 
     def _image(self, given: Any, number: int) -> NDArray[np.float32]:
         """Float32[H, W, C] in [0, 1]; arrays of floats as they are."""

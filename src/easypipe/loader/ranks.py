@@ -13,6 +13,13 @@ from easypipe.core.errors import ConfigError
 from easypipe.loader.rows import Rows
 
 
+def check_rank(rank: int, world_size: int) -> None:
+    """Raises ConfigError where there is no such rank."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        fix = f"Ranks count from 0 to {max(world_size, 1) - 1}."
+        raise ConfigError(at="rank", problem=f"there is no rank {rank} of {world_size}", fix=fix)
+
+
 class RankRows:
     """The rows `rank`, `rank + world_size`, ... of other rows: each row belongs to one rank, and batch t of all ranks together is rows
     `t * world_size * batch_size` onward, so what is trained on does not depend on how many ranks there are.
@@ -21,10 +28,7 @@ class RankRows:
     """
 
     def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(
-                at="rank", problem=f"there is no rank {rank} of {world_size}", fix=f"Ranks count from 0 to {max(world_size, 1) - 1}."
-            )
+        check_rank(rank, world_size)
         self.below, self._rank, self._ranks, self._even = rows, rank, world_size, even
         self.seq_length, self.pad_token_id = rows.seq_length, rows.pad_token_id
         self.num_epochs, self.lengths_are_free = rows.num_epochs, rows.lengths_are_free
