@@ -24,8 +24,10 @@ from easypipe import (
 )
 from easypipe.core.errors import ConfigError
 from easypipe.faces.data_pipeline import DataPipelineConfig
+from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from laws import assert_exact_resume, assert_one_way
 from pipelines import jsonl, texts
+from web import WebServer
 
 PRINTED = """type: "data_module"
 version: "1.0"
@@ -182,6 +184,17 @@ def test_a_name_that_is_no_path_is_on_the_hub() -> None:
     assert (dataset.type, dataset.data_files, dataset.split, dataset.subset, dataset.revision) == (
         "huggingface", "gsm8k-like/rows", "test", "main", "abc"
     )  # fmt: skip
+
+
+def test_the_printed_file_reads_a_dataset_of_the_hub(hub_mirror: WebServer) -> None:  # noqa: F811
+    """As printed, the name is one of the Hub; here it is a mirror on loopback, and there is no folder of that name."""
+    rows = Path("tatsu-lab/alpaca/data.jsonl").read_bytes().splitlines(keepends=True)
+    Path("tatsu-lab").rename("elsewhere")
+    publish(hub_mirror, "tatsu-lab/alpaca", {"train.jsonl": b"".join(rows), "validation.jsonl": b"".join(rows[:6])})
+    pipeline = DataPipeline.from_config("pipeline_config.yaml").unwrap()
+    assert [batch["input_ids"].shape for batch in pipeline.get_dataloader("validation").unwrap()] == [(4, 2048), (2, 2048)]
+    assert len(pipeline.get_dataloader("train", shuffle=True).unwrap()) == 7
+    assert "no split 'valid' (have: train, validation). Did you mean 'validation'?" in str(pipeline.get_dataloader("valid").unwrap_err())
 
 
 WRONG = [
