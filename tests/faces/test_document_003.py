@@ -222,9 +222,8 @@ def test_f30_the_complete_training_example() -> None:
         num_workers=1,
         seed=1,
     )
-    shape = ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=24, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2
-    )
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    shape = ModelConfig(vocab_size=tokenizer.get_vocab_size(), **sizes, scan_layers=False)
     model = Decoder(shape, nnx.Rngs(0))
     total = len(train_loader) * 3  # 3 epochs
     warmup = total // 10 + 1
