@@ -19,6 +19,7 @@ _MODEL = "train/test_model.py::"
 _LOGITS = "train/test_model_options.py::test_an_option_changes_the_logits"
 _LORA = "train/test_lora.py::"
 _TUNED = "train/test_finetune.py::"
+_PREFERENCE = "train/test_preference.py::"
 _REACH = "train/test_train_options.py::"
 _PROGRAM = _REACH + "test_loss_options_change_the_program_that_is_compiled"
 
@@ -40,6 +41,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "steps": Effect("output", _TRAINER + "test_steps_default_to_the_length_of_the_loader", "how long it trains"),
         "optimizer": Effect("output", _OPTIMIZERS + "test_f25_every_optimizer_descends", "see OptimizerConfig"),
         "loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "see LossConfig"),
+        "preference": Effect(
+            "output+memory", _PREFERENCE + "test_training_tells_the_answers_apart_and_goes_on_from_its_reference", "see PreferenceConfig"
+        ),
         "lora": Effect("output+memory", _LORA + "test_adapters_alone_are_trained_and_kept", "see LoraConfig"),
         "mesh": Effect(
             "memory", "train/test_mesh_runs.py::test_parameters_and_moments_are_born_in_parts", "which part of what each device holds"
@@ -86,6 +90,13 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "implementation": Effect("cost", _PROGRAM, "who computes it"),
         "rule": Effect("memory+cost", _PROGRAM, "how much of the logits exists"),
         "chunk_size": Effect("memory", _PROGRAM, "how many tokens' logits exist"),
+    },
+    "PreferenceConfig": {
+        "beta": Effect("output", _PREFERENCE + "test_the_loss_is_the_formula", "how much a margin counts"),
+        "label_smoothing": Effect("output", _PREFERENCE + "test_the_loss_is_the_formula", "what wrong preferences weigh"),
+        "reference": Effect(
+            "output+memory", _PREFERENCE + "test_without_a_reference_the_first_loss_tells_pairs_apart", "the model before training, or none"
+        ),
     },
     "CheckpointConfig": {
         "every": Effect("files", _TRAINER + "test_keep_and_every_are_obeyed", "when it saves"),

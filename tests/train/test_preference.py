@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +16,16 @@ from flax import nnx
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, TrainConfig
+from easypipe.train.events import TrainEvent
+from easypipe.train.lora_config import LoraConfig
+from easypipe.train.mesh import make_mesh
 from easypipe.train.model import Decoder, ModelConfig
-from easypipe.train.preference import REFERENCE, WithReference, num_columns, preference_loss, segment_log_probs
+from easypipe.train.preference import REFERENCE, Reference, preference_loss
+from easypipe.train.state import layout_of
+from easypipe.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 SLOTS, VOCAB = 16, 40
 CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2)
@@ -42,70 +54,160 @@ def batch() -> dict[str, np.ndarray]:
     return out
 
 
+@functools.cache
+def program() -> Any:
+    """log softmax of the logits of one row of SLOTS."""
+    graph, _ = nnx.split(model())
+    return jax.jit(lambda state, ids: jax.nn.log_softmax(nnx.merge(graph, state)(ids)))
+
+
 def by_hand(of: Decoder) -> list[tuple[float, float]]:
     """(log p of the chosen answer, of the rejected one) of the three pairs, each answer alone in a row."""
     given, found = batch(), []
     for row in range(2):
         for segment in range(1, int(given[SEGMENT_IDS][row].max()) + 1):
-            slots = given[SEGMENT_IDS][row] == segment
-            logits = of(jnp.asarray(given[INPUT_IDS][row : row + 1, slots]))[0]
-            labels = given[LABELS][row, slots]
-            logs = np.asarray(jax.nn.log_softmax(logits))
-            found.append(sum(float(logs[t, label]) for t, label in enumerate(labels) if label >= 0))
+            slots = np.flatnonzero(given[SEGMENT_IDS][row] == segment)
+            ids = np.zeros((1, SLOTS), np.int32)
+            ids[0, : len(slots)] = given[INPUT_IDS][row, slots]
+            logs = np.asarray(program()(nnx.split(of)[1], ids))[0]
+            found.append(sum(float(logs[t, label]) for t, label in enumerate(given[LABELS][row, slots]) if label >= 0))
     return list(zip(found[::2], found[1::2], strict=True))
 
 
+def on_device() -> dict[str, jax.Array]:
+    return {name: jnp.asarray(column) for name, column in batch().items()}
+
+
+@functools.cache
+def reference() -> tuple[Reference, Any]:
+    layout = layout_of(model(), make_mesh(devices=jax.devices()[:1]))
+    return Reference(layout), layout
+
+
+def reference_of(module: Decoder, given: dict[str, jax.Array]) -> jax.Array:
+    kept, layout = reference()
+    params, rest = layout.split(module)
+    kept.keep(params)
+    return kept.added(rest, given)[REFERENCE]
+
+
 def test_answers_packed_are_as_likely_as_alone():
-    log_probs, counts = segment_log_probs(model(), {name: jnp.asarray(column) for name, column in batch().items()})
-    assert log_probs.shape == (2, num_columns(SLOTS)) == counts.shape
-    found = [*np.asarray(log_probs)[0, 1:5], *np.asarray(log_probs)[1, 1:3]]
-    np.testing.assert_allclose(found, np.ravel(by_hand(model())), rtol=1e-5)
-    assert counts.sum() == (batch()[LABELS] >= 0).sum()
+    found = reference_of(model(), on_device())
+    assert found.shape == (2, SLOTS)
+    for row, segments in ((0, (1, 2, 3, 4)), (1, (1, 2))):
+        wanted = np.ravel(by_hand(model()))[4 * row :][: len(segments)]
+        sums = [float(found[row][batch()[SEGMENT_IDS][row] == segment].sum()) for segment in segments]
+        np.testing.assert_allclose(sums, wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_the_loss_is_the_formula(label_smoothing):
-    beta, given = 0.3, {name: jnp.asarray(column) for name, column in batch().items()}
-    given[REFERENCE] = segment_log_probs(model(1), given)[0]
-    out = preference_loss(beta=beta, label_smoothing=label_smoothing)(model(), given)
-    wanted = 0.0
+    beta, given = 0.3, on_device()
+    given[REFERENCE] = reference_of(model(1), given)
+    _, layout = reference()
+    loss = preference_loss(PreferenceConfig(beta=beta, label_smoothing=label_smoothing))
+    run = jax.jit(lambda params, rest, given: loss(layout.merge(params, rest), given))
+    out = run(*layout.split(model()), given)
+    wanted, margins = 0.0, []
     for (chosen, rejected), (chosen_0, rejected_0) in zip(by_hand(model()), by_hand(model(1)), strict=True):
         margin = beta * ((chosen - chosen_0) - (rejected - rejected_0))
         wanted += -(1 - label_smoothing) * np.log(1 / (1 + np.exp(-margin))) - label_smoothing * np.log(1 / (1 + np.exp(margin)))
+        margins.append(margin)
     np.testing.assert_allclose(out.loss_sum, wanted, rtol=1e-5)
+    np.testing.assert_allclose(out.more["reward_margin"], sum(margins), rtol=1e-4)
+    assert out.more["reward_accuracy"] == sum(margin > 0 for margin in margins)
     assert out.num_targets == 3
-    same = preference_loss(beta=beta)(model(1), given)
+    same = run(*layout.split(model(1)), given)
     np.testing.assert_allclose(same.loss_sum / 3, np.log(2), rtol=1e-6)  # the reference itself tells no pair apart
 
 
-class Once:
-    """A loader of one batch."""
+def test_micro_batches_have_the_reference_of_the_whole():
+    given = on_device()
+    cut = reference_of(model(1), {name: column.reshape(2, 1, SLOTS) for name, column in given.items()})
+    np.testing.assert_allclose(cut.reshape(2, SLOTS), reference_of(model(1), given), rtol=1e-6)
 
-    batch_size = 2
 
-    def __init__(self, *, cut: bool = False):
-        self.accumulation_steps = 2 if cut else 1
+class Pairs:
+    """A loader that yields the one batch for ever."""
 
-    def __iter__(self):
-        yield {name: column.reshape(2, 1, SLOTS) if self.accumulation_steps > 1 else column for name, column in batch().items()}
+    batch_size, accumulation_steps = 2, 1
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        while True:
+            self._done += 1
+            yield batch()
 
     def __len__(self) -> int:
-        return 1
+        raise TypeError
 
     def state(self) -> int:
-        return 7
+        return self._done
+
+    def restore(self, state: int) -> None:
+        self._done = state
 
 
-def test_batches_carry_what_the_reference_gives():
-    whole, cut = (next(iter(WithReference(Once(cut=c), model(1)))) for c in (False, True))
-    expected = segment_log_probs(model(1), {name: jnp.asarray(column) for name, column in batch().items()})[0]
-    np.testing.assert_allclose(whole[REFERENCE], expected, rtol=1e-6)
-    np.testing.assert_allclose(cut[REFERENCE].reshape(2, -1), expected, rtol=1e-6)
-    assert WithReference(Once(), model(1)).state() == 7
-    assert len(WithReference(Once(), model(1))) == 1
+def losses(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    options: Any = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0), "eval_every": 3} | changes
+    config = TrainConfig(output_dir=folder, mesh={"data": 1}, **options)
+    mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
+    Trainer(CONFIG, config, Pairs(), {"same": Pairs()} if config.eval_batches else None, mesh=mesh).run()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("options", "key"), [({"beta": 0.0}, "beta"), ({"label_smoothing": 0.5}, "label_smoothing")])
-def test_what_makes_no_sense_is_refused(options, key):
-    with pytest.raises(ConfigError, match=key):
-        preference_loss(**options)
+def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_path):
+    preference = PreferenceConfig(beta=0.5)
+    whole = losses(tmp_path / "whole", preference=preference, eval_batches=1)
+    assert whole[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert whole[0]["reward_accuracy"] == 0.0
+    assert whole[-1]["loss"] < 0.5 < whole[-1]["reward_accuracy"]
+    assert whole[-1]["eval"]["same"]["reward_margin"] > 0
+    # Killed after step 3 and run again: the reference is the model before step 1, not the one that it goes on with.
+    checkpoint = {"checkpoint": CheckpointConfig(every=3), "preference": preference, "eval_batches": 1}
+    stopping = losses_until(tmp_path / "parts", 3, **checkpoint)
+    assert stopping == 3
+    parts = losses(tmp_path / "parts", **checkpoint)
+    assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+
+
+def test_a_run_with_adapters_keeps_only_them_twice(tmp_path):
+    lines = losses(tmp_path, preference=PreferenceConfig(beta=0.5), lora=LoraConfig(rank=2))
+    assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_without_a_reference_the_first_loss_tells_pairs_apart(tmp_path):
+    lines = losses(tmp_path, steps=1, preference=PreferenceConfig(beta=0.5, reference="none"))
+    assert abs(lines[0]["loss"] - np.log(2)) > 1e-3
+
+
+def losses_until(folder: Path, step: int, **changes: Any) -> int:
+    """Stops after `step`, as a signal would."""
+    options: Any = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0), "eval_every": 3} | changes
+    config = TrainConfig(output_dir=folder, mesh={"data": 1}, **options)
+    mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
+
+    def listener(event: TrainEvent) -> None:
+        if event.kind == "checkpoint" and event.step == step:
+            raise KeyboardInterrupt
+
+    trainer = Trainer(CONFIG, config, Pairs(), {"same": Pairs()}, mesh=mesh, listener=listener)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PreferenceConfig(beta=0.0), "beta"),
+        (lambda: PreferenceConfig(label_smoothing=0.5), "label_smoothing"),
+        (lambda: TrainConfig(output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)), "loss: has no effect on pref"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

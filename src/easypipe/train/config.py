@@ -37,6 +37,21 @@ class LossConfig:
 
 
 @config
+class PreferenceConfig:
+    """Direct preference optimization, for data of pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`)."""
+
+    beta: float = 0.1  # how closely the model is held to its reference; smaller lets it go further
+    label_smoothing: float = 0.0  # the share of preferences that is thought to be wrong
+    reference: Literal["initial", "none"] = "initial"  # the model before training (what is trained is kept a second time); none: no bound
+
+    def check(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta > 0):
+            raise ConfigError(at="beta", problem=f"{self.beta} is not a positive number", fix="0.1 is usual.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(at="label_smoothing", problem=f"{self.label_smoothing} is outside [0, 0.5)", fix="0.0 is usual.")
+
+
+@config
 class CheckpointConfig:
     """Model, optimizer, loader state and configuration, committed together. The last step is always saved."""
 
@@ -76,6 +91,7 @@ class TrainConfig:
     steps: int | None = None  # optimizer steps; None: as many as the loader has batches
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    preference: PreferenceConfig | None = None  # train on pairs of answers, which one is better, in place of next tokens
     lora: LoraConfig | None = None  # train low-rank adapters and leave the model's own parameters as they are; None: train those
     mesh: str | MeshConfig = "dp"  # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see MeshConfig
     accumulate_steps: int = 1  # cuts every batch of the loader into this many micro-batches: less memory, the same update
@@ -100,6 +116,8 @@ class TrainConfig:
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         mesh_config(self.mesh)
+        if self.preference is not None and self.loss != LossConfig():
+            raise ConfigError(at="loss", problem="has no effect on preferences, which have a loss of their own", fix="Leave it out.")
         if self.spikes is not None and self.on_nonfinite == "skip" and self.spikes.patience > self.max_nonfinite:
             problem = f"{self.spikes.patience} bad steps, but the run stops after {self.max_nonfinite} that are not finite"
             raise ConfigError(at="spikes.patience", problem=problem, fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.")

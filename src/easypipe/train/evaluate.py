@@ -38,7 +38,8 @@ class HeldOut:
         check_batch_size(self.loader.batch_size, mesh, at=f"eval.{self.name}.batch_size")
 
     def evaluate(self, step: EvalStep, state: TrainState, mesh: Mesh, heard: Callable[[int], None]) -> dict[str, Any]:
-        """loss and nll (nats a token, over all targets of all batches, the short last one included), ppl, num_targets.
+        """loss and nll (nats a token, over all targets of all batches, the short last one included), ppl, what the loss tells besides, and
+        num_targets.
 
         heard: called with the number of batches seen. Raises TrainError where nothing is a target.
         """
@@ -60,7 +61,8 @@ class HeldOut:
         nll = math.fsum(float(out.nll_sum) for out in outs) / num_targets
         if not math.isfinite(loss):
             raise TrainError(at=f"eval.{self.name}", problem=f"the held-out loss is {loss}", fix="Look for labels outside the vocabulary.")
-        return {"loss": loss, "nll": nll, "ppl": perplexity(nll), "num_targets": num_targets}
+        more = {name: math.fsum(float(out.more[name]) for out in outs) / num_targets for name in outs[0].more}
+        return {"loss": loss, "nll": nll, "ppl": perplexity(nll), **more, "num_targets": num_targets}
 
 
 def held_out(evals: Mapping[str, BatchLoader], *, max_batches: int | None) -> tuple[HeldOut, ...]:

@@ -49,6 +49,7 @@ class Loop:
                         at=f"step {step + 1}", problem=f"the loader ended, {self._steps} steps were asked for", fix="Set num_epochs: null."
                     )
                 placed = place_batch(batch, trainer.mesh, in_micro_batches=trainer.in_micro_batches)
+                placed = trainer.completed(state.rest, placed)
                 step += 1
                 trainer.tell("dispatch", step)
                 state, measured = trainer.train_step(state, placed)

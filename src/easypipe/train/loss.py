@@ -34,6 +34,7 @@ class LossOutput(NamedTuple):
     loss_sum: Float[Array, ""]  # what is differentiated: cross entropy, smoothed, plus the z-loss; float32 (float64 for float64 inputs)
     num_targets: Int[Array, ""]  # labels that are not IGNORE; int32
     nll_sum: Float[Array, ""]  # cross entropy alone, in nats, for perplexity; carries no gradient
+    more: Mapping[str, Array] = {}  # further sums by name, which records tell divided by `num_targets`
 
 
 def loss_sums(
@@ -65,7 +66,7 @@ def loss_sums(
         reduction="sum",
         with_tokens=True,
         layout=getattr(model, "lm_head_layout", "dv"),
-        sharding=_sharding() if on_mesh() and implementation != "reference" else None,
+        sharding=loss_sharding() if implementation != "reference" else None,
         implementation=implementation,
         rule=rule,
         chunk_size=chunk_size,
@@ -75,8 +76,10 @@ def loss_sums(
     return LossOutput(jnp.where(outside > 0, jnp.nan, out.loss), num_targets, -out.tokens.log_probs.sum())
 
 
-def _sharding() -> LossSharding:
-    """How hidden states and head lie on this run's mesh; a head that is divided as the rows are is gathered first."""
+def loss_sharding() -> LossSharding | None:
+    """How hidden states and head lie on this run's mesh, None without one; a head that is divided as the rows are is gathered first."""
+    if not on_mesh():
+        return None
     return LossSharding(tokens=BATCH_AXES, embed=axes_of(rules()["embed"]), vocab=vocab_axes(), sequence=("sequence",))
 
 

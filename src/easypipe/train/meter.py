@@ -12,7 +12,7 @@ import jax
 
 from easypipe.core.errors import TrainError
 from easypipe.train.metrics import Record, perplexity
-from easypipe.train.step import Metrics
+from easypipe.train.step import MORE, Metrics
 
 WINDOW_STEPS = 16
 RATES = ("tokens_per_second", "mfu", "mfu_palm", "data_wait")
@@ -65,7 +65,7 @@ class Meter:
         if metrics is self._pending:
             self._pending = None
         _check(step, host)
-        finite = {name: host[name] if math.isfinite(host[name]) else None for name in ("loss", "nll", "grad_norm", "param_norm")}
+        finite = {name: _finite(host[name]) for name in ("loss", "nll", "grad_norm", "param_norm")}
         return {
             "step": step,
             "loss": finite["loss"],
@@ -73,6 +73,7 @@ class Meter:
             "nll": finite["nll"],
             "grad_norm": finite["grad_norm"],
             "param_norm": finite["param_norm"],
+            **{name.removeprefix(MORE): _finite(value) for name, value in host.items() if name.startswith(MORE)},
             "skipped": step - host["updates"],
             **({"learning_rate": host["learning_rate"]} if "learning_rate" in host else {}),  # an optimizer from Python tells none
             "num_tokens": host["num_tokens"],
@@ -104,6 +105,10 @@ class Meter:
 
     def _mark(self) -> None:
         self._marks.append((time.perf_counter(), self._tokens, self._exact, self._palm, self._waited))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def peak_memory(devices: Sequence[Any]) -> int | None:

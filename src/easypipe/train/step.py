@@ -18,6 +18,8 @@ from easypipe.train.loss import LossOutput
 from easypipe.train.optim import Optimizer
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, gradient_places, shardings
 
+MORE = "more/"  # before the names of what a loss tells besides
+
 LossFn = Callable[[Any, Mapping[str, jax.Array]], LossOutput]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
@@ -42,6 +44,7 @@ def make_train_step(
     number of targets: every A gives the same update, up to rounding.
     metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
     param_norm (Float32, after the step), learning_rate (Float32), updates (Int32, steps not skipped so far),
+    more/<name> for what the loss tells besides (LossOutput.more),
     num_targets, num_tokens (Int32, slots outside padding), num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
     windows: of each layer, for `attended`.
     schedule: None where the learning rate is not known; metrics have none then.
@@ -87,6 +90,7 @@ def make_train_step(
             "nll": out.nll_sum * scale,
             "grad_norm": optax.tree.norm(grads),
             "num_targets": out.num_targets,
+            **{f"{MORE}{name}": value * scale for name, value in out.more.items()},
             **_count(batch, windows),
         }
         if schedule is not None:
@@ -126,13 +130,16 @@ def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array
         return (jax.tree.map(jnp.add, grads, more), jax.tree.map(jnp.add, out, added), rest), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-    nothing = LossOutput(jnp.float32(0), jnp.int32(0), jnp.float32(0))
-    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), _micro_batches(batch, pieces))
+    micro = _micro_batches(batch, pieces)
+    first = jax.tree.map(lambda array: array[0], micro)
+    nothing = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(gradients, state.params, state.rest, first)[1])
+    (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), micro)
     return grads, out, rest
 
 
 def _float32(out: LossOutput) -> LossOutput:
-    return LossOutput(out.loss_sum.astype(jnp.float32), out.num_targets.astype(jnp.int32), out.nll_sum.astype(jnp.float32))
+    more = {name: value.astype(jnp.float32) for name, value in out.more.items()}
+    return LossOutput(out.loss_sum.astype(jnp.float32), out.num_targets.astype(jnp.int32), out.nll_sum.astype(jnp.float32), more)
 
 
 def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:

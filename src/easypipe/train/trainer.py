@@ -41,7 +41,7 @@ from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, 
 from easypipe.train.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
 from easypipe.train.lora import fingerprint
-from easypipe.train.loss import default_loss
+from easypipe.train.loss import LossOutput, default_loss
 from easypipe.train.memory import out_of_memory
 from easypipe.train.mesh import check_batch_size, checked_mesh, make_mesh
 from easypipe.train.mesh_config import mesh_config
@@ -54,6 +54,7 @@ from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.origin import Model, origin_of
 from easypipe.train.peak import peak_flops
 from easypipe.train.plot import plot_run
+from easypipe.train.preference import Reference, preference_loss
 from easypipe.train.record import write_config, write_fingerprints, write_versions
 from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import StopSignals
@@ -159,6 +160,13 @@ class Trainer:
         else:
             problem = "given, and so is an optimizer from Python, which would leave it without effect"
             raise ConfigError(at="train.optimizer", problem=problem, fix="Leave one of them out.")
+        self._reference: Reference | None = None
+        if config.preference is not None:
+            if loss is not None:
+                raise ConfigError(at="train.preference", problem="given, and so is a loss from Python", fix="Leave one of them out.")
+            loss = preference_loss(config.preference)
+            if config.preference.reference == "initial":
+                self._reference = Reference(self.layout)
         chosen, twice = default_loss(abstract, config.loss) if loss is None else (loss, loss)
         schedule = None if self._own_optimizer else make_schedule(config.optimizer, self.steps)
         self.train_step = make_train_step(
@@ -171,6 +179,10 @@ class Trainer:
             windows=windows(self.origin.config) if self.origin.config else (None,),
         )
         self._eval_step = make_eval_step(self.layout, chosen)
+
+    def completed(self, rest: Mapping[str, jax.Array], batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """A batch on the mesh with what its loss needs besides. rest: of the model, what is not trained."""
+        return batch if self._reference is None else self._reference.added(rest, batch)
 
     def run(self) -> TrainResult:
         """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
@@ -202,6 +214,8 @@ class Trainer:
             checkpoints.protected["listeners"] = self.control.kept
             state, begun = self._begin(checkpoints, watch)
             step = begun or 0
+            if self._reference is not None:
+                self._reference.keep(state.params if begun is None else self.fresh().params)
             if self.writes:
                 write_config(self.output_dir, self._run_config or {"model": self.origin.config, "train": self.config})
                 write_versions(self.output_dir, step)
@@ -322,10 +336,11 @@ class Trainer:
         """What every held-out loader comes to, by name."""
         averaged = state._replace(params=self.optimizer.eval_params(state.optimizer, state.params))
 
+        def step_of(params: Any, rest: Any, batch: Mapping[str, Any]) -> LossOutput:
+            return self._eval_step(params, rest, self.completed(rest, batch))
+
         def seen(one: HeldOut) -> dict[str, Any]:
-            return one.evaluate(
-                self._eval_step, averaged, self.mesh, lambda seen: self.tell("eval", step, {"name": one.name, "batches": seen})
-            )
+            return one.evaluate(step_of, averaged, self.mesh, lambda seen: self.tell("eval", step, {"name": one.name, "batches": seen}))
 
         return {one.name: seen(one) for one in self.evals}
 
@@ -341,8 +356,9 @@ class Trainer:
         """What has to be the same for a resumed run to be the same run."""
         optimizer = {"name": "given from Python"} if self._own_optimizer else self.config.optimizer.resolved()
         train = {key: to_dict(getattr(self.config, key)) for key in MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
-        if self.config.lora is not None:
-            train["lora"] = to_dict(self.config.lora)
+        for name in ("lora", "preference"):  # only where there is one, so that it is told whether there was
+            if (value := getattr(self.config, name)) is not None:
+                train[name] = to_dict(value)
         return {"model": to_dict(self.origin.config), "train": train, "loader": {"batch_size": self.train.batch_size}}
 
     def meter(self) -> Meter:
