@@ -16,6 +16,9 @@ _OPTIMIZERS = "train/test_optimizers.py::"
 _EACH = _OPTIMIZERS + "test_every_option_of_an_optimizer_does_something_and_others_are_refused"
 _SCHEDULES = _OPTIMIZERS + "test_f25_schedules_have_their_formula"
 _MODEL = "train/test_model.py::"
+_MESH = "train/test_mesh_runs.py::"
+_ALONE = "train/test_processes.py::test_who_does_not_meet_the_others_says_so_in_time"
+_PROCESSES = "train/test_processes.py::test_the_curve_is_the_same_bit_for_bit_for_one_two_and_four_processes"
 _LOGITS = "train/test_model_options.py::test_an_option_changes_the_logits"
 _LORA = "train/test_lora.py::"
 _TUNED = "train/test_finetune.py::"
@@ -48,6 +51,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "mesh": Effect(
             "memory", "train/test_mesh_runs.py::test_parameters_and_moments_are_born_in_parts", "which part of what each device holds"
         ),
+        "distributed": Effect("cost+error", _PROCESSES, "see DistributedConfig"),
         "accumulate_steps": Effect(
             "memory+output",
             "train/test_step.py::test_micro_batches_of_uneven_targets_give_the_same_update",
@@ -238,6 +242,28 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
         "norm_scale": Effect(
             "output", "train/test_model_options.py::test_caps_bound_and_bias_and_scales_are_parameters", "norms multiply by w, or by 1 + w"
+        ),
+    },
+    "MeshConfig": {
+        "preset": Effect("memory", _MESH + "test_presets_are_meshes", "along which axis devices lie, and where the optimizer's state does"),
+        "data": Effect("memory", _MESH + "test_presets_are_meshes", "replicas with rows of their own"),
+        "fsdp": Effect("memory", _MESH + "test_parameters_and_moments_are_born_in_parts", "replicas that share one copy of the parameters"),
+        "sequence": Effect("memory", _MESH + "test_rows_lie_in_parts_and_parameters_where_the_rules_say", "devices that share a row"),
+        "tensor": Effect("memory", _MESH + "test_parameters_and_moments_are_born_in_parts", "devices that share every layer"),
+        "axis_rules": Effect(
+            "memory", _MESH + "test_rows_lie_in_parts_and_parameters_where_the_rules_say", "over which axes a dimension is divided"
+        ),
+    },
+    "DistributedConfig": {
+        "enabled": Effect(
+            "cost", "train/test_processes.py::test_where_nothing_speaks_of_other_processes_nothing_is_done", "False: alone in any case"
+        ),
+        "coordinator_address": Effect("error", _ALONE, "where processes meet; by its variable in the runs of several"),
+        "num_processes": Effect("error", _ALONE, "how many meet"),
+        "process_id": Effect("error+files", _ALONE, "which of them this is; 0 writes the files"),
+        "timeout": Effect("error", _ALONE, "how long they wait for each other"),
+        "heartbeat": Effect(
+            "error", "train/test_processes.py::test_a_lost_process_ends_the_others_after_its_heartbeats", "when a silent process is lost"
         ),
     },
     "RopeScaling": {

@@ -20,6 +20,7 @@ from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, token_info
 from easypipe.train.aot import StepPlan, plan_step
 from easypipe.train.config import TrainConfig
+from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
@@ -108,6 +109,7 @@ class Inputs:
 def inputs_of(run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent) -> Inputs:
     """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what preparing raises."""
     _check_mesh(run)
+    initialize(run.train.distributed)
     run, mesh = _completed(run), make_mesh(run.train.mesh)
     prepared = prepare_data(run.data, run.eval, progress=progress) if prepared is None else prepared
     options = run.data.load or LoadStageConfig()
@@ -210,7 +212,8 @@ def _completed(run: RunConfig) -> RunConfig:
     if run.data.seed is not None:
         return run
     seed = recorded_seed(run.train.output_dir)
-    if seed is None:
+    if seed is not None:
+        log.info("data.seed: none was given, going on with %d of the run in %s", seed, run.train.output_dir)
+    elif (seed := shared_seed()) is None:  # one process draws its own, several the same
         return run
-    log.info("data.seed: none was given, going on with %d of the run in %s", seed, run.train.output_dir)
     return dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed))

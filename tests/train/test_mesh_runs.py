@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+MORE = ({"preset": "fsdp", "tensor": 2}, {"preset": "hybrid", "fsdp": 4}, {"preset": "hybrid", "tensor": 2}, {"sequence": -1, "data": 2})
+SCATTERED = {"data": 2, "fsdp": 2, "tensor": 2, "axis_rules": {"vocab": "fsdp", "embed": "tensor", "heads": None, "mlp": ["fsdp", "data"]}}
+SCATTERED_NAMES = ("embedding", "layers.gate.kernel", "layers.query.kernel")
+
 
 def measure(folder: Path) -> dict:
     import jax
@@ -22,9 +26,11 @@ def measure(folder: Path) -> dict:
     from easypipe.train import state as states
     from easypipe.train.axes import partitioned
     from easypipe.train.config import CheckpointConfig
+    from easypipe.train.loss import loss_sums
     from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
+    from easypipe.train.mesh_config import PRESETS, mesh_config
     from easypipe.train.metrics import read_metrics
-    from easypipe.train.model import ModelConfig
+    from easypipe.train.model import Decoder, ModelConfig
     from easypipe.train.trainer import Trainer
     from train.runs import Arithmetic, Tiny, settings
 
@@ -44,6 +50,38 @@ def measure(folder: Path) -> dict:
             return
         saw["losses"][name] = [[r["loss"], r["grad_norm"]] for r in read_metrics(folder / name / "metrics.jsonl")]
 
+    def held(trainer):
+        """Bytes of a device after a step: of parameters and of the optimizer's state, and of all devices' worth of the latter."""
+        with states.on(trainer.mesh, trainer.rules):
+            state = trainer.fresh()
+            state, _ = trainer.train_step(state, place_batch(Arithmetic().batch(1), trainer.mesh))
+        own = [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part)) for part in (state.params, state.optimizer)]
+        return [*own, sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))]
+
+    def decoded(mesh):
+        """Loss, and gradients by name, of packed rows whose segments lie across the devices that share a row."""
+        told = mesh_config({"data": 1} if mesh == "one" else mesh)
+        mesh = make_mesh(told, devices=jax.devices()[:1] if mesh == "one" else None)
+        shape = ModelConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2, sliding_window=5, global_every=2
+        )
+        random = np.random.default_rng(0)
+        segments = np.array([[1] * 5 + [2] * 9 + [0] * 2, [1] * 12 + [2] * 4, [1] * 16, [1] * 3 + [2] * 3 + [3] * 10], np.int32)
+        ids, labels = random.integers(0, 32, (2, *segments.shape)).astype(np.int32)
+        labels = np.where(segments == 0, -100, labels).astype(np.int32)
+        starts = np.maximum.accumulate(np.where(np.diff(segments, prepend=-1) != 0, np.arange(16), 0), axis=1)
+        batch = {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": (np.arange(16) - starts).astype(np.int32)}
+        with states.on(mesh, told.rules):
+            layout = states.layout_of(nnx.eval_shape(lambda: Decoder(shape, nnx.Rngs(0))), mesh)
+            params, rest = jax.device_put(
+                layout.split(Decoder(shape, nnx.Rngs(0))), states.shardings((dict(layout.params), dict(layout.rest)))
+            )
+            loss = jax.jit(jax.value_and_grad(lambda params, batch: loss_sums(layout.merge(params, rest), batch).loss_sum))
+            placed = place_batch(batch, mesh)
+            value, grads = loss(params, placed)
+        parts = [list(placed["labels"].addressable_shards[0].data.shape), *(str(layout.params[n].sharding.spec) for n in SCATTERED_NAMES)]
+        return float(value), {name: np.asarray(grad).ravel().tolist() for name, grad in grads.items()}, parts
+
     class Odd(nnx.Module):
         def __init__(self, rngs):
             self.weight = nnx.Param(partitioned(nnx.initializers.zeros, "vocab", None)(rngs.params(), (33, 4), "float32"))
@@ -61,6 +99,13 @@ def measure(folder: Path) -> dict:
     run("pieces", {"data": -1, "tensor": 2}, Arithmetic(), accumulate_steps=2)
     run("moved", cube, Arithmetic(), stop=4)
     run("moved", {"data": 4, "tensor": 2}, Arithmetic())
+
+    run("zero1", "zero1", Arithmetic())
+    run("rows in parts", {"data": 2, "sequence": 2, "tensor": 2}, Placed(), accumulate_steps=2)
+    saw["presets"] = {name: list(make_mesh(name).shape.values()) for name in PRESETS}
+    saw["more"] = [list(make_mesh(mesh).shape.values()) for mesh in MORE]
+    saw["held"] = {name: held(Trainer(Tiny, settings(folder / "held", mesh=name), Arithmetic())) for name in ("dp", "zero1")}
+    saw["decoder"] = [decoded(mesh) for mesh in ("one", {"data": 2, "sequence": 2, "tensor": 2}, SCATTERED)]
 
     trainer = Trainer(model, settings(folder / "look", mesh=cube), Arithmetic())
     with states.on(trainer.mesh):
@@ -92,6 +137,10 @@ def measure(folder: Path) -> dict:
     refusal("batch", lambda: Trainer(model, settings(folder / "x", mesh={"data": 8}), Arithmetic(batch_size=12)))
     refusal("vocab", lambda: Trainer(ModelConfig(vocab_size=33), settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
     refusal("width", lambda: Trainer(Odd, settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
+    refusal("rows in parts", lambda: place_batch(Arithmetic().batch(1), make_mesh({"sequence": 8})))
+    odd = ModelConfig(vocab_size=32, hidden_size=12, num_heads=2)
+    refusal("heads", lambda: Trainer(odd, settings(folder / "x", mesh="tp"), Arithmetic()))
+    refusal("axes", lambda: Trainer(Tiny, settings(folder / "x"), Arithmetic(), mesh=jax.make_mesh((8,), ("data",))))
     refusal("placed", lambda: place_batch(Arithmetic(batch_size=6).batch(1), make_mesh({"data": 8})))
     check_batch_size(16, make_mesh({"data": 8}))
     return saw
@@ -116,7 +165,7 @@ def saw(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["cube", "pieces", "moved"])
+@pytest.mark.parametrize("name", ["cube", "pieces", "moved", "zero1", "rows in parts"])
 def test_the_curve_does_not_depend_on_the_mesh(saw, name):
     for ours, theirs in zip(saw["losses"][name], saw["losses"]["data"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-4)
@@ -141,6 +190,35 @@ def test_rows_are_spread_over_data_and_fsdp(saw):
     assert saw["rows"] == ["slice(0, 2, None)", "slice(2, 4, None)", "slice(4, 6, None)", "slice(6, 8, None)"]
 
 
+def test_presets_are_meshes(saw):
+    assert saw["presets"] == {"dp": [8, 1, 1, 1], "fsdp": [1, 8, 1, 1], "zero1": [8, 1, 1, 1], "tp": [1, 1, 1, 8], "hybrid": [1, 8, 1, 1]}
+    assert saw["more"] == [[1, 4, 1, 2], [2, 4, 1, 1], [1, 4, 1, 2], [2, 1, 4, 1]]
+
+
+def test_zero1_divides_the_state_of_the_optimizer_and_nothing_else(saw):
+    whole, parts = saw["held"]["dp"], saw["held"]["zero1"]
+    assert whole[0] == parts[0], "parameters are on every device"
+    assert whole[1] == whole[2], "and so are moments under dp"
+    assert parts[1] < 1.1 * whole[1] / 8
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_decoder_of_packed_rows_has_the_loss_and_gradients_of_one_device(saw, which):
+    (loss, grads, _), (ours, parts, _) = saw["decoder"][0], saw["decoder"][which]
+    assert ours == pytest.approx(loss, rel=1e-6)
+    for name, values in grads.items():
+        assert parts[name] == pytest.approx(values, rel=1e-4, abs=1e-4), name
+
+
+def test_rows_lie_in_parts_and_parameters_where_the_rules_say(saw):
+    assert saw["decoder"][1][2][0] == [2, 8]
+    assert saw["decoder"][2][2][1:] == [
+        "P('fsdp', 'tensor')",
+        "P(None, 'tensor', ('fsdp', 'data'))",
+        "P(None, 'tensor', None)",
+    ]
+
+
 def test_a_module_made_elsewhere_is_laid_out(saw):
     assert saw["moved_in"] == [[16, 4], 32 * 8]
 
@@ -160,6 +238,15 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
         ("batch", "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 or 16 rows."),
         ("vocab", "vocab_size: 33 does not divide over the 8 devices of mesh axis 'tensor'."),
         ("width", "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of 8. Choose a multiple of 8"),
+        (
+            "rows in parts",
+            "batch.input_ids: rows of 12 slots do not divide over mesh axis 'sequence' of 8. Choose a seq_length that 8 divides",
+        ),
+        (
+            "heads",
+            "num_heads: 2 times head width 6 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2, 4]",
+        ),
+        ("axes", "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.mesh.make_mesh."),
         ("placed", "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 rows."),
     ],
 )

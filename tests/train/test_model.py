@@ -182,10 +182,11 @@ MESH_PROGRAM = """
 import dataclasses, jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from easypipe.core.errors import ConfigError
 from easypipe.train.generate import generate
 from easypipe.train.loss import loss_sums
+from easypipe.train.mesh import make_mesh
 from easypipe.train.model import Decoder, ModelConfig
 
 config = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, tie_embeddings=TIED)
@@ -202,7 +203,7 @@ def run(batch):
 as_numpy = lambda tree: [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 params, (loss, grads), text = jax.tree.map(np.asarray, run(data))
 for shape in [(2, 2, 2), (1, 2, 4)]:
-    mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh(dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
     with jax.set_mesh(mesh):
         p, (l, g), t = run(jax.device_put(data, NamedSharding(mesh, P(("data", "fsdp")))))
     specs = {jax.tree_util.keystr(path): leaf.sharding.spec for path, leaf in jax.tree_util.tree_flatten_with_path(p)[0]}
@@ -223,7 +224,7 @@ for shape in [(2, 2, 2), (1, 2, 4)]:
                 Decoder(dataclasses.replace(config, vocab_size=66), nnx.Rngs(0))
             except ConfigError as error:
                 want = "vocab_size: 66 does not divide over the 4 devices of mesh axis 'tensor'. "
-                assert str(error) == want + "Give axis 'tensor' one of [1, 2, 3], or change vocab_size.", error
+                assert str(error) == want + "Give axis 'tensor' one of [1, 2], or change vocab_size.", error
             else:
                 raise AssertionError("an uneven vocabulary was accepted")
 print("all equal")

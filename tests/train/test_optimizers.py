@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -35,6 +36,11 @@ if __name__ != "__main__":
     from train.runs import Arithmetic, Tiny, numbers, settings
 
 STEPS = 60
+QUARTERS = {  # mesh, and over which of its axes the optimizer's state is divided besides
+    (("data", 4), ("sequence", 2)): ("data",),
+    (("data", 2), ("sequence", 2), ("tensor", 2)): ("data",),
+    (("fsdp", 2), ("sequence", 2), ("tensor", 2)): (),
+}
 RATES = {"prodigy": 1.0, "muon": 0.3, "lamb": 0.05}
 
 
@@ -216,6 +222,16 @@ def print_what_devices_hold() -> None:
             state = states.init_state(lambda: Wide(nnx.Rngs(0)), layout, optimizer)
             leaves = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
             held[name] = [(jax.tree_util.keystr(p), x.ndim, x.size, x.addressable_shards[0].data.size) for p, x in leaves]
+    for axes, spread in QUARTERS.items():
+        mesh = make_mesh(dict(axes))
+        with states.on(mesh):
+            layout = states.layout_of(nnx.eval_shape(lambda: Wide(nnx.Rngs(0))), mesh, spread=spread)
+            for name in DEFAULTS:
+                optimizer = make_optimizer(OptimizerConfig(name=name), 10, layout.decays, layout.hidden)
+                leaves = jax.tree_util.tree_flatten_with_path(states.abstract_state(layout, optimizer).optimizer)[0]
+                on_device = [math.prod(x.sharding.shard_shape(x.shape)) for _, x in leaves]
+                key = f"{name} {axes} {spread}"
+                held[key] = [(jax.tree_util.keystr(p), x.ndim, x.size, n) for (p, x), n in zip(leaves, on_device, strict=True)]
     print(json.dumps(held))
 
 
@@ -236,6 +252,20 @@ def test_no_moment_is_on_every_device_by_accident(name, held):
             assert on_device < size, where
     total, on_device = (sum(leaf[i] for leaf in held[name]) for i in (2, 3))
     assert on_device <= {"soap": 0.4, "adafactor": 0.6}.get(name, 0.13) * total
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize(("axes", "spread"), QUARTERS.items())
+def test_no_moment_is_whole_under_zero1_and_beside_a_sequence_axis(name, axes, spread, held):
+    """A device holds a quarter of every moment, as the rest of the mesh shares rows: of ZeRO-1's four replicas each holds its part."""
+    found = held[f"{name} {axes} {spread}"]
+    for where, ndim, size, on_device in found:
+        if ndim >= 2 and name not in ("soap", "adafactor"):
+            assert on_device * 4 == size, where
+        elif size > 200:
+            assert on_device < size, where
+    total, on_device = (sum(leaf[i] for leaf in found) for i in (2, 3))
+    assert on_device <= {"soap": 0.6, "adafactor": 0.7}.get(name, 0.26) * total
 
 
 def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -13,7 +15,8 @@ from easypipe.train import state as states
 from easypipe.train.config import OptimizerConfig
 from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import check_batch_size, make_mesh, place_batch
-from easypipe.train.optim import make_optimizer
+from easypipe.train.model import Decoder, ModelConfig
+from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.schedules import make_schedule
 from easypipe.train.step import make_eval_step, make_train_step
 from train.runs import VOCAB, Arithmetic, Tiny
@@ -169,6 +172,32 @@ def test_flattened_states_come_back():
     back = states.unflatten(named, state)
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert all(a is b for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True))
+
+
+def test_bfloat16_multiplies_and_float32_is_updated():
+    """Every product of the forward pass takes bfloat16; an update far below its resolution (2^-8) is kept by the float32 parameters."""
+    shape = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, dtype="bfloat16")
+    with states.on(MESH):
+        layout = states.layout_of(nnx.eval_shape(lambda: Decoder(shape, nnx.Rngs(0))), MESH)
+        optimizer = Optimizer(optax.sgd(1e-4))
+        step = make_train_step(layout, optimizer, None, loss_sums)
+        state = states.init_state(lambda: Decoder(shape, nnx.Rngs(0)), layout, optimizer)
+        batch = place_batch(Arithmetic().batch(1), MESH)
+        program = make_eval_step(layout, loss_sums).lower(state.params, state.rest, batch).as_text()
+        before = jax.device_get(state.params)
+        after = before
+        for _ in range(3):
+            state, _ = step(state, batch)
+            moved = jax.device_get(state.params)
+            assert all((moved[name] != after[name]).any() for name in moved)
+            after = moved
+    products = re.findall(r"dot_general.*: \(tensor<.*x(\w+)>, tensor<.*x(\w+)>\) ->", program)
+    assert len(products) >= 8
+    assert set(products) == {("bf16", "bf16")}
+    rounded = [
+        jnp.array_equal(before[name].astype(jnp.bfloat16), after[name].astype(jnp.bfloat16)) for name in before if "kernel" not in name
+    ]
+    assert any(rounded), "in bfloat16 nothing would have moved"
 
 
 def test_meshes_and_batches_that_do_not_fit_say_what_would():

@@ -36,7 +36,10 @@ def load(config: Path, overrides: list[str]) -> RunConfig:
 
 def run_training(run: RunConfig) -> TrainResult:
     from easypipe import run as runs
+    from easypipe.train.distributed import initialize, is_first
 
+    initialize(run.train.distributed)
+    console.quiet = console.quiet or not is_first()  # one terminal, and what several processes have to say is the same
     with progress() as listener:
         prepared = runs.prepare(run, progress=listener)
     show_report(prepared.report)
@@ -45,6 +48,8 @@ def run_training(run: RunConfig) -> TrainResult:
 
 
 def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
+    from easypipe.train.distributed import several
+
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
     console.print(f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last", highlight=False)
@@ -52,7 +57,7 @@ def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
         console.print(f"held out {name}: loss {seen['loss']:.4f}, ppl {seen['ppl']:.1f}", highlight=False)
     for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
         console.print(f"{what}: {where.absolute()}", highlight=False, soft_wrap=True)
-    if samples:
+    if samples and not several():
         for text in sample(run, result, samples):
             console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
 

@@ -9,12 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from easypipe.train.distributed import initialize
     from easypipe.train.models.load import load_pretrained
     from easypipe.train.models.save import save_pretrained
 
-_HOMES = {"load_pretrained": "easypipe.train.models.load", "save_pretrained": "easypipe.train.models.save"}
+_HOMES = {
+    "initialize": "easypipe.train.distributed",
+    "load_pretrained": "easypipe.train.models.load",
+    "save_pretrained": "easypipe.train.models.save",
+}
 
-__all__ = ["load_pretrained", "save_pretrained"]
+__all__ = ["initialize", "load_pretrained", "save_pretrained"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from typing import Literal
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import CallbacksConfig
+from easypipe.train.distributed_config import DistributedConfig
 from easypipe.train.lora_config import LoraConfig
 from easypipe.train.mesh_config import MeshConfig, mesh_config
 from easypipe.train.optim_config import OptimizerConfig, check_warmup
@@ -104,6 +105,7 @@ class TrainConfig:
     on_nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite: leave it out and go on, or stop
     max_nonfinite: int = 10  # skipped steps in a row with which the run stops all the same
     spikes: SpikeConfig | None = None  # go back to the last good checkpoint when the loss leaves its range; None: never
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)  # the processes of a run on several hosts
     resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
     resume_changes: tuple[
         str, ...

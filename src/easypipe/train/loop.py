@@ -60,6 +60,7 @@ class Loop:
                         state, measured = trainer.train_step(self._roll_back(step - 1), placed)
                 unread = (step, measured)
                 meter.push(measured)
+                self._stop.agree()
                 leaving = self._stop.received is not None or control.reason is not None
                 calendar = step == self._steps or _due(step, self._config.checkpoint.every)
                 save_due = calendar or self._watch.owes or leaving

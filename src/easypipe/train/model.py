@@ -142,7 +142,7 @@ def check_mesh(config: ModelConfig) -> None:
         if size % ways:
             detail = f" times head width {config.head_width}" if field in ("num_heads", "num_kv_heads") else ""
             problem = f"{getattr(config, field)}{detail} does not divide over the {ways} devices of mesh axis {axis}"
-            fitting = [n for n in range(1, ways) if size % n == 0]
+            fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
             raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis} one of {fitting}, or change {field}.")
 
 

@@ -7,7 +7,10 @@ import threading
 from types import FrameType
 from typing import Any
 
+import jax
+
 from easypipe.core.errors import TrainError
+from easypipe.train.distributed import Largest
 
 
 class Interrupted(TrainError):
@@ -21,8 +24,9 @@ class Interrupted(TrainError):
 
 
 class StopSignals:
-    """`with StopSignals() as stop:` — `stop.received` is the number of the signal that came, or None.
+    """`with StopSignals() as stop:` — `stop.received` is the number of the signal that came before the last `stop.agree()`, or None.
 
+    In a run of several processes `received` is the same in all of them, whichever the signal came to: they leave after the same step.
     Outside the main thread Python lets nobody handle signals: there nothing is received, and signals act as before.
     """
 
@@ -30,6 +34,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._came = 0  # the signal that this process has had
+        self._largest = Largest() if jax.process_count() > 1 else None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -40,8 +46,13 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         self._give_back()
 
+    def agree(self) -> None:
+        """Called once a step, after the step was dispatched: takes note of what came, in another process one step later."""
+        came = self._came if self._largest is None else self._largest(self._came)
+        self.received = self.received or came or None
+
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        self.received = signum
+        self._came = signum
         self._give_back()
 
     def _give_back(self) -> None:

@@ -1,0 +1,62 @@
+"""Run by test_processes.py as one of several processes: `process.py FOLDER JOBS...`, where a job is a line of JSON:
+
+{"name", "mesh", "steps", "every", "signal": [process, step] or null}. They train the same model, one job after the other; the exit code is
+that of the last one. VARIABLES of train/distributed.py say who the others are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from easypipe.train import initialize
+from easypipe.train.axes import TOKEN_AXES
+from easypipe.train.config import CheckpointConfig
+from easypipe.train.mesh import make_mesh
+from easypipe.train.signals import Interrupted
+from easypipe.train.trainer import Trainer
+from train.runs import Arithmetic, Tiny, settings
+
+
+class Placed(Arithmetic):
+    """Batches that lie on the mesh already, as easypipe's loader makes them: each process has the rows of its own devices."""
+
+    def __init__(self, mesh, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.mesh = mesh
+
+    def __iter__(self):
+        sharding = NamedSharding(self.mesh, PartitionSpec(*TOKEN_AXES))
+        for batch in super().__iter__():
+            yield {name: jax.make_array_from_callback(v.shape, sharding, v.__getitem__) for name, v in batch.items()}
+
+
+def run(folder: Path, job: dict) -> int:
+    mesh = make_mesh(job["mesh"])
+    config = settings(folder / job["name"], steps=job["steps"], checkpoint=CheckpointConfig(every=job["every"]), mesh=job["mesh"])
+
+    def listener(event) -> None:
+        if event.kind == "step" and job.get("signal") == [jax.process_index(), event.step]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        Trainer(Tiny, config, Placed(mesh), {"held": Placed(mesh, 2, seed=7)}, mesh=mesh, listener=listener).run()
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr, flush=True)
+        return stopped.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    initialize()
+    code = 0
+    for job in map(json.loads, sys.argv[2:]):
+        code = run(Path(sys.argv[1]), job)
+    print(json.dumps({"process": jax.process_index(), "of": jax.process_count(), "code": code}))
+    sys.exit(code)

@@ -1,0 +1,196 @@
+"""Runs of several processes, which meet by jax.distributed and gloo on this machine: four devices in all, however many share them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from easypipe.core.errors import ConfigError
+from easypipe.train.distributed import VARIABLES, initialize
+from easypipe.train.distributed_config import DistributedConfig
+from easypipe.train.metrics import read_metrics
+from loader_processes import free_port
+from train.runs import numbers
+
+PROGRAM = Path(__file__).with_name("process.py")
+MESH = {"data": 2, "tensor": 2}  # sums of two numbers, which are the same in any order
+
+
+def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
+    flags = f"--xla_force_host_platform_device_count={4 // count}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(PROGRAM.parents[1])}
+    if count > 1:
+        environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    command = [sys.executable, str(PROGRAM), str(folder), *map(json.dumps, jobs)]
+    each = [environment | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) for i in range(count)]
+    return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for env in each]
+
+
+def finish(processes: list[subprocess.Popen[str]], code: int = 0) -> list[str]:
+    done = [process.communicate(timeout=240) for process in processes]
+    for process, (_, said) in zip(processes, done, strict=True):
+        assert process.returncode == code, said[-4000:]
+    return [said for _, said in done]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """whole: one process, 8 steps. stopped: two processes, of which one is told to stop at step 3; four go on with it. moved: one process
+    goes on with it on another mesh."""
+    folder = tmp_path_factory.mktemp("runs")
+    job = {"steps": 8, "every": 4, "mesh": MESH}
+    said = finish(start(2, folder, job | {"name": "stopped", "signal": [1, 3]}), code=143)
+    stopped = max(int(path.name) for path in (folder / "stopped" / "checkpoints").iterdir())
+    shutil.copytree(folder / "stopped", folder / "moved")
+    four = start(4, folder, job | {"name": "stopped"})
+    finish(start(1, folder, job | {"name": "whole"}, job | {"name": "moved", "mesh": {"fsdp": 2, "sequence": 2}}))
+    finish(four)
+    return folder, said, stopped
+
+
+def curve(folder: Path) -> list[dict]:
+    return numbers(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_the_curve_is_the_same_bit_for_bit_for_one_two_and_four_processes(runs):
+    folder, _, stopped = runs
+    whole = curve(folder / "whole")
+    assert [record["step"] for record in whole] == list(range(1, 9))
+    assert "held" in whole[-1]["eval"]
+    # Before the stop written by the first of two processes, behind it by the first of four.
+    assert 3 <= stopped < 8
+    assert [r | {"eval": None} for r in curve(folder / "stopped")] == [r | {"eval": None} for r in whole]
+    assert curve(folder / "stopped")[-1]["eval"] == whole[-1]["eval"]
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
+    _, said, stopped = runs
+    for words in said:
+        assert f"step {stopped}: stopped by SIGTERM, saved in" in words
+
+
+def test_a_run_goes_on_with_other_processes_on_another_mesh(runs):
+    folder, _, _ = runs
+    for ours, theirs in zip(curve(folder / "moved"), curve(folder / "whole"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    assert curve(folder / "moved")[-1]["eval"]["held"]["loss"] == pytest.approx(
+        curve(folder / "whole")[-1]["eval"]["held"]["loss"], rel=1e-5
+    )
+
+
+ALONE = """
+from easypipe.core.errors import EasypipeError
+from easypipe.train import initialize
+from easypipe.train.distributed_config import DistributedConfig
+import sys, jax
+if sys.argv[2] == "late":
+    jax.devices()
+try:
+    initialize(DistributedConfig(coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[3]), timeout=1))
+except EasypipeError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_who_does_not_meet_the_others_says_so_in_time():
+    address, other = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    cases = [(address, "early", "0"), (other, "early", "1"), (other, "late", "1")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE, *case], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        for case in cases
+    ]
+    first, second, late = (process.communicate(timeout=120)[0] for process in started)
+    assert first.startswith(f"StallError train.distributed: process 0 of 2 did not meet the others within 1 s at {address}. See that all")
+    assert second.startswith(f"StallError train.distributed: process 1 of 2 did not meet the others within 1 s at {other}.")
+    assert late.startswith(
+        "ConfigError train.distributed: cannot be joined to other processes: JAX has made devices already. Call easypipe."
+    )
+
+
+LOST = """
+import os, sys, time
+from easypipe.train import initialize
+from easypipe.train.distributed_config import DistributedConfig
+initialize(DistributedConfig(coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2]), heartbeat=5))
+if sys.argv[2] == "1":
+    os._exit(1)
+time.sleep(90)
+"""
+
+
+def test_a_lost_process_ends_the_others_after_its_heartbeats():
+    address, environment, began = f"127.0.0.1:{free_port()}", os.environ | {"JAX_PLATFORMS": "cpu"}, time.monotonic()
+    command = [sys.executable, "-c", LOST, address]
+    started = [subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for i in range(2)]
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert b"heartbeat" in errors[0]
+    assert started[0].returncode not in (0, None)
+    assert time.monotonic() - began < 80, "it did not sleep to its end"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in (*VARIABLES.values(), "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
+    assert initialize() is False
+    alone.setenv("SLURM_NTASKS", "1")
+    assert initialize() is False
+    alone.setenv("JAX_NUM_PROCESSES", "2")
+    assert initialize(DistributedConfig(enabled=False)) is False
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "message"),
+    [
+        ({"num_processes": 2}, {}, "train.distributed.coordinator_address: not given, though num_processes is. Set it, or JAX_COORDINATOR"),
+        ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES: 'two' is no number"),
+        (
+            {"coordinator_address": "a:1", "num_processes": 2},
+            {"JAX_PROCESS_ID": "2"},
+            "train.distributed.process_id: 2 is not from 0 to 1. Number the processes from 0.",
+        ),
+        (
+            {},
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
+            "train.distributed: an indexed Kubernetes job, of which",
+        ),
+    ],
+)
+def test_a_description_that_is_not_whole_is_refused(alone, given, variables, message):
+    for name, value in variables.items():
+        alone.setenv(name, value)
+    alone.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as error:
+        initialize(DistributedConfig(**given))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"coordinator_address": "host"}, "coordinator_address: 'host' has no port. Write it as \"host:port\"."),
+        ({"num_processes": 0}, "num_processes: 0 is too small. Give at least 1."),
+        ({"timeout": 0}, "timeout: 0 is too small. Give at least 1."),
+        ({"process_id": -1}, "process_id: -1 is not from 0 up."),
+        ({"enabled": False, "process_id": 1}, "enabled: false, and the processes are described all the same"),
+    ],
+)
+def test_bad_values_are_refused(values, message):
+    with pytest.raises(ConfigError) as error:
+        DistributedConfig(**values)
+    assert str(error.value).startswith(message)
