@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +23,7 @@ from easypipe.train.lora_config import LoraConfig
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import Decoder, ModelConfig, param_count
 from easypipe.train.trainer import Trainer
+from train.hf_support import CONFIGS, tensors, write_model
 from train.runs import VOCAB, Arithmetic, Tiny, numbers, settings
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -173,6 +177,51 @@ def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path: Path, decoder: Decode
     assert numbers(again) == numbers(whole)
     with pytest.raises(StateError, match=r"has adapters of other weights: embedding, .* differ"):
         trainer(tmp_path / "two", Decoder(SHAPE, nnx.Rngs(99)), resume_changes=("model",)).run()
+
+
+EIGHT = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from easypipe.train.lora_config import LoraConfig
+from easypipe.train.models.config import PretrainedConfig
+from easypipe.train.trainer import Trainer
+from train.runs import Arithmetic, settings
+
+model, folder = sys.argv[1:]
+def run(name, **changes):
+    named = PretrainedConfig(pretrained=model, param_dtype="bfloat16")
+    return Trainer(named, settings(f"{folder}/{name}", steps=3, **changes), Arithmetic()).run()
+lora = LoraConfig(rank=2)
+one = run("one", lora=lora, mesh={"data": 8})
+cube = run("cube", lora=lora, mesh={"data": 2, "fsdp": 2, "tensor": 2}, accumulate_steps=2)
+gate = cube.model.layers.gate
+assert gate.kernel.get_value().sharding.spec == P(None, "fsdp", "tensor") and gate.kernel.dtype == "bfloat16"
+assert gate.lora_a.get_value().sharding.spec == P(None, "fsdp", None), gate.lora_a.get_value().sharding
+assert gate.lora_b.get_value().sharding.spec == P(None, None, "tensor")
+assert gate.lora_a.dtype == "float32"
+assert abs(one.last["loss"] - cube.last["loss"]) < 2e-3, (one.last, cube.last)
+assert one.last["loss"] < one.first["loss"] - 0.1
+again = run("cube", lora=lora, mesh={"fsdp": 4, "tensor": 2}, accumulate_steps=2)
+assert again.resumed_from == 3
+for a, b in zip(jax.tree.leaves(nnx.state(again.model)), jax.tree.leaves(nnx.state(cube.model)), strict=True):
+    assert (jax.device_get(a) == jax.device_get(b)).all()
+print("all equal")
+"""
+
+
+@pytest.mark.slow
+def test_on_eight_devices_adapters_lie_as_what_they_adapt(tmp_path: Path) -> None:
+    """With a base in bfloat16, accumulation, and a checkpoint that is opened on another mesh; in a process of its own."""
+    model = write_model(tmp_path / "model", CONFIGS["llama3"], tensors(CONFIGS["llama3"]))
+    tests = str(Path(__file__).parents[1])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    arguments = [sys.executable, "-c", EIGHT, str(model), str(tmp_path)]
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all equal" in done.stdout
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free"])
