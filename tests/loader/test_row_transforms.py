@@ -132,3 +132,16 @@ def test_segments_cannot_be_changed_and_errors_name_the_row():
 def test_bad_transforms(transform, version, at):
     with pytest.raises(ConfigError, match=at):
         loader(transform=transform, version=version)
+
+
+def test_ranks_draw_what_one_process_draws():
+    plain = Loader(plan_rows([CACHE], num_epochs=2), LoadStageConfig(batch_size=3, num_epochs=2))
+    for rank in range(2):
+        after = plain.map_rows(drop_tokens, version="1").map_rows(note_key, version="2").of_rank(rank, 2)
+        before = plain.of_rank(rank, 2).map_rows(drop_tokens, version="1").map_rows(note_key, version="2")
+        between = plain.map_rows(drop_tokens, version="1").of_rank(rank, 2).map_rows(note_key, version="2")
+        assert assert_same_batches(after, before) == assert_same_batches(after, between) > 5
+        with pytest.raises(StateError, match="config"):
+            before.restore(plain.of_rank(rank, 2).state().to_json())
+        with pytest.raises(StateError, match="config"):
+            after.restore(plain.of_rank(rank, 2).state().to_json())

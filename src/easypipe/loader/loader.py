@@ -23,7 +23,7 @@ from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.ranks import RankRows
-from easypipe.loader.row_transforms import MappedRows, RowTransform
+from easypipe.loader.row_transforms import MappedRows, RowTransform, transforms_of
 from easypipe.loader.rows import Rows
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.loader.steps import Steps
@@ -242,7 +242,7 @@ class Loader:
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """What decides the content of batches, and nothing that does not: mesh, micro-batches, workers and buffers are free to change."""
-        schedule, transforms = self.config.batch_size_schedule, self.rows.transforms if isinstance(self.rows, MappedRows) else ()
+        schedule, transforms = self.config.batch_size_schedule, transforms_of(self.rows)
         return {
             "batch_size": self.batch_size,
             "drop_last": self.config.drop_last,

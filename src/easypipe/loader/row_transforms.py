@@ -15,6 +15,7 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import collate
+from easypipe.loader.ranks import RankRows
 from easypipe.loader.rows import Rows
 
 CHANGEABLE = (INPUT_IDS, LOSS_MASK)
@@ -47,8 +48,7 @@ class MappedRows:
             raise ConfigError(
                 at="map_rows.version", problem=f"{version!r} names no version", fix="Give text, and another when the function changes."
             )
-        below = rows.transforms if isinstance(rows, MappedRows) else ()
-        self.transforms: tuple[tuple[str, str], ...] = (*below, (_name(transform), version))
+        self.transforms: tuple[tuple[str, str], ...] = (*transforms_of(rows), (_name(transform), version))
         self.seq_length = rows.seq_length
         self.pad_token_id = rows.pad_token_id
         self.num_epochs = rows.num_epochs
@@ -88,7 +88,8 @@ class MappedRows:
             one = {name: columns[name][i] for name in (*CHANGEABLE, SEGMENT_IDS, POSITION_IDS)}
             one[SEGMENT_IDS].flags.writeable = one[POSITION_IDS].flags.writeable = False
             try:
-                made = self._transform(one, fold(self._seed, "row_transform", len(self.transforms) - 1, epoch, row))
+                key = fold(self._seed, "row_transform", len(self.transforms) - 1, epoch, _row_of_run(self._rows, row))
+                made = self._transform(one, key)
             except Exception as error:
                 error.add_note(f"row transform {self.transforms[-1][0]!r}, epoch {epoch}, row {row}")
                 raise
@@ -115,6 +116,21 @@ class MappedRows:
                 fix=f"Return integers of shape ({width},) for {' and '.join(CHANGEABLE)}, or None.",
             )
         return array
+
+
+def transforms_of(rows: Rows) -> tuple[tuple[str, str], ...]:
+    """(name, version) of every transform of rows, the first one first."""
+    while isinstance(rows, RankRows):
+        rows = rows.below
+    return rows.transforms if isinstance(rows, MappedRows) else ()
+
+
+def _row_of_run(rows: Rows, row: int) -> int:
+    """The number of a row among those of all ranks, so that what it becomes does not depend on how many there are."""
+    while isinstance(rows, MappedRows | RankRows):
+        row = rows.row_below(row) if isinstance(rows, RankRows) else row
+        rows = rows.below
+    return row
 
 
 def _name(function: Any) -> str:
