@@ -230,19 +230,30 @@ class _Worker:
         except BrokenPipeError:
             return [self._end()]
         answers: list[dict[str, Any]] = []
-        held, source = bytearray(), self._process.stdout.fileno()
+        held, source, at = b"", self._process.stdout.fileno(), 0
+        read: list[bytes] = []
+        missing = 1  # bytes at least, until there is another whole answer
         while len(answers) < count:
+            if sum(map(len, read)) >= missing:
+                held, at = b"".join([held[at:], *read]), 0
+                read.clear()
+                stop = 0
+                while (end := held.find(b"\n", at)) >= 0:
+                    answer = json.loads(held[at:end])
+                    stop = end + 1 + answer.get("size", 0)
+                    if stop > len(held):
+                        break
+                    if "size" in answer:
+                        answer["text"] = held[end + 1 : stop].decode("utf-8", "surrogatepass")
+                    answers.append(answer)
+                    at = stop
+                missing = 1 if end < 0 else stop - len(held)
+                continue
             if not select.select([source], [], [], STALL_SECONDS)[0]:
                 raise StallError(at="chat template", problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s", fix="Run again.")
-            read = os.read(source, 1 << 20)
-            if not read:
+            read.append(os.read(source, 1 << 20))
+            if not read[-1]:
                 return [self._end()]
-            if b"\n" not in read:
-                held += read
-                continue
-            *lines, rest = (bytes(held) + read).split(b"\n")
-            held = bytearray(rest)
-            answers += [json.loads(line) for line in lines]
         return answers
 
     def _end(self) -> dict[str, Any]:

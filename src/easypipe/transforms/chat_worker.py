@@ -1,8 +1,9 @@
 """A process of its own for chat templates, which are programs of strangers: the system ends it where one takes too long or too much.
 
 A request is a line of JSON: {"template": …, "rows": [{"messages": …, "tools": …} or {"fields": …}, …]}; the answers are lines of
-JSON, one a row: {"text": …, "spans": [[a, b], …], "end": 0} or {"refused": reason, "detail": …} or {"hostile": detail}. The number of
-the row at hand stands in a file that the reader shares, for when this process is ended. Reads until its input ends.
+JSON, one a row: {"spans": [[a, b], …], "end": 0, "size": n}, with the n bytes of the text behind it, or {"refused": reason, "detail": …}
+or {"hostile": detail}. The number of the row at hand stands in a file that the reader shares, for when this process is ended. Reads until
+its input ends.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def main() -> None:
                 templates[key] = _compiled(spec)
             answer = _answer(templates[key], row, spec)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            text = answer.pop("text", None)
+            data = b"" if text is None else text.encode("utf-8", "surrogatepass")  # not as JSON, which is slow with many lines
+            sys.stdout.buffer.write(json.dumps(answer if text is None else answer | {"size": len(data)}).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
 
 
