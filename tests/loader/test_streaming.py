@@ -31,6 +31,7 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StallError, StateError, TokenizerError
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader import streaming_read, streaming_window
 from easypipe.loader.state import LoaderState
 from easypipe.loader.streaming import StreamLoader, default_streams
 from easypipe.loader.streaming_read import Place
@@ -564,3 +565,20 @@ def test_json_arrays_and_csv_are_counted_as_ever(tmp_path: Path) -> None:
         assert open_forward(str(tmp_path / name)) is None
         datasets = (DatasetConfig(name="code", data_files=str(tmp_path / name)),)
         assert sum(segments(list(build(tmp_path, datasets=datasets, mix=None))).values()) == 2
+
+
+def test_a_small_dataset_is_read_once_however_often_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[list[Any], int]:
+        read: list[tuple[int, int, int]] = []
+        load = ForwardDocuments.load
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ForwardDocuments, "load", lambda self, *chunk: read.append(chunk) or load(self, *chunk))
+            loader = build(tmp_path, mix=MixStageConfig(weights={"docs": 0.05, "code": 0.95}, stop_strategy="restart"))
+            return list(itertools.islice(iter(loader), 30)), len(read)
+
+    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", 256)
+    kept, few = run()
+    monkeypatch.setattr(streaming_read, "KEPT_BYTES", 0)
+    anew, many = run()
+    assert_same_batches(anew, kept)
+    assert 3 * few < many

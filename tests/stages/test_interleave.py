@@ -99,11 +99,12 @@ def test_refusals(tmp_path: Path) -> None:
         block_mixture_interleave(both, seed=1, block_rows=0)
 
 
-def test_tokens_mix_without_a_pipeline(tmp_path: Path) -> None:
+def test_tokens_mix_without_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MixedShardedSource.of gives the rows that Pipeline.mix gives; and sources of token columns are adopted."""
     data = Pipeline(config(tmp_path)).source().tokenize()
     options = MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy="all_exhausted", max_epochs={"code": 1})
-    alone = MixedShardedSource.of(data.get_data(), options, seed=7, cache_dir=tmp_path / "other")
+    monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "other"))
+    alone = MixedShardedSource.of(data.get_data(), options, seed=7)
     rows = alone.shards[0].num_rows
     assert alone.read(0, 0, rows).equals(data.mix(options).get_data()["mixed"].read(0, 0, rows))
     laws.assert_stateless_reads(alone, cuts=(1, 7))

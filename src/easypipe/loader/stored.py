@@ -239,7 +239,7 @@ class StoredRows:
             shard, start, stop = self._index.spans[number]
             try:
                 block = decode(self._source.read(shard, start, stop), self._names, self._source.shards[shard].name, start)
-            except Exception as error:
+            except Exception as error:  # whatever a source raises, a user's own too: it goes on, and says where it was
                 error.add_note(f"shard {shard} ({self._source.shards[shard].name}), rows {start}:{stop}")
                 raise
             with self._lock:

@@ -290,7 +290,7 @@ class StreamBatches(Iterator[dict[str, Any]]):
             self._maker.abandoned = True  # whoever hangs is not waited for
             self._end()
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C as well: whoever gets no batch gets no further one, and no thread stays behind
             self._end()
             raise
         if newest:

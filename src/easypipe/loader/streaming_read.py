@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ UNPACKED = 4  # plain bytes that a compressed byte is taken for
 ROWS_OF_UNKNOWN_SIZE = 1 << 10
 FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
 EMPTY_PASSES = 64  # in a row, before a stream takes it that no pass will bring it a document: each deals anew
+KEPT_BYTES = 16 << 20  # of documents of a dataset that is read again and again; a larger one is read anew in every pass
 MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
 
 
@@ -40,8 +42,8 @@ class Loaded:
     """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos: Bool[n]. mask: UInt8, one for each id.
 
     ended: nothing of its entry stands behind the chunk. rows: physical rows that were read; rejects: how many of them by reason.
-    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what became of special strings in the texts. lengths:
-    documents over max_length by policy; `pieces`: documents more than rows that became some.
+    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what became of special strings in the texts.
+    lengths: documents over max_length by policy; `pieces`: documents more than rows that became some.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -105,6 +107,10 @@ class Deal:
         entries = list(self._entries(shards))
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self.files_forward = bool((self._entries_at[:, 2] < 0).any())
+        # A small dataset with a large weight is gone through thousands of times, a few documents at a time.
+        self._room = KEPT_BYTES if total * UNPACKED <= KEPT_BYTES else 0
+        self._kept: dict[tuple[int, int, int], Loaded] = {}
+        self._lock = threading.Lock()
 
     @property
     def shuffled(self) -> bool:
@@ -134,12 +140,26 @@ class Deal:
             entry, chunk = entry + 1 if self.files_forward or chunk else entry + (stream - entry) % streams, 0
         return None
 
-    def load(self, place: Place) -> Loaded:
+    def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
+        """The chunk at `place`: read on the pool, or there at once."""
         shard, start, stop = self.entry(place.epoch, place.entry)
-        if stop >= 0:
-            return self.source.load(shard, start, stop)
-        start = place.chunk * self.piece
-        return self.source.load(shard, start, start + self.piece)
+        if stop < 0:
+            start, stop = place.chunk * self.piece, (place.chunk + 1) * self.piece
+        kept = self._kept.get((shard, start, stop))
+        if kept is None:
+            return pool.submit(self._load, (shard, start, stop))
+        there: Future[Loaded] = Future()
+        there.set_result(kept)
+        return there
+
+    def _load(self, chunk: tuple[int, int, int]) -> Loaded:
+        loaded = self.source.load(*chunk)
+        num_bytes = loaded.ids.nbytes + loaded.offsets.nbytes + loaded.has_eos.nbytes + (0 if loaded.mask is None else loaded.mask.nbytes)
+        with self._lock:
+            if num_bytes <= self._room and chunk not in self._kept:
+                self._room -= num_bytes
+                self._kept[chunk] = loaded
+        return loaded
 
     def _entries(self, shards: Sequence[Shard]) -> Iterator[tuple[int, int, int]]:
         cuts = sum(len(shard.cuts) for shard in shards)
@@ -353,4 +373,4 @@ class Cursor:
                 place = self._next
             if place is None:
                 return
-            self._ahead.append((place, self._pool.submit(self._deal.load, place)))
+            self._ahead.append((place, self._deal.ask(place, self._pool)))

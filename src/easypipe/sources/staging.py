@@ -264,7 +264,7 @@ class Staged:
                 self._staging.grow(sum(absent.size for _, absent in coming) * BLOCK)
                 try:
                     _all(self._staging.pool, work)
-                except BaseException:  # some of it may have come; it is asked for again
+                except BaseException:  # Ctrl-C as well: room that was counted is given back; what came is asked for again
                     self._staging.grow(-sum(absent.size for _, absent in coming) * BLOCK)
                     raise
                 for part, absent in coming:

@@ -19,6 +19,7 @@ from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedDa
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.spec import Unit
+from easypipe.stages.caching import cache_folder
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.saved import TokenInfo
 from easypipe.stages.schedule import (
@@ -222,7 +223,7 @@ class MixedShardedSource(ShardedDataSource):
         sources: Mapping[str, ShardedSource],
         config: MixStageConfig | None = None,
         *,
-        cache_dir: str | Path,
+        cache_dir: str | Path | None = None,
         seed: int = 0,
         shuffle: bool = True,
         tokenizer: TokenizerConfig | str | None = None,
@@ -230,14 +231,15 @@ class MixedShardedSource(ShardedDataSource):
         """A mixture without a pipeline.
 
         sources: documents of tokens by name, as `Pipeline.tokenize()` makes them, or any with a column `input_ids`. cache_dir: where plans
-        are kept, and tokens that are in no cache yet. shuffle: a new permutation of every dataset each pass; False keeps their order.
+        are kept, and tokens that are in no cache yet; None takes EASYPIPE_CACHE, else the user's cache folder. shuffle: a new permutation of every dataset each pass; False keeps their order.
         tokenizer: whose the tokens are, where a source does not say it.
         Raises what `Pipeline.mix` raises.
         """
         from easypipe.stages.config import OrderConfig, PipelineConfig  # it knows this module
 
         options = PipelineConfig(datasets=(), default_tokenizer=tokenizer, order=OrderConfig(shuffle=shuffle))
-        context = PipelineContext(config=options, seed=seed, cache_dir=Path(cache_dir).expanduser().absolute())
+        folder = cache_folder(cache_dir)
+        context = PipelineContext(config=options, seed=seed, cache_dir=folder.local, cache=folder if folder.remote else None)
         mixed = MixStage(config or MixStageConfig()).process(dict(sources), context)["mixed"]
         assert isinstance(mixed, cls)
         return mixed
