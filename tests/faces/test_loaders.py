@@ -10,12 +10,22 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from easypipe import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory, TaskSpec, create_causal_lm_collate, create_masked_lm_collate
+from easypipe import (
+    DataLoaderBuilder,
+    DataLoaderConfig,
+    DataLoaderFactory,
+    PackStageConfig,
+    Pipeline,
+    TaskSpec,
+    create_causal_lm_collate,
+    create_masked_lm_collate,
+)
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batch, assert_same_batches
+from pipelines import config
 from strategies import examples
 
 
@@ -272,3 +282,14 @@ def test_configs_that_mean_nothing_are_refused(options, message):
 def test_what_is_no_dataset_is_refused():
     with pytest.raises(ConfigError, match="dataset: int gives no rows by number"):
         loader(5)
+
+
+def test_a_ranks_batch_is_explained_by_the_documents_that_stand_in_it(tmp_path):
+    packed = Pipeline(config(tmp_path)).source().tokenize().mix().pack(PackStageConfig(seq_length=64))
+    whole = packed.load(LoadStageConfig(batch_size=2)).build()
+    one = whole.of_rank(1, 2)
+    [first, second] = one.explain(0).rows
+    assert [row.segments for row in (first, second)] == [whole.explain(step).rows[1].segments for step in (0, 1)]
+    batch = next(iter(one))
+    ids = [token for segment in first.segments for token in segment.ids]
+    assert batch["input_ids"][0][: len(ids)].tolist() == ids
