@@ -16,8 +16,10 @@ from easypipe import BaseStage, ConfigError, DatasetConfig, Pipeline, PipelineCo
 from easypipe.core.protocols import ProgressEvent
 from easypipe.executors.ray import prepare_on_ray
 from easypipe.pipeline import _Remade
+from easypipe.stages.caching import CacheConfig
 from easypipe.stages.source import SourceStage
 from easypipe.stages.tokenize import TokenizeStage, TokenizeStageConfig
+from stores import Store
 from token_support import small_tokenizer_folder, texts
 
 ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
@@ -153,3 +155,24 @@ def test_f15_many_tiny_files_cost_little_each(tmp_path: Path) -> None:
     made.build()
     each = (time.perf_counter() - started) / len(files)
     assert each < 0.1, f"{each * 1e3:.0f} ms for each file"  # 20 ms on a quiet machine: benchmarks are for that
+
+
+def test_a_cache_in_a_bucket_is_filled_by_the_nodes(tmp_path: Path, s3: Store) -> None:
+    files, bucket = write_files(tmp_path / "data", 6), s3.new()
+    made = []
+    for name, executor in (("here", "local"), ("spread", "ray")):
+        url = f"{bucket}/{name}"
+        options = {"cache_dir": url, "cache": CacheConfig(storage_options=s3.options), "executor": executor, "save": None}
+        config = PipelineConfig(
+            datasets=(DatasetConfig(name="d", data_files=files, tokenizer=str(small_tokenizer_folder())),), seed=1, **options
+        )
+        chain = Pipeline(config).source().tokenize()
+        chain.copy().save({"output_dir": tmp_path / name, "num_shards": 2}).build()
+        facts = chain.get_data()["d"].materialize().manifest.facts
+        assert facts["ranges_reused"] == (6 if executor == "ray" else 0), "nothing was tokenized by this process"
+        made.append({file: data for file, data in s3.files(url).items() if file.startswith("tokens/")})
+    assert made[0] == made[1]
+    assert len(made[0]) == 6
+    assert [path.read_bytes() for path in sorted((tmp_path / "here").glob("part-*"))] == [
+        path.read_bytes() for path in sorted((tmp_path / "spread").glob("part-*"))
+    ]

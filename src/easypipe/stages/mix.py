@@ -231,7 +231,8 @@ class MixedShardedSource(ShardedDataSource):
         """A mixture without a pipeline.
 
         sources: documents of tokens by name, as `Pipeline.tokenize()` makes them, or any with a column `input_ids`. cache_dir: where plans
-        are kept, and tokens that are in no cache yet; None takes EASYPIPE_CACHE, else the user's cache folder. shuffle: a new permutation of every dataset each pass; False keeps their order.
+        are kept, and tokens that are in no cache yet; None takes EASYPIPE_CACHE, else the user's cache folder. shuffle: a new permutation
+        of every dataset each pass; False keeps their order.
         tokenizer: whose the tokens are, where a source does not say it.
         Raises what `Pipeline.mix` raises.
         """
