@@ -181,10 +181,16 @@ def is_unicode(value: Any) -> bool:
         return False
 
 
+def _texts_of(row: Mapping[str, Any]) -> Iterator[str]:
+    """What makes a row long: what its messages, or fields, say."""
+    parts = row["messages"] if "messages" in row else [row["fields"]]
+    return (value for part in parts for value in part.values() if isinstance(value, str))
+
+
 def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
     first = size = 0
     for i, row in enumerate(rows):
-        size += sum(len(str(part)) for part in row.get("messages") or row.values())
+        size += sum(len(part) for part in _texts_of(row))
         if i + 1 - first >= BATCH_ROWS or size >= BATCH_CHARACTERS:
             yield rows[first : i + 1]
             first, size = i + 1, 0

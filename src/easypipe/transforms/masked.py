@@ -61,7 +61,7 @@ def encode_masked(
     for i, (tokens, mask) in enumerate(_encoded(tokenizer, texts, spans, reference=reference)):
         if raw:
             tokens, mask, special[i] = _settled(tokenizer, texts[i], spans[i], tokens, mask)
-        prefix = () if tuple(tokens[: len(before)].tolist()) == before else before
+        prefix = () if not before or tuple(tokens[: len(before)].tolist()) == before else before
         suffix, room = after, len(prefix) + len(after)
         closed = len(tokens) > 0 and int(tokens[-1]) == eos
         cut = 0 if limit is None else max(0, len(tokens) + room - limit)
@@ -75,9 +75,12 @@ def encode_masked(
                     fix="Name its eos_token in tokenizer_config.json.",
                 )
             suffix = (eos,)
-        last = ends[i] == TRAINED_END and not cut
-        ids.append(np.concatenate([np.asarray(prefix, np.uint32), tokens, np.asarray(suffix, np.uint32)]))
-        masks.append(np.concatenate([np.zeros(len(prefix), np.uint8), mask, np.full(len(suffix), last, np.uint8)]))
+        if prefix or suffix:
+            last = ends[i] == TRAINED_END and not cut
+            tokens = np.concatenate([np.asarray(prefix, np.uint32), tokens, np.asarray(suffix, np.uint32)])
+            mask = np.concatenate([np.zeros(len(prefix), np.uint8), mask, np.full(len(suffix), last, np.uint8)])
+        ids.append(tokens)
+        masks.append(mask)
         front[i], added[i], truncated[i] = len(prefix), len(prefix) + len(suffix), cut
     lengths = np.array([len(tokens) for tokens in ids], np.int64)
     return Masked(
@@ -155,8 +158,8 @@ def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Seque
     starts, stops: Int64[tokens], the first character of each token and the one behind its last, ascending.
     """
     mask = np.zeros(len(starts), np.uint8)
-    for begin, end in spans:
-        first = int(np.searchsorted(stops, begin, side="right"))
-        last = int(np.searchsorted(starts, end, side="left"))
+    edges = np.asarray(spans, np.int64).reshape(-1, 2)
+    firsts, lasts = stops.searchsorted(edges[:, 0], side="right"), starts.searchsorted(edges[:, 1], side="left")
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         mask[first:last] = 1
     return mask
