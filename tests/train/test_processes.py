@@ -33,11 +33,12 @@ def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for env in each]
 
 
-def finish(processes: list[subprocess.Popen[str]], code: int = 0) -> list[str]:
+def finish(processes: list[subprocess.Popen[str]], code: int = 0) -> list[tuple[str, str]]:
+    """What each has printed, and said beside it."""
     done = [process.communicate(timeout=240) for process in processes]
     for process, (_, said) in zip(processes, done, strict=True):
         assert process.returncode == code, said[-4000:]
-    return [said for _, said in done]
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,14 @@ def test_the_curve_is_the_same_bit_for_bit_for_one_two_and_four_processes(runs):
 
 def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
     _, said, stopped = runs
-    for words in said:
+    for _, words in said:
         assert f"step {stopped}: stopped by SIGTERM, saved in" in words
+
+
+def test_hybrid_puts_data_across_processes_and_fsdp_within(runs):
+    _, said, _ = runs
+    for out, _ in said:
+        assert json.loads(out.splitlines()[-1]) == [[0, 0], [1, 1]], "which process's devices lie along data, and along fsdp"
 
 
 def test_a_run_goes_on_with_other_processes_on_another_mesh(runs):

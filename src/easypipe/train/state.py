@@ -258,14 +258,13 @@ def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh)
             raise ConfigError(
                 at=f"model.{name}", problem=f"dimension {dimension} is labelled {label!r}", have=known, fix=did_you_mean(str(label), known)
             )
-        parts = 1
-        for part in axis if isinstance(axis, tuple) else (axis,):
-            parts *= 1 if part is None else mesh.shape[part]
+        over = axes_of(axis)  # pyright: ignore[reportArgumentType]
+        parts = math.prod(mesh.shape[part] for part in over)
         if shape[dimension] % parts:
             raise ConfigError(
                 at=f"model.{name}",
                 problem=f"dimension {dimension} ({label}) of {shape} does not divide by mesh axis {axis!r} of {parts}",
-                fix=f"Choose a multiple of {parts}, or a smaller mesh.{axis if isinstance(axis, str) else ' or mesh.'.join(axis)}.",
+                fix=f"Choose a multiple of {parts}, or a smaller mesh.{' or mesh.'.join(over)}.",
             )
         axes.append(axis)
     return PartitionSpec(*axes)
