@@ -50,8 +50,9 @@ def recall(name: str, folder: CacheFolder) -> Mapping[str, Any]:
     fix = "Give the config that made it: easypipe verify PATH CONFIG.YAML --repair."
     kept = _read(folder, name)
     if not kept:
-        fix = f"{fix} (or set EASYPIPE_CACHE to the cache folder that it was made with)"
-        raise ConfigError(at=str(_path(folder, name)), problem="nobody noted what made this", fix=fix)
+        problem = "is not there, so nobody knows what made this"
+        fix = f"Set EASYPIPE_CACHE to the cache folder that it was made with. Or: {fix}"
+        raise ConfigError(at=str(_path(folder, name)), problem=problem, fix=fix)
     if kept["unknown"]:
         raise ConfigError(at=str(_path(folder, name)), problem=kept["unknown"], fix=fix)
     if not Path(kept["folder"]).is_dir():
