@@ -58,7 +58,7 @@ def _encode(row: dict[str, Any], path: str, template: str) -> dict[str, Any]:
     tokenizer = _LOADED.get(path)
     if tokenizer is None:
         tokenizer = _LOADED[path] = transformers.PreTrainedTokenizerFast(tokenizer_file=path)
-    found = tokenizer.apply_chat_template(
+    found: Any = tokenizer.apply_chat_template(
         json.loads(row["messages"]),
         tools=json.loads(row["tools"]),
         chat_template=template,
@@ -96,7 +96,7 @@ def main() -> None:
         first = cache.read(0, 0, len(rows)).slice(0, 200).to_pylist()
         if not options.unmarked:
             for own in first:
-                peer = made[own["__row_number__"]]
+                peer: Any = made[own["__row_number__"]]
                 if (own["input_ids"], own["loss_mask"]) != (peer["input_ids"], peer["assistant_masks"]):
                     raise SystemExit(f"row {own['__row_number__']}: other tokens, or another mask")
         report.facts["rows"], report.facts["tokens_a_row"] = len(rows), round(cache.manifest.counts.tokens / cache.num_docs)

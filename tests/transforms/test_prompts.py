@@ -171,6 +171,8 @@ def test_sharegpt_is_openai_in_other_words() -> None:
     assert expected[1] == ['<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>', "Three<|im_end|>"]
     with pytest.raises(SourceError, match="unknown_role: message 1 is from 'bot'"):
         shown({"conversations": [turns[1], {"from": "bot", "value": "x"}]}, format_type="sharegpt")
+    with pytest.raises(SourceError, match="not_a_message: message 1 has no value"):
+        shown({"conversations": [turns[1], {"from": "gpt"}]}, format_type="sharegpt")
     with pytest.raises(ConfigError, match=r"roles.bot: 'robot' is no role"):
         PromptConfig(format_type="sharegpt", roles={"bot": "robot"})
 

@@ -151,6 +151,8 @@ class TalkFormat:
         for i, message in enumerate(talk):
             if isinstance(message["role"], BadRole):
                 return "unknown_role", f"message {i} is from {str(message['role'])!r}; roles names those that are known"
+            if self._roles is not None and message.get("content") is None and not message.get("tool_calls"):
+                return "not_a_message", f"message {i} has no value"
             flag = message.get(FLAG)
             if flag is None:
                 continue
