@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,18 @@ def test_bfloat16_multiplies_and_float32_is_updated():
         jnp.array_equal(before[name].astype(jnp.bfloat16), after[name].astype(jnp.bfloat16)) for name in before if "kernel" not in name
     ]
     assert any(rounded), "in bfloat16 nothing would have moved"
+
+
+def test_hybrid_wants_hosts_alike_and_data_across_them():
+    def hosts(*sizes):
+        return [SimpleNamespace(platform="cpu", process_index=host) for host, size in enumerate(sizes) for _ in range(size)]
+
+    with pytest.raises(ConfigError, match=r"mesh\.preset: hybrid wants hosts alike, and these have 2, 4 devices"):
+        make_mesh("hybrid", devices=hosts(4, 2))
+    with pytest.raises(
+        ConfigError, match=r"mesh\.data: hybrid puts data across 2 hosts .*Let fsdp x sequence x tensor divide the 4 devices of"
+    ):
+        make_mesh({"preset": "hybrid", "fsdp": 8}, devices=hosts(4, 4))
 
 
 def test_meshes_and_batches_that_do_not_fit_say_what_would():

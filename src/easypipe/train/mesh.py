@@ -37,13 +37,13 @@ def make_mesh(mesh: MeshConfig | Mapping[str, Any] | str | None = None, *, devic
 
 
 def _slices(devices: Sequence[Any]) -> list[int] | None:
-    """The slice of each device, where they are TPUs of several; None elsewhere."""
+    """The slice of each device, where the platform knows several: TPU slices, GPUs that one fabric joins. None elsewhere."""
     found = [getattr(device, "slice_index", 0) for device in devices]
     return found if len(set(found)) > 1 else None
 
 
 def _groups(devices: Sequence[Any]) -> dict[int, list[Any]]:
-    """Devices that fast links join: those of a slice of TPUs; of a host elsewhere."""
+    """Devices that fast links join: those of a slice; of a process, where the platform knows none."""
     if devices[0].platform == "tpu" and _slices(devices) is None:
         return {0: list(devices)}
     groups: dict[int, list[Any]] = {}
