@@ -184,7 +184,7 @@ def compare(options: Any) -> None:
             encode_alone(columns, tokenizer, fast, threads)
             return megabytes
 
-        own = {f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n) for n in (1, 2)} if fast else {}
+        own: dict[str, Any] = {f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n) for n in (1, 2)} if fast else {}
         own = own or {"encode_batch_fast alone, all cores": functools.partial(alone, 0)}
         if importlib.util.find_spec("transformers"):
             own[DOCUMENTED] = run_documented

@@ -91,7 +91,8 @@ class MappedFiles:
         if region is None:
             raise CacheError(at=paths[0], problem=f"no room for the addresses of {int(places[-1])} bytes", fix="Raise ulimit -v.")
         self.addresses: NDArray[np.uint64] = places[:-1].astype(np.uint64) + np.uint64(region)
-        weakref.finalize(self, _forget, self._number, region, int(places[-1]))
+        gone = weakref.finalize(self, _forget, self._number, region, int(places[-1]))
+        gone.atexit = False  # threads that still read when the process ends are not to find nothing there
 
     @property
     def most(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 from easypipe.core import storage
 from easypipe.core.config import CODE_KEYS, to_dict
-from easypipe.core.errors import ConfigError, EasypipeError, StorageError
+from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, StorageError
 from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
 from easypipe.sources.cache_folder import CacheFolder
@@ -38,7 +38,7 @@ def remember(name: str, stages: Sequence[BaseStage], context: PipelineContext, f
     here = own if folder is None else folder
     path = _path(here, name)
     try:
-        if storage.exists(path, here.options) and not _read(here, name).get("unknown", "?"):
+        if not _read(here, name).get("unknown", "?"):
             return
         storage.commit_json(path, _described(stages, context), here.options)
     except StorageError as error:
@@ -78,12 +78,9 @@ def _path(folder: CacheFolder, name: str) -> Path | str:
 
 
 def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
-    path = _path(folder, name)
-    if not storage.exists(path, folder.options):
-        return {}
     try:
-        kept = storage.read_json(path, folder.options)
-    except StorageError:  # it is written again when the data is made again
+        kept = storage.read_json(_path(folder, name), folder.options)
+    except (MissingFileError, StorageError):  # it is written again when the data is made again
         return {}
     return kept if isinstance(kept, dict) and {"config", "stages", "folder", "unknown"} <= kept.keys() else {}
 
