@@ -230,6 +230,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "transforms/test_prompts.py::test_template_input_columns_and_label_column_say_what_is_written",
             "the column that is trained",
         ),
+        "rejected_column": Effect(
+            "output",
+            "stages/test_pair_rows.py::test_a_document_is_both_answers_as_the_engine_writes_them",
+            "pairs",
+            "refused: there are no pairs",
+        ),
         "tools_column": Effect(
             "output", "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date", "the tools that templates are told"
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import yaml
 
 import easypipe
-from easypipe import DatasetConfig, Discovery, Pipeline, PipelineConfig, TokenFilesConfig, discover, tokenize_and_save
+from chat_support import CHATML, chat_tokenizer
+from easypipe import DatasetConfig, Discovery, Pipeline, PipelineConfig, PromptEngine, TokenFilesConfig, discover, tokenize_and_save
 from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
@@ -273,12 +275,32 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no columns among them \(have: a, b\)\. Name them: kind='text'"):
         unknown.propose()
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
-    pairs = discover(jsonl(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "c", "rejected": "r"}]))
-    with pytest.raises(ConfigError, match="propose it with kind='prompt_completion'"):
-        pairs.propose()
-    assert (
-        pairs.propose(kind="prompt_completion", columns={"prompt": "prompt", "completion": "chosen"}).fields["completion_field"] == "chosen"
-    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "p ", "chosen": "c", "rejected": "r"},
+        {"chosen": "p: c", "rejected": "p: r"},
+        {side: [{"role": "user", "content": "p"}, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")},
+    ],
+    ids=["prompt", "text", "messages"],
+)
+def test_pairs_are_proposed_as_pairs(tmp_path: Path, row: dict[str, Any]) -> None:
+    pairs = discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3))
+    prompt = pairs.propose().fields["prompt"]
+    assert (prompt.answer, prompt.rejected_column) == ("chosen", "rejected")
+    if prompt.format_type == "chat":
+        prompt = dataclasses.replace(prompt, template=CHATML)
+    better, worse = PromptEngine(chat_tokenizer(), prompt).encode_pair(row)
+    assert better["loss_mask"].any()
+    assert worse["loss_mask"].any()
+
+
+def test_pairs_without_their_prompt_are_refused(tmp_path: Path) -> None:
+    row = {"prompt": "p", **{side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}}
+    with pytest.raises(ConfigError, match="begin with the answer"):
+        discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3)).propose()
 
 
 def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from chat_support import chat_tokenizer
+from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, PipelineConfig, PromptConfig, RunConfig
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.run import train
 from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, TrainConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.lora_config import LoraConfig
@@ -28,6 +31,7 @@ from easypipe.train.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 SLOTS, VOCAB = 16, 40
+PAIRS: Any = {"format_type": "prompt_completion", "input_columns": ("prompt",)}
 CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2)
 
 
@@ -171,6 +175,30 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert stopping == 3
     parts = losses(tmp_path / "parts", **checkpoint)
     assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+
+
+def test_a_run_is_told_by_its_configuration(tmp_path):
+    """From rows to the loss: the whole chain that `easypipe train configs/dpo.yaml` runs."""
+    rows = [{"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{n}, I think"} for n in range(8)]
+    data = PipelineConfig(
+        datasets=[DatasetConfig(data_files=rows, prompt=PromptConfig(label_column="chosen", rejected_column="rejected", **PAIRS))],
+        default_tokenizer=chat_tokenizer(),
+        seed=1,
+        cache_dir=tmp_path,
+        pack=PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop"),
+        load=LoadStageConfig(batch_size=2, num_epochs=None),
+    )
+    settings = TrainConfig(
+        output_dir=tmp_path / "run",
+        steps=4,
+        preference=PreferenceConfig(beta=0.5),
+        optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=0),
+    )
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    result = train(RunConfig(data=data, train=settings, model=ModelConfig(**size)))
+    assert result.first["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert result.last["loss"] < result.first["loss"]
+    assert result.first["num_targets"] == 2 * 2  # two rows, two pairs in each
 
 
 def test_a_run_with_adapters_keeps_only_them_twice(tmp_path):

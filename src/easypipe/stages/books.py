@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from easypipe.core.errors import ConfigError
 from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
@@ -15,7 +16,7 @@ from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource
 from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.stages.tokens import is_documents
+from easypipe.stages.tokens import is_documents, is_paired
 
 
 def is_endless(source: ShardedSource) -> bool:
@@ -24,6 +25,10 @@ def is_endless(source: ShardedSource) -> bool:
 
 def rows_of(source: ShardedSource) -> ShardedSource:
     """What is written of a source: token documents from their cache, everything else as it is."""
+    mixed = isinstance(source, MixedShardedSource) and not isinstance(source, PackedShardedSource)
+    if is_paired(source) or (mixed and source.mixture.paired):
+        fix = "Call pack() before save(), or load them without."
+        raise ConfigError(at="save", problem="pairs of answers have no columns of their own until they are packed", fix=fix)
     if not is_documents(source):
         return source
     if isinstance(source, TokenizedShardedSource) and source.keep:

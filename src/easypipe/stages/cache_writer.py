@@ -138,6 +138,7 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
         counts=totals.counts(),
         fingerprint=digest("tokens", tokenizer.fingerprint, [[p.shard, p.start, p.stop, p.content] for p in totals.parts]),
         loss_mask=form.masked,
+        pairs=form.pairs,
         quarantine=quarantine,
         facts={
             "seconds": round(seconds, 3),

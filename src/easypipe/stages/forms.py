@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import ShardedSource
+from easypipe.stages.pair_rows import PairForm
 from easypipe.stages.prompt_rows import PROMPT_OPTIONS, PromptForm, lengths_identity
 from easypipe.stages.ranges import recipe_of
 from easypipe.stages.text_rows import Texts, read_texts, require_text
@@ -22,11 +23,13 @@ class RowForm(Protocol):
     """How rows are read and encoded. Law: row-wise; what a row becomes depends on the row alone.
 
     columns: those of the source that are read. label: how errors and manifests call them. masked: documents carry a loss_mask.
+    pairs: every document is two answers.
     """
 
     columns: tuple[str, ...]
     label: str
     masked: bool
+    pairs: bool
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         """Raises SourceError where a column is missing or of a type that cannot be it. Reads no rows."""
@@ -43,6 +46,8 @@ class RowForm(Protocol):
 
 class TextForm:
     """One column of text; every token is trained. lengths: what cuts them in place of max_length."""
+
+    pairs = False
 
     def __init__(self, content_field: str, lengths: Lengths | None = None) -> None:
         self.columns, self.label = (content_field,), content_field
@@ -77,7 +82,10 @@ def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) 
         if dataset.prompt is None and error.at == "template":
             error = ConfigError(at="chat_template", problem=error.problem, have=error.have, fix=error.fix)
         raise error.under(at if error.at == "tokenizer" or error.at.startswith("length.") else inside) from None
-    return TextForm(prompt.inputs[0], engine.lengths) if prompt.format_type == "text" else PromptForm(engine, source.schema.names)
+    if prompt.format_type == "text":
+        return TextForm(prompt.inputs[0], engine.lengths)
+    form = PromptForm if prompt.rejected_column is None else PairForm
+    return form(engine, source.schema.names)
 
 
 def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:

@@ -31,7 +31,7 @@ from easypipe.stages.schedule import (
     exact_points,
     exact_weights,
 )
-from easypipe.stages.tokens import require_documents, same_tokenizer, token_info
+from easypipe.stages.tokens import require_documents, same_kind, same_tokenizer, token_info
 from easypipe.transforms.tokenizer import TokenizerConfig
 
 log = logging.getLogger("easypipe")
@@ -171,6 +171,7 @@ class MixStage(BaseStage):
         config.check_names(names)
         parts = {name: require_documents(name, source, context, stage="mix") for name, source in data.items()}
         same_tokenizer(parts, allow=self.config.allow_mixed_tokenizers)
+        same_kind(parts)
         weights = {name: config.weights[name] if config.weights else 1.0 for name in names}
         if config.weights is None and config.weight_schedule is None:
             log.info("mix: no weights given, so %s have 1/%d each", ", ".join(names), len(names))

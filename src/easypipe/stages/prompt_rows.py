@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,13 +54,15 @@ def lengths_identity(lengths: Lengths | None) -> list[Any]:
 class PromptForm:
     """Rows that a PromptEngine writes: conversations, prompts with completions, rows through a template."""
 
-    masked = True
+    masked, pairs = True, False
 
     def __init__(self, engine: PromptEngine, have: Sequence[str]) -> None:
         """have: the columns of the source, of which the format may read some that others lack."""
         self.engine = engine
         format = engine.format
-        self.columns = (*format.columns, *(name for name in format.optional if name in have))
+        rejected = engine.config.rejected_column
+        self.columns = (*engine.columns, *(name for name in format.optional if name in have))
+        self._pair = [] if rejected is None else ["rejected", rejected]
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
     def require(self, source: ShardedSource, dataset: str) -> None:
@@ -78,7 +80,7 @@ class PromptForm:
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
         format = self.engine.format
         what = (format.kind, refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
-        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths))
+        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths), *self._pair)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Raises TokenizerError naming the row on which a template went beyond its limits."""
@@ -87,11 +89,15 @@ class PromptForm:
         columns = [plain_of(batch.column(name)) for name in self.columns]
         rows = [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
         try:
-            rendered = self.engine.render_rows(rows)
+            rendered, numbers = self.written(rows, numbers)
         except HostileTemplateError as error:
             at = place(source.shards[shard].name, row=numbers[error.row], column=self.label)
             raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
         return _texts(rendered, numbers, list(rejects), "trim_oldest_turns" if self.engine.format.kind == "chat" else "budgets")
+
+    def written(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[list[Rendered | Refused], list[int]]:
+        """The texts of rows, and the number of the row that each is of."""
+        return self.engine.render_rows(rows), list(numbers)
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
         raw, lengths = self.engine.format.raw, self.engine.lengths

@@ -73,9 +73,9 @@ def propose(
             have=[column.name for column in part.columns],
             fix=f"Name them: kind='text', columns={{'text': ...}}; kinds are {', '.join(SLOTS)}.",
         )
-    if found.name == "preference":
-        problem = "preference pairs: a dataset of the pipeline reads one answer a row, not two"
-        raise ConfigError(at=part.name, problem=problem, fix=f"To train on the better answer, {_better(found)}.")
+    if found.name == "preference" and found.roles and "user" not in found.roles:
+        problem = "preference pairs whose conversations begin with the answer: the prompt stands in a column of its own"
+        raise ConfigError(at=part.name, problem=problem, fix="Put it in front of both with format_callback.")
     reasons = tuple(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices)
     unknown = [role for role in found.roles if found.name == "sharegpt" and role not in {**ROLES, **(roles or {})}]
     if unknown:
@@ -88,16 +88,6 @@ def propose(
     if roles and found.name != "sharegpt":
         raise ConfigError(at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out.")
     return Proposal(kind=found, fields={**part.reads, **_fields(found, roles)}, reasons=reasons)
-
-
-def _better(kind: Kind) -> str:
-    """What to propose for the better answer of each pair alone."""
-    chosen, prompt = kind.column("chosen"), kind.column("prompt")
-    if kind.roles:
-        return f"propose it with kind='messages', columns={{'messages': {chosen!r}}}"
-    if prompt is None:
-        return f"propose it with kind='text', columns={{'text': {chosen!r}}}"
-    return f"propose it with kind='prompt_completion', columns={{'prompt': {prompt!r}, 'completion': {chosen!r}}}"
 
 
 def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
@@ -115,7 +105,21 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
     if kind.name == "alpaca":
         inputs = tuple(column[slot] for slot in ("instruction", "input") if slot in column)
         return {"prompt": PromptConfig(format_type="alpaca", input_columns=inputs, label_column=column["output"])}
+    if kind.name == "preference":
+        return {"prompt": _pairs(column, talks=bool(kind.roles))}
     tools = column.get("tools", "tools")
     named = None if tools == "tools" else tools
     talk = (column["conversations"],)
     return {"prompt": PromptConfig(format_type="sharegpt", input_columns=talk, tools_column=named, roles=dict(roles) if roles else None)}
+
+
+def _pairs(column: Mapping[str, str], *, talks: bool) -> PromptConfig:
+    chosen, rejected = column["chosen"], column["rejected"]
+    if talks:
+        return PromptConfig(input_columns=(chosen,), rejected_column=rejected, train_on="last_assistant")
+    if "prompt" in column:
+        return PromptConfig(
+            format_type="prompt_completion", input_columns=(column["prompt"],), label_column=chosen, rejected_column=rejected
+        )
+    # What both begin with has the same likelihood in both, and falls out of the loss.
+    return PromptConfig(format_type="custom", template=f"{{{chosen}}}", label_column=chosen, rejected_column=rejected)

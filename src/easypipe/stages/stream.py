@@ -109,6 +109,9 @@ def problems_of(config: Any) -> list[ConfigError]:
             for key in ("save_path", "save_format")
             if getattr(dataset, key) is not None
         ]
+        if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
+            problem = "is not there in streaming: pairs are laid out over token caches"
+            problems.append(ConfigError(at=f"datasets[{i}].prompt.rejected_column", problem=problem, fix="Leave streaming out."))
         if dataset.on_error == "quarantine":
             problems.append(
                 ConfigError(

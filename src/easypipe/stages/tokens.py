@@ -60,6 +60,15 @@ def is_paired(source: ShardedSource) -> bool:
     return bool(getattr(getattr(source, "form", None), "pairs", False))
 
 
+def same_kind(parts: Mapping[str, Documents]) -> None:
+    """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of pairs or of tokens."""
+    paired = [name for name, source in parts.items() if is_paired(source)]
+    others = [name for name in parts if name not in paired]
+    if paired and others:
+        problem = f"dataset {paired[0]!r} holds pairs of answers, and {others[0]!r} does not"
+        raise ConfigError(at="mix", problem=problem, fix="Train on them in two runs.")
+
+
 def token_info(source: ShardedSource) -> TokenInfo | None:
     """Whose tokens these are; None where nobody knows."""
     if isinstance(source, LimitedSource):

@@ -51,7 +51,8 @@ class PromptEngine:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that every row has to have; of messages, `tools` is read too where it is there."""
-        return self.format.columns
+        rejected = self.config.rejected_column
+        return self.format.columns if rejected is None else (*self.format.columns, rejected)
 
     def render(self, row: Mapping[str, Any]) -> Rendered:
         """(text, spans: ascending character ranges that are trained, end: what follows, see transforms/masked.py).
@@ -70,9 +71,39 @@ class PromptEngine:
         """`render` of rows that have all columns; a row that is no sample is Refused."""
         return self.format.render(rows)
 
+    def render_pairs(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Rendered, Rendered] | Refused]:
+        """Of rows of pairs, the text of the answer that is preferred and of the one that is not."""
+        answer, rejected = str(self.config.answer), str(self.config.rejected_column)
+        other = [{**row, answer: row[rejected]} for row in rows]
+        pairs: list[tuple[Rendered, Rendered] | Refused] = []
+        for better, worse in zip(self.render_rows(rows), self.render_rows(other), strict=True):
+            if isinstance(better, Refused):
+                pairs.append(better)
+            elif isinstance(worse, Refused):
+                pairs.append(worse._replace(detail=f"column {rejected!r}: {worse.detail}"))
+            else:
+                pairs.append((better, worse))
+        return pairs
+
     def encode(self, row: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """`input_ids` Int32[n] and `loss_mask` UInt8[n] (1: the token is a target), special tokens included. Raises as `render` does."""
-        found = self.render(row)
+        """`input_ids` Int32[n] and `loss_mask` UInt8[n] (1: the token is a target), special tokens included. Raises as `render` does.
+
+        Of a row of a pair, the answer that is preferred: `encode_pair` gives both.
+        """
+        return self._encoded(self.render(row))
+
+    def encode_pair(self, row: Mapping[str, Any]) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+        """What `encode` gives, of the answer that is preferred and of the one that is not. Raises ConfigError without rejected_column."""
+        if self.config.rejected_column is None:
+            raise ConfigError(at="rejected_column", problem="there is none, so rows are no pairs", fix="Name it, or use encode.")
+        self.render(row)  # for what it raises of columns
+        (pair,) = self.render_pairs([row])
+        if isinstance(pair, Refused):
+            raise _no_sample(pair)
+        better, worse = (self._encoded(one) for one in pair)
+        return better, worse
+
+    def _encoded(self, found: Rendered) -> dict[str, NDArray[Any]]:
         texts = pa.array([found.text], pa.large_string())
         whole, raw = self.lengths is not None, self.format.raw
         if isinstance(self.format, PlainFormat):
@@ -130,6 +161,8 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
 def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
     """Raises ConfigError, at `length`, for what samples of this format have not."""
     kind = config.format_type
+    if policy.policy == "split" and config.rejected_column is not None:
+        raise ConfigError(at="length.policy", problem="'split' would part the answers of a pair", fix="Use 'drop' or 'keep_start'.")
     if policy.policy == "trim_oldest_turns" and kind not in TALKS:
         raise ConfigError(at="length.policy", problem=f"{kind!r} has no turns to trim", fix="Use 'trim_prompt_first' or 'keep_end'.")
     if policy.policy == "trim_prompt_first" and kind == "text":

@@ -79,6 +79,8 @@ class PromptConfig:
         takes the tokenizer's own. Of "custom" a file or a text, with `{column}` or in Jinja2. The other formats have none.
     input_columns: what is read beside the label: of messages the column that holds them, of "custom" the columns that the template names.
     label_column: the column that is trained; "custom" without one trains all.
+    rejected_column: makes pairs of rows, for train.preference: each is written twice, the second time with this column in place of the
+        label (of messages, of the messages), as the answer that was not preferred.
     tools_column: of messages, the column of tools; None takes the column `tools`, where there is one.
     roles: of "sharegpt", what `from` says to which role: {"bot": "assistant"}, beside human, gpt, system, function_call, observation, ...
     system_prompt: of messages, the system message of conversations without one; else text in front, with an empty line behind.
@@ -92,6 +94,7 @@ class PromptConfig:
     template: str | Path | None = None
     input_columns: tuple[str, ...] = ()
     label_column: str | None = None
+    rejected_column: str | None = None
     tools_column: str | None = None
     roles: dict[str, str] | None = None
     system_prompt: str | None = None
@@ -112,10 +115,16 @@ class PromptConfig:
         if given < wanted[0] or (wanted[1] is not None and given > wanted[1]):
             fix = "Name the columns of instruction and input." if kind == "alpaca" else "Name one column."
             raise ConfigError(at="input_columns", problem=f"{list(self.inputs)} for format_type {kind!r}", fix=fix)
+        if self.rejected_column is not None and self.answer is None:
+            fix = "Name the label_column, whose place it takes."
+            raise ConfigError(at="rejected_column", problem="there is no label whose place it could take", fix=fix)
         every = [*self.inputs, *([self.label] if self.label is not None else [])]
+        if self.rejected_column is not None:
+            every.append(self.rejected_column)
         for i, name in enumerate(every):
             if not name or name in every[:i]:
-                at = "label_column" if i == len(self.inputs) else f"input_columns[{i}]"
+                last = "rejected_column" if name == self.rejected_column else "label_column"
+                at = f"input_columns[{i}]" if i < len(self.inputs) else last
                 raise ConfigError(at=at, problem=f"{name!r} {'stands twice' if name else 'names no column'}", fix="Name each column once.")
         possible = ["assistant", "last_assistant", "completion", "all"] if talks else ["completion", "all"]
         if kind == "custom" and self.label is None:
@@ -146,6 +155,11 @@ class PromptConfig:
         """label_column, or the one that the format has."""
         return self.label_column or DEFAULT_COLUMNS[self.format_type][1]
 
+    @property
+    def answer(self) -> str | None:
+        """The column in whose place `rejected_column` stands in a row's second text."""
+        return self.inputs[0] if self.format_type in TALKS else self.label
+
     def source(self) -> tuple[str, str]:
         """(text, origin) of a custom template. Raises ConfigError for a file that cannot be read."""
         text = str(self.template)
@@ -157,7 +171,8 @@ class PromptConfig:
         named = self.inputs
         if self.format_type == "custom" and not named:
             named = tuple(dict.fromkeys(name for name in pieces_of(self.source()[0])[1::2] if name != self.label))
-        return (*named, *([self.label] if self.label is not None else []), *([self.tools_column] if self.tools_column else []))
+        further = (self.label, self.tools_column, self.rejected_column)
+        return (*named, *(name for name in further if name is not None))
 
     def _without_effect(self) -> list[str]:
         if self.format_type in TALKS:
@@ -166,5 +181,5 @@ class PromptConfig:
         if self.format_type != "custom":
             names += ["template", "template_date"]
         if self.format_type == "text":
-            names += ["label_column", "system_prompt", "few_shot", "train_on"]
+            names += ["label_column", "rejected_column", "system_prompt", "few_shot", "train_on"]
         return names
