@@ -18,6 +18,7 @@ from easypipe.train import attention
 from easypipe.train.attention import attend, choose
 from easypipe.train.model import ModelConfig
 
+ALL = os.environ.get("EASYPIPE_AOT") == "all"  # nox -s aot_tpu
 FUSED = ("splash", "triton")
 CASES = {
     "plain": {},
@@ -67,11 +68,11 @@ def test_a_fused_backend_gives_what_xla_gives(backend, case):
 
 @pytest.mark.parametrize("backend", FUSED)
 def test_half_precision_keeps_its_dtype_and_is_as_near_as_that_allows(backend):
-    half = lambda given: (tuple(array.astype(jnp.bfloat16) for array in given[0]), *given[1:])  # noqa: E731
-    query, key, value = half(arrays())[0]
-    assert attend(query, key, value, arrays()[1], backend=backend).dtype == jnp.bfloat16
-    for ours, exact in zip(value_and_gradients(backend, {}, half(arrays())), value_and_gradients("xla", {}, arrays()), strict=True):
-        assert np.linalg.norm(ours - exact) < 0.02 * np.linalg.norm(exact)
+    (query, key, value), segments, _ = arrays()
+    mix = jax.jit(lambda *given: attend(*given, segments, backend=backend))
+    ours, exact = mix(*(array.astype(jnp.bfloat16) for array in (query, key, value))), attend(query, key, value, segments, backend="xla")
+    assert ours.dtype == jnp.bfloat16
+    assert jnp.linalg.norm(ours - exact) < 0.01 * jnp.linalg.norm(exact)
 
 
 def test_wide_heads_have_smaller_blocks():
@@ -79,7 +80,7 @@ def test_wide_heads_have_smaller_blocks():
 
 
 def test_on_eight_devices():
-    """Rows, heads and queries divided; more devices than key heads; a batch and heads that do not divide."""
+    """Heads and queries divided, with more devices than key heads; rows divided, and heads that do not divide."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -100,8 +101,8 @@ def test_what_cannot_run_is_refused_by_name_and_never_chosen(monkeypatch):
     assert choose(None, 80, jnp.bfloat16) == "splash"
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"] if os.environ.get("EASYPIPE_AOT") == "all" else ["v5p"])
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"] if ALL else ["v5p"])
+@pytest.mark.parametrize("width", [64, 128, 256] if ALL else [128])
 def test_for_tpus_splash_is_compiled_and_no_scores_exist(generation, width):
     mesh = tpu_mesh(generation, data=1, fsdp=2, sequence=1, tensor=2)
     row = ("data", "fsdp")
@@ -119,8 +120,7 @@ def test_for_tpus_splash_is_compiled_and_no_scores_exist(generation, width):
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     for shape, case, given in (
-        ((2, 1, 2, 2), "window", arrays()),
-        ((1, 2, 4, 1), "plain", arrays()),
+        ((1, 1, 4, 2), "window", arrays()),
         ((2, 2, 2, 1), "plain", arrays(heads=3, key_heads=3)),
     ):
         axes = ("data", "fsdp", "tensor", "sequence")

@@ -22,6 +22,7 @@ from easypipe.train.model import Decoder, ModelConfig
 from strategies import examples
 
 VOCAB, LENGTH = 53, 24
+EMPTY = [[]] * 5  # rows of padding keep one shape, so that one program serves every example of both laws
 CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 
 lengths_of_a_row = st.lists(st.integers(1, 9), min_size=2, max_size=6).filter(lambda lengths: sum(lengths) <= LENGTH)
@@ -68,7 +69,7 @@ def test_perturbing_one_segment_changes_no_other(backend, lengths, seed, choice)
     before = documents(lengths, seed)
     after = list(before)
     after[victim] = (before[victim] + 1 + np.random.default_rng(seed).integers(0, VOCAB - 1, lengths[victim])).astype(np.int32) % VOCAB
-    first, second = rows([before]), rows([after])
+    first, second = rows([before, *EMPTY]), rows([after, *EMPTY])
     elsewhere = first["segment_ids"] != victim + 1
     np.testing.assert_array_equal(np.asarray(hidden(params, first))[elsewhere], np.asarray(hidden(params, second))[elsewhere])
     assert not np.array_equal(np.asarray(hidden(params, first))[~elsewhere], np.asarray(hidden(params, second))[~elsewhere])
@@ -87,7 +88,7 @@ def test_perturbing_one_segment_changes_no_other(backend, lengths, seed, choice)
 def test_packed_loss_and_gradients_equal_unpacked(backend, lengths, seed):
     params, value_and_grad, _ = programs(backend)
     pieces = documents(lengths, seed)
-    packed = rows([pieces] + [[]] * 5)  # rows of padding keep one shape, so that one program serves every example
+    packed = rows([pieces, *EMPTY])
     unpacked = rows([[piece] for piece in pieces] + [[]] * (6 - len(pieces)))
     (loss, grads), (other_loss, other_grads) = value_and_grad(params, packed), value_and_grad(params, unpacked)
     np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
