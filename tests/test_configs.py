@@ -20,8 +20,15 @@ def test_example_loads(path: Path) -> None:
     assert run.data.validate() == []
 
 
-def test_there_is_a_quickstart_a_pretraining_and_an_sft_example() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"quickstart", "pretrain", "sft"}
+def test_there_is_a_quickstart_a_pretraining_and_fine_tuning() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"quickstart", "pretrain", "sft", "sft_lora"}
+
+
+def test_fine_tuning_with_adapters_has_the_same_data() -> None:
+    """Whoever changes one of the two changes the other; tests/train/test_sft.py trains both."""
+    full, lora = (load_yaml(CONFIGS / name) for name in ("sft.yaml", "sft_lora.yaml"))
+    assert (full["data"], full["eval"], full["model"]) == (lora["data"], lora["eval"], lora["model"])
+    assert set(lora["train"]) - set(full["train"]) == {"lora"}
 
 
 def test_quickstart_is_the_one_that_the_command_writes() -> None:

@@ -94,6 +94,7 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
     assert load_yaml(path) == {"lr": 1e-4, "name": "1e", "n": 3}
     with pytest.raises(ConfigError, match="key 'a' stands twice"):
         parse_yaml("a: 1\na: 2\n", at="x.yaml")
+    assert parse_yaml("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\n", at="x.yaml")["d"] == {"b": 1, "c": 3}
     with pytest.raises(ConfigError, match="not valid YAML"):
         parse_yaml("a: !!python/object/apply:os.system [ls]\n", at="x.yaml")
     with pytest.raises(ConfigError, match="no such file"):

@@ -283,6 +283,8 @@ class _SafeLoader(yaml.SafeLoader):
 def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":  # <<: what it brings in, keys beside it go before
+            continue
         key: Any = loader.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
         if key in seen:
             mark = key_node.start_mark

@@ -28,6 +28,7 @@ from easypipe.stages.pack import PackedShardedSource, single
 from easypipe.stages.token_rows import AUDITED_BYTES, AUDITED_SHARE
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import Documents, token_info
+from easypipe.transforms.fields import advice
 
 log = logging.getLogger("easypipe")
 
@@ -257,7 +258,7 @@ class ForwardDocuments:
             raise SourceError(
                 at=self._place(shard, bad[0]),
                 problem=f"{bad[0].reason}: {bad[0].detail}",
-                fix="Correct the row, or set on_error to 'skip'.",
+                fix=f"{advice(bad[0].reason)}, or set on_error to 'skip'.",
             )
         return bad
 

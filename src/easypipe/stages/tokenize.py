@@ -33,6 +33,7 @@ from easypipe.stages.formats import kept_columns
 from easypipe.stages.forms import RowForm, TextForm, form_of
 from easypipe.stages.ranges import Range, ranges_of
 from easypipe.stages.token_rows import Documents
+from easypipe.transforms.fields import advice
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from easypipe.transforms.tokenizer_options import with_options
 
@@ -139,7 +140,7 @@ class TokenizedShardedSource(ShardedDataSource):
             raise SourceError(
                 at=place(self.shards[shard].name, row=bad.row, column=self.content_field),
                 problem=f"{bad.reason}: {bad.detail}",
-                fix="Correct the row, or set on_error to 'skip' or 'quarantine'.",
+                fix=f"{advice(bad.reason)}, or set on_error to 'skip' or 'quarantine'.",
             )
         return batch
 

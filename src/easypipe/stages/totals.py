@@ -9,6 +9,7 @@ from easypipe.core.errors import BudgetError, SourceError, place
 from easypipe.core.protocols import Reject
 from easypipe.sources.manifest import Counts, Part
 from easypipe.stages.ranges import Range, Record
+from easypipe.transforms.fields import advice
 
 OnError = Literal["error", "skip", "quarantine"]
 
@@ -22,6 +23,7 @@ class Totals:
         self.sums: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
+        self.first: str | None = None  # where the first row is that became nothing, and why
         self.trained: int | None = None
         self.parts: list[Part] = []
         self.encoders: set[str] = set()
@@ -29,6 +31,7 @@ class Totals:
     def add(self, piece: Range, record: Record) -> None:
         for reject in record.rejects:
             self.reasons[reject.reason] += reject.count
+            self.first = self.first or f"{place(record.shard_name, row=reject.row)}: {reject.detail or reject.reason}"
             if not reject.benign:
                 self.bad += 1
                 self._charge(record.shard_name, reject)
@@ -52,18 +55,19 @@ class Totals:
     def require_documents(self) -> None:
         if not self.sums["docs"]:
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "there is none"
+            most = max(self.reasons, key=self.reasons.__getitem__, default="")
+            first = f"; the first is {self.first}" if self.first else ""
             raise SourceError(
                 at=place(f"dataset {self.dataset!r}", column=self.content_field),
-                problem=f"not one of {self.rows} rows became a document: {reasons}",
-                fix="Check content_field and the files.",
+                problem=f"not one of {self.rows} rows became a document: {reasons}{first}",
+                fix=f"{advice(most, 'Check the column that is named and the files')}.",
             )
 
     def _charge(self, file: str, reject: Reject) -> None:
         at = place(file, row=reject.row, column=self.content_field)
         if self.on_error == "error":
-            raise SourceError(
-                at=at, problem=f"{reject.reason}: {reject.detail}", fix="Correct the row, or set on_error to 'skip' or 'quarantine'."
-            )
+            fix = f"{advice(reject.reason)}, or set on_error to 'skip' or 'quarantine'."
+            raise SourceError(at=at, problem=f"{reject.reason}: {reject.detail}", fix=fix)
         if self.max_bad_rows is not None and self.bad > self.max_bad_rows:
             raise BudgetError(
                 at=at,

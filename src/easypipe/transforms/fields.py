@@ -13,6 +13,18 @@ from easypipe.transforms.masked import TRAINED_END
 
 BENIGN = "nothing_to_train"  # dropped and counted, not an error of the row
 
+_ADVICE = {
+    "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have them), or set train_on to 'all'",
+    "refused_by_template": "Give a chat_template that takes such conversations",
+    "too_long": "Raise max_length, or choose another length.policy",
+}
+
+
+def advice(reason: str, otherwise: str = "Correct the row") -> str:
+    """What helps rows that are refused for `reason`, as the beginning of a sentence."""
+    return _ADVICE.get(reason, otherwise)
+
+
 _FIELD = re.compile(r"\{([^{}]*)\}")
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.transforms.chat import Refused, Rendered, load_chat_template
-from easypipe.transforms.fields import BENIGN
+from easypipe.transforms.fields import BENIGN, advice
 from easypipe.transforms.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
 from easypipe.transforms.masked import encode_masked, has_target
 from easypipe.transforms.prompt_formats import Format, PlainFormat, TalkFormat, TextFormat
@@ -174,4 +174,4 @@ def _check_lengths(config: PromptConfig, policy: LengthPolicy) -> None:
 
 
 def _no_sample(why: Refused) -> SourceError:
-    return SourceError(at="row", problem=f"{why.reason}: {why.detail}", fix="Correct the row, or leave it out.")
+    return SourceError(at="row", problem=f"{why.reason}: {why.detail}", fix=f"{advice(why.reason)}, or leave the row out.")
