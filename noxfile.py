@@ -75,8 +75,7 @@ def aot_gpu(session: nox.Session) -> None:
 
 @nox.session
 def aot_tpu(session: nox.Session) -> None:
-    """Loss and attention compiled for every TPU generation, and an 8 B model for 64 chips, by libtpu, without a TPU. The normal run compiles a
-    few."""
+    """Loss and attention compiled for every TPU generation, and an 8 B model for 64 chips, by libtpu. The normal run compiles a few."""
     session.install(".[test]")
     files = ("tests/kernels/test_aot_tpu.py", "tests/train/test_attention.py", "tests/train/test_plan_step.py")
     session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_AOT": "all"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,15 +15,15 @@ from easypipe.loader.loader import Loader
 from easypipe.loader.streaming import StreamLoader
 
 try:
-    import torch
-    from torch.utils.data import IterableDataset
+    torch: Any = importlib.import_module("torch")  # not by name: this file has that name too, where types are checked without torch
+    data: Any = importlib.import_module("torch.utils.data")
 except ImportError as error:
     raise ImportError("torch is not installed. Install it with: pip install 'easypipe[torch]'") from error
 
 STATE_KEY = "easypipe"
 
 
-class TorchBatches(IterableDataset[Any]):
+class TorchBatches(data.IterableDataset):
     """The batches of a loader as torch tensors: `DataLoader(TorchBatches(loader), batch_size=None)`.
 
     Whole numbers become int64, which torch's embeddings and losses want; floats stay as they are. The loader's own threads make batches
@@ -91,7 +92,7 @@ class TorchBatches(IterableDataset[Any]):
         raise ConfigError(at="num_workers", problem=f"{workers} workers, but {problem}", fix=fix)
 
 
-class TorchRows(IterableDataset[Any]):
+class TorchRows(data.IterableDataset):
     """The rows of an iterable as torch tensors: `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`.
 
     A StreamingPreprocessedDataset shares its rows over the workers by itself; any other iterable is read by one (num_workers=0), as each

@@ -25,8 +25,7 @@ def is_endless(source: ShardedSource) -> bool:
 
 def rows_of(source: ShardedSource) -> ShardedSource:
     """What is written of a source: token documents from their cache, everything else as it is."""
-    mixed = isinstance(source, MixedShardedSource) and not isinstance(source, PackedShardedSource)
-    if is_paired(source) or (mixed and source.mixture.paired):
+    if is_paired(source) or (isinstance(source, MixedShardedSource) and source.mixture.paired):
         fix = "Call pack() before save(), or load them without."
         raise ConfigError(at="save", problem="pairs of answers have no columns of their own until they are packed", fix=fix)
     if not is_documents(source):

@@ -30,7 +30,7 @@ class TensorBoard(Callback):
     def __init__(self, config: TensorBoardConfig, folder: Path) -> None:
         """Raises ConfigError where the package tensorboardX is not installed."""
         try:
-            from tensorboardX import SummaryWriter
+            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             problem = f"needs the package tensorboardX: {error}"
             raise ConfigError(at="train.callbacks.tensorboard", problem=problem, fix="pip install 'easypipe[tensorboard]'") from error
