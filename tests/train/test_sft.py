@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,36 @@ def test_the_shipped_configs_fine_tune(config: str, data: str, model: Path, tmp_
     assert (again.train.lora is not None) == (config == "sft_lora.yaml")
     result = train(again)
     assert losses(tmp_path / "from_python") == seen
-    before, after = (nnx.state(module, nnx.Param) for module in (load_pretrained(model), result.model))
-    frozen = np.array_equal(before["embedding"][...], after["embedding"][...])
+    frozen = np.array_equal(load_pretrained(model).embedding[...], result.model.embedding[...])
     assert frozen == (config == "sft_lora.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.datasets.0.content_field=mesages", r"dataset 'tools', column 'mesages': no such column \(have: .*Did you mean 'messages'\?"),
+        ("data.datasets.0.chat_template=chatlm", r"chat_template: 'chatlm' is neither a file nor .* Did you mean 'chatml'\?"),
+        (
+            f"data.datasets.0.chat_template={SHARED / 'templates' / 'gemma.jinja'}",
+            r"row 0, column 'messages': refused_by_template: .*Give a chat_template that takes such conversations, or set on_error to",
+        ),
+        ("train.lora.targets=[q_proj]", r"train\.lora\.targets\[0\]: no projection fits 'q_proj' .* 'query' here\.$"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_line(
+    change: str, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [*overrides(model, tmp_path, "run", "tools"), "eval={}"]
+    given = [f"--set={one}" for one in (*changes, change)]
+    assert main(["train", str(ROOT / "configs" / "sft_lora.yaml"), *given]) == 2
+    assert re.search(message, capsys.readouterr().err.strip()), message
+
+
+def test_tokens_that_the_model_has_not(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = [*overrides(model, tmp_path, "run", "tools"), f"data.default_tokenizer={SHARED / 'tokenizers' / 'gpt2'}", "eval={}"]
+    assert main(["train", str(ROOT / "configs" / "sft.yaml"), *(f"--set={one}" for one in changes)]) == 2
+    said = "model.pretrained: has a vocabulary of 1000, but the tokenizer"
+    assert said in capsys.readouterr().err
 
 
 # Loss

@@ -92,6 +92,8 @@ def run(arguments: Sequence[str] | None) -> int:
             raise
         _say(str(error))
         for note in getattr(error, "__notes__", ()):
+            if "JAX has removed its internal frames" in note:  # jax says so of every error that passes through it
+                continue
             _say(f"  {note}")
         own = getattr(error, "exit_code", None)
         return own if own is not None else 1 if isinstance(error, LedgerError | StallError) else 2

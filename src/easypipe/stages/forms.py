@@ -71,7 +71,8 @@ class TextForm:
 def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) -> RowForm:
     """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no rows, but of a file of examples.
 
-    Raises ConfigError where an option has no effect on such rows, TokenizerError where the tokenizer has no chat template.
+    Raises SourceError where content_field is no column, ConfigError where an option has no effect on such rows, TokenizerError where the
+    tokenizer has no chat template.
     """
     prompt, inside = dataset.prompt, f"{at}.prompt"
     if prompt is None:
@@ -98,10 +99,12 @@ def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:
             train_on=dataset.train_on,
         )
     column = dataset.content_field
-    kind = source.schema.field(column).type if column in source.schema.names else None
+    if column not in source.schema.names:
+        require_text(source, column, dataset.name)
+    kind = source.schema.field(column).type
     given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
-    if kind is None or not (is_messages(kind) or (is_text(kind) and (given or column == "messages"))):
-        if given and kind is not None:
+    if not (is_messages(kind) or (is_text(kind) and (given or column == "messages"))):
+        if given:
             raise ConfigError(
                 at=f"{at}.{given[0]}", problem=f"has no effect on column {column!r}, which holds {kind}", fix="Name a column of messages."
             )

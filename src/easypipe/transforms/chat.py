@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, StallError, TokenizerError
+from easypipe.core.errors import ConfigError, StallError, TokenizerError, did_you_mean
 from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer_files import find_chat_template
@@ -169,7 +169,7 @@ def given_template(template: str | Path, *, at: str, names: Mapping[str, str] = 
             at=at,
             problem=f"{text[:200]!r} is neither a file nor the text of a template",
             have=sorted(names) or None,
-            fix="Give the path of a .jinja file.",
+            fix=did_you_mean(text, names) or "Give the path of a .jinja file.",
         ) from None
 
 
