@@ -322,6 +322,21 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "test_pipeline.py::test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them",
             "how rows that are not packed are filled",
         ),
+        "padding_side": Effect(
+            "output+error",
+            "loader/test_lengths.py::test_padding_on_the_left_moves_every_column",
+            "on which side; refused where rows are packed",
+        ),
+        "pad_to_multiple_of": Effect(
+            "output+error",
+            "loader/test_lengths.py::test_widths_are_multiples_or_buckets",
+            "the longest row is rounded up; refused where rows are packed",
+        ),
+        "length_buckets": Effect(
+            "output+error",
+            "loader/test_lengths.py::test_an_epoch_has_no_more_shapes_than_buckets",
+            "the only widths that batches have; refused where rows are packed",
+        ),
         "add_special_tokens": Effect(
             "output", "transforms/test_tokenizer.py::test_special_tokens_come_from_the_post_processor", "what the post-processor adds"
         ),
@@ -511,6 +526,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "loader/test_loader.py::test_the_shuffle_buffer_permutes_within_its_blocks",
             "rows are permuted within blocks of so many, on top of the permutation of all documents",
             "documents that are permuted together in each stream: the window",
+        ),
+        "group_by_length": Effect(
+            "output+error",
+            "loader/test_lengths.py::test_groups_have_less_padding_and_every_row_once",
+            "rows of like length in one batch; refused where rows are packed",
+            "refused: rows come in the order in which they are read",
         ),
         "drop_last": Effect(
             "output",

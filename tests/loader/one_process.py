@@ -24,6 +24,7 @@ if count > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
 
 from easypipe import MixStageConfig, PackStageConfig, Pipeline, PipelineConfig  # noqa: E402
+from easypipe.loader.collate import CollateConfig  # noqa: E402
 from easypipe.loader.loader import Loader, LoadStageConfig  # noqa: E402
 from easypipe.loader.rows import PlannedRows  # noqa: E402
 from easypipe.loader.state import LoaderState  # noqa: E402
@@ -40,9 +41,11 @@ LAYOUTS = {
     "both": ({"data": 3, "seq": 4}, ["data", "seq"]),
     "all": ({"tensor": -1}, None),
     "data, micro-batches": ({"data": 12}, None),
+    "data, documents grouped by length": ({"data": 12}, None),
     "data, the whole chain": ({"data": -1}, None),
 }
 cache = MemoryCache(some_docs([30] * 100))
+ragged = MemoryCache(some_docs([1 + i * 37 % 89 for i in range(100)]))
 report: dict[str, dict] = {"batches": {}, "rows": {}, "states": {}}
 read: set[int] = set()
 whole = PlannedRows.batch
@@ -97,6 +100,9 @@ def make(name: str) -> Loader:
     options = {"mesh": mesh, "partition_spec": spec, "drop_last": False, "shuffle_buffer_size": 10, "prefetch_workers": index + 1}
     if name == "data, the whole chain":
         return chain(LoadStageConfig(batch_size=12, num_epochs=2, batch_size_schedule=((2, 24),), **options))
+    if "grouped" in name:
+        rule = CollateConfig(length_buckets=(24, 48, 96), padding_side="left")
+        return Loader(plan_rows([ragged], seq_length=None), LoadStageConfig(batch_size=12, group_by_length=3, **options), collate=rule)
     pieces = 2 if "micro" in name else 1
     return Loader(plan_rows([cache], seq_length=96), LoadStageConfig(batch_size=12 * pieces, accumulation_steps=pieces, **options))
 

@@ -82,8 +82,9 @@ def test_exact_resume_at_every_batch(prefetch):
     shuffle=st.sampled_from([None, 1, 5, 1000]),
     seq_length=st.sampled_from([None, 32]),
     epochs=st.sampled_from([1, 3, None]),
+    group=st.sampled_from([None, 1, 4]),
 )
-def test_save_resume_save_resume(hops, shuffle, seq_length, epochs):
+def test_save_resume_save_resume(hops, shuffle, seq_length, epochs, group):
     def make():
         rows = plan_rows(
             [CACHE, OTHER],
@@ -92,7 +93,8 @@ def test_save_resume_save_resume(hops, shuffle, seq_length, epochs):
             num_epochs=epochs,
             seq_length=seq_length,
         )
-        return Loader(rows, LoadStageConfig(batch_size=5, num_epochs=epochs, shuffle_buffer_size=shuffle))
+        groups = group if seq_length is None else None
+        return Loader(rows, LoadStageConfig(batch_size=5, num_epochs=epochs, shuffle_buffer_size=shuffle, group_by_length=groups))
 
     assert_exact_resume(make, 20, hops=hops, stops=[0, 1, 7, 13])
 

@@ -7,7 +7,7 @@ token of every segment, padding, and whatever stands before a masked token are n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.plan.jit import jit
+from easypipe.transforms.tokenizer_config import PaddingSide, check_padding
 
 ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
 BATCH_COLUMNS = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
@@ -29,10 +30,14 @@ class CollateConfig:
 
     padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to `max_length`; False pads nothing and
     refuses a batch of rows of several lengths.
+    padding_side, pad_to_multiple_of, length_buckets: as in TokenizerConfig.
     """
 
     padding: Literal["longest", "max_length"] | bool = "longest"
     max_length: int | None = None
+    padding_side: PaddingSide = "right"
+    pad_to_multiple_of: int | None = None
+    length_buckets: tuple[int, ...] = ()
     attention_mask: bool = False  # adds the column attention_mask: 1 where a token stands, 0 where padding does
     segment_ids: bool = True  # False leaves that column out of batches
 
@@ -41,6 +46,25 @@ class CollateConfig:
             raise ConfigError(at="max_length", problem=f"{self.max_length} is no row length", fix="Give at least 1.")
         if self.padding == "max_length" and self.max_length is None:
             raise ConfigError(at="max_length", problem="padding='max_length' needs it", fix="Set max_length, or padding='longest'.")
+        check_padding(self)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the content of batches, for the states of loaders; what is as ever is left out where older states lack it."""
+        return {
+            "padding": self.padding,
+            "max_length": self.max_length,
+            "attention_mask": self.attention_mask,
+            **({} if self.segment_ids else {"segment_ids": False}),
+            **self.shaping,
+        }
+
+    @property
+    def shaping(self) -> dict[str, Any]:
+        """The options that packed rows have no use for, as far as they are set."""
+        side = {"padding_side": "left"} if self.padding_side == "left" else {}
+        multiple = {} if self.pad_to_multiple_of is None else {"pad_to_multiple_of": self.pad_to_multiple_of}
+        return side | multiple | ({"length_buckets": list(self.length_buckets)} if self.length_buckets else {})
 
 
 def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = False) -> dict[str, NDArray[np.int32]]:
@@ -73,7 +97,11 @@ def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = F
 
 
 def with_asked(batch: dict[str, NDArray[np.int32]], rule: CollateConfig) -> dict[str, NDArray[np.int32]]:
-    """The columns that `rule` asks for."""
+    """The columns that `rule` asks for, padded on the side that it names."""
+    if rule.padding_side == "left":
+        padding = np.argmax(batch[SEGMENT_IDS][:, ::-1] > 0, axis=1)  # slots behind the last token; 0 in a row without any
+        for column in batch.values():
+            move_right(column, padding)
     if rule.attention_mask:
         batch = with_attention_mask(batch)
     return batch if rule.segment_ids else {name: column for name, column in batch.items() if name != SEGMENT_IDS}
@@ -132,12 +160,13 @@ def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: s
         assert rule.max_length is not None
         width = rule.max_length
     else:
-        width = longest
+        width = int(alone_widths(np.array([longest]), rule)[0])
     if longest > width:
+        name, more = ("length_buckets", "add a bucket of") if rule.length_buckets else ("max_length", "raise max_length to")
         raise SourceError(
             at=f"{describe_row} {int(lengths.argmax())} of the batch",
-            problem=f"{longest} tokens do not fit max_length {width}",
-            fix=f"Truncate when tokenizing (max_length={width}), pack the rows, or raise max_length to {longest}.",
+            problem=f"{longest} tokens do not fit {name} {width}",
+            fix=f"Truncate when tokenizing (max_length={width}), pack the rows, or {more} {longest}.",
         )
     if rule.padding is False and int(lengths.min(initial=longest)) != longest:
         raise SourceError(
@@ -146,6 +175,35 @@ def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: s
             fix="Set padding='longest' or 'max_length', or pack the rows.",
         )
     return width
+
+
+def alone_widths(lengths: NDArray[np.integer], rule: CollateConfig) -> NDArray[np.integer]:
+    """The slots that each row of `lengths` tokens would have in a batch of its own; of one that no bucket holds, those of the last."""
+    if rule.length_buckets:
+        buckets = np.array(rule.length_buckets)
+        return buckets[np.minimum(np.searchsorted(buckets, lengths), buckets.size - 1)]
+    multiple = rule.pad_to_multiple_of or 1
+    return -(-lengths // multiple) * multiple
+
+
+def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
+    """Slots of every batch, where they can be known before its rows are. Raises ConfigError where packed rows leave `rule` nothing to do.
+
+    seq_length: of packed rows, else None.
+    """
+    if seq_length is None:
+        return rule.max_length if rule.padding == "max_length" else None
+    if rule.padding == "max_length" and rule.max_length != seq_length:
+        raise ConfigError(
+            at="collate.max_length",
+            problem=f"{rule.max_length}, but every row has {seq_length} slots already",
+            fix="Leave padding at 'longest' for packed rows.",
+        )
+    for name, value in rule.shaping.items():
+        raise ConfigError(
+            at=name, problem=f"{value!r}, but the rows are packed: each has {seq_length} slots already", fix="Leave it out, or do not pack."
+        )
+    return seq_length
 
 
 @jit
@@ -176,3 +234,18 @@ def count_positions(segments, positions):
             else:
                 count += 1
             positions[r, t] = count
+
+
+@jit
+def move_right(column, padding):
+    """Moves the last `padding[r]` slots of every row r of `column` Int32[R, T], all of which hold the same, before the others."""
+    num_slots = column.shape[1]
+    for r in range(column.shape[0]):
+        by = padding[r]
+        if by == 0:
+            continue
+        filler = column[r, num_slots - 1]
+        for t in range(num_slots - 1, by - 1, -1):
+            column[r, t] = column[r, t - by]
+        for t in range(by):
+            column[r, t] = filler

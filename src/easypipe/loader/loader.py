@@ -2,7 +2,7 @@
 
 batch    global, the same whoever reads it; a process makes only its rows of it. Steps (steps.py) says which rows
 row      counted over the whole run (rows.py)
-position a row's place in the order of reading; another than its number only within a block of `shuffle_buffer_size`
+position a row's place in the order of reading (order.py)
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StateError
-from easypipe.core.random import fold
-from easypipe.loader.collate import CollateConfig, row_width, with_asked
+from easypipe.loader.collate import CollateConfig, known_width, row_width, with_asked
 from easypipe.loader.explain import Decoder, ExplainedBatch, choose, explain_rows
 from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.order import ReadingOrder
 from easypipe.loader.placement import Placement, local_mesh, make_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.ranks import RankRows
@@ -27,7 +26,6 @@ from easypipe.loader.row_transforms import MappedRows, RowTransform, transforms_
 from easypipe.loader.rows import Rows
 from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
 from easypipe.loader.steps import Steps
-from easypipe.plan.order import permute
 
 __all__ = ["AsyncDataLoader", "Batches", "LoadStageConfig", "Loader"]
 
@@ -41,7 +39,7 @@ class Loader:
     `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
     Every `iter(loader)` starts at the first batch, the one after `restore` at the restored one. `state()` belongs to the newest iteration.
     rows: PlannedRows or StoredRows. decoder, remember: for `explain`, the tokenizer of each dataset, and what keeps the plan's checkpoints.
-    seed: of the permutation within `shuffle_buffer_size`; without it, it changes nothing.
+    seed: of the permutations of `shuffle_buffer_size` and `group_by_length`; without them, it changes nothing.
     Raises PlacementError where batch and mesh do not fit, ConfigError where `num_epochs` is not that of the rows.
     """
 
@@ -71,7 +69,7 @@ class Loader:
                 problem=f"{self.config.num_epochs}, but the rows are counted over {rows.num_epochs}",
                 fix=f"Set num_epochs={rows.num_epochs}, or make the rows for {self.config.num_epochs}.",
             )
-        self._shuffle_key = None if self.config.shuffle_buffer_size is None else fold(seed, "loader", "shuffle")
+        self._order = ReadingOrder(rows, self.config, self.collate, seed)
         self._steps = Steps(self.batch_size, self.config.batch_size_schedule)
         self._placements = self._place()
         self._width = self._fixed_width()
@@ -152,7 +150,7 @@ class Loader:
         count = len(self.rows_of(step)) if step >= 0 else 0
         chosen = choose(step, row, count)
         start = steps.start(step)
-        explained = explain_rows(self.rows, step, self._order(start, start + count), chosen, self._decoder)
+        explained = explain_rows(self.rows, step, self._order.rows(start, start + count), chosen, self._decoder)
         self.remember()
         return explained
 
@@ -173,7 +171,7 @@ class Loader:
             row=row,
             components=self._components,
             config=self._words,
-            hint=self.rows.hint(self._first(row)),
+            hint=self.rows.hint(self._order.first(row)),
             changes=() if self._entry is None else self._entry.changes,
         )
 
@@ -246,12 +244,8 @@ class Loader:
         return {
             "batch_size": self.batch_size,
             "drop_last": self.config.drop_last,
-            "shuffle_buffer_size": self.config.shuffle_buffer_size,
-            "shuffle_key": self._shuffle_key,
-            "padding": self.collate.padding,
-            "max_length": self.collate.max_length,
-            "attention_mask": self.collate.attention_mask,
-            **({} if self.collate.segment_ids else {"segment_ids": False}),
+            **self._order.settings,
+            **self.collate.settings,
             **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
             **({"row_transforms": [list(transform) for transform in transforms]} if transforms else {}),
         }
@@ -282,30 +276,15 @@ class Loader:
 
     def _fixed_width(self) -> int | None:
         """Slots of every batch, where they can be known before the rows are."""
-        packed = self.rows.seq_length
-        if packed is not None:
-            if self.collate.padding == "max_length" and self.collate.max_length != packed:
-                raise ConfigError(
-                    at="collate.max_length",
-                    problem=f"{self.collate.max_length}, but every row has {packed} slots already",
-                    fix="Leave padding at 'longest' for packed rows.",
-                )
-            return packed
-        if self.collate.padding == "max_length":
-            return self.collate.max_length
+        known = known_width(self.collate, self.rows.seq_length)
         shared = any(len(placement.local_rows) < size for size, placement in self._placements.items())
-        if shared and not self.rows.lengths_are_free:
+        if known is None and shared and not self.rows.lengths_are_free:
             raise PlacementError(
                 at="padding",
                 problem="the longest row of a global batch is known only to the processes that read it",
                 fix="Set padding='max_length' and max_length, or pack the rows.",
             )
-        return None
-
-    def _first(self, row: int) -> int:
-        """The first row of the block that is permuted with `row`: nothing before it is read from here on."""
-        size = self.config.shuffle_buffer_size
-        return row if size is None else row // size * size
+        return known
 
     def _make(self, batch: int, enter: Callable[[str], None], steps: Steps | None = None) -> dict[str, Any] | None:
         """Batch number `batch` as this process sees it, or None past the last. Any thread, any order."""
@@ -317,7 +296,7 @@ class Loader:
             count = self.rows.available(start, start + size)
             if count == 0 or (count < size and self.config.drop_last):
                 return None
-            rows = self._order(start, start + count)
+            rows = self._order.rows(start, start + count)
             width = self._width
             if width is None:
                 stage = "lengths"
@@ -349,19 +328,6 @@ class Loader:
         except Exception as error:
             error.add_note(f"{self.name}: batch {batch}, rows {start}:{start + size}, stage {stage!r}")
             raise
-
-    def _order(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The rows that stand at positions `start` to `stop`."""
-        size = self.config.shuffle_buffer_size
-        positions = np.arange(start, stop, dtype=np.int64)
-        if size is None or self._shuffle_key is None:
-            return positions
-        rows = np.empty_like(positions)
-        for block in range(start // size, -(-stop // size)):
-            here = positions // size == block
-            length = self.rows.available(block * size, (block + 1) * size)
-            rows[here] = block * size + permute(positions[here] - block * size, length, fold(self._shuffle_key, block))
-        return rows
 
 
 AsyncDataLoader = Loader  # the name that EasyDeL's API uses

@@ -24,6 +24,9 @@ class LoadStageConfig:
     shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the seed; None keeps the order of the plan.
         Blocks are counted over the whole run, so one may hold the end of an epoch and the start of the next. With streaming, the documents
         of a window, which are permuted and packed together; None takes 4,096, or fewer long ones.
+    group_by_length: rows of like length in one batch, so that less of it is padding: in every window of this many batches (64, say) rows
+        are sorted by the slots they need, and the batches cut from them permuted, keyed by the seed. It comes after the permutation of
+        `shuffle_buffer_size`; a window too may hold the end of an epoch and the start of the next. Only for rows that are not packed.
     drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh; on a mesh, and in micro-batches, filled
         up with rows of padding (segment 0, labels -100), which weigh nothing, so that no shape is added. `Loader.rows_of(step)` says
         which rows are real.
@@ -41,6 +44,7 @@ class LoadStageConfig:
     prefetch_workers: int = 1
     prefetch_buffer_size: int = 8
     shuffle_buffer_size: int | None = None
+    group_by_length: int | None = None
     drop_last: bool = True
     prefetch_to_device: bool = False
     num_epochs: int | None = 1
@@ -49,7 +53,8 @@ class LoadStageConfig:
     stall_timeout_s: float = 300.0
 
     def check(self) -> None:
-        for name in ("batch_size", "accumulation_steps", "prefetch_workers", "prefetch_buffer_size", "shuffle_buffer_size", "num_epochs"):
+        counts = ("batch_size", "accumulation_steps", "prefetch_workers", "prefetch_buffer_size", "shuffle_buffer_size")
+        for name in (*counts, "group_by_length", "num_epochs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
@@ -62,6 +67,9 @@ class LoadStageConfig:
             raise ConfigError(at="partition_spec", problem="there is no mesh to lie on", fix="Set mesh, for example {'data': -1}.")
 
     def _check_schedule(self) -> None:
+        if self.group_by_length is not None and self.batch_size_schedule:
+            problem = "groups are batches of one size, and batch_size_schedule changes it"
+            raise ConfigError(at="group_by_length", problem=problem, fix="Leave one of them out.")
         before = 0
         for i, (step, _) in enumerate(self.batch_size_schedule):
             if step <= before:

@@ -26,7 +26,7 @@ import numpy as np
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError
 from easypipe.core.ledger import Ledger
-from easypipe.loader.collate import CollateConfig
+from easypipe.loader.collate import CollateConfig, known_width
 from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.placement import Placement, gather_bytes, local_mesh
 from easypipe.loader.prefetch import InOrder, Prefetcher
@@ -210,10 +210,7 @@ class StreamLoader:
             "num_streams": self.spec.num_streams,
             "drop_last": self.config.drop_last,
             "shuffle_buffer_size": self.config.shuffle_buffer_size,
-            "padding": self.collate.padding,
-            "max_length": self.collate.max_length,
-            "attention_mask": self.collate.attention_mask,
-            **({} if self.collate.segment_ids else {"segment_ids": False}),
+            **self.collate.settings,
             **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
         }
 
@@ -237,17 +234,14 @@ class StreamLoader:
         return Shape(rows_each=size // self.spec.num_streams, placement=placement, local=local, order=order)
 
     def _fixed_width(self, shapes: Mapping[int, Shape]) -> int | None:
-        if self.spec.pack is not None:
-            return self.spec.pack.seq_length
-        if self.collate.padding == "max_length":
-            return self.collate.max_length
-        if any(len(shape.local) < shape.rows_each * self.spec.num_streams for shape in shapes.values()):
+        known = known_width(self.collate, None if self.spec.pack is None else self.spec.pack.seq_length)
+        if known is None and any(len(shape.local) < shape.rows_each * self.spec.num_streams for shape in shapes.values()):
             raise PlacementError(
                 at="padding",
                 problem="the longest row of a global batch is known only to the processes that read it",
                 fix="Set padding='max_length' and max_length, or pack the rows.",
             )
-        return None
+        return known
 
 
 def _cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
@@ -99,16 +100,18 @@ class LoadStage(BaseStage):
         inner = source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
         first, origin = next(iter(({name: source} if inner is None else inner.parts).items()))
         options = _tokenizer_options(first, origin, context)
-        attention_mask = options is not None and options.return_attention_mask
-        if isinstance(source, PackedShardedSource):  # rows are full already
-            return CollateConfig(attention_mask=attention_mask, segment_ids=source.config.include_segment_ids)
-        if options is None or SEGMENT_IDS in source.schema.names:  # packed before, and saved
-            return CollateConfig(attention_mask=attention_mask)
-        return CollateConfig(
-            padding=options.padding,
-            max_length=options.max_length if options.padding == "max_length" else None,
-            attention_mask=attention_mask,
-        )
+        packed = isinstance(source, PackedShardedSource)
+        rule: dict[str, Any] = {"segment_ids": source.config.include_segment_ids} if packed else {}
+        if options is not None:
+            rule |= {
+                "attention_mask": options.return_attention_mask,
+                "padding_side": options.padding_side,  # these three are refused where rows are packed
+                "pad_to_multiple_of": options.pad_to_multiple_of,
+                "length_buckets": options.length_buckets,
+            }
+            if not packed and SEGMENT_IDS not in source.schema.names:  # else rows are full already
+                rule |= {"padding": options.padding, "max_length": options.max_length if options.padding == "max_length" else None}
+        return CollateConfig(**rule)
 
 
 def _tokenizer_options(name: str, source: ShardedSource, context: PipelineContext) -> TokenizerConfig | None:

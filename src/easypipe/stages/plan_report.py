@@ -246,9 +246,11 @@ class _Run:
             found.append(f"{self.left_over:,} rows at the end fill no batch of {load.batch_size:,} and are left out (load.drop_last)")
         if self.steps == 0:
             found.append(f"{name!r} fills no batch of {load.batch_size:,}: nothing would be trained")
-        size = load.shuffle_buffer_size
-        if size is not None and self.rows % size and self.steps != self.available:
-            found.append(f"the run ends inside a block of {size:,} shuffled rows; it is counted as if that block were in order")
+        grouped = None if load.group_by_length is None else load.group_by_length * load.batch_size
+        shuffled = load.shuffle_buffer_size
+        for size, what in ((shuffled, "a block of {:,} shuffled rows"), (grouped, "a window of {:,} rows grouped by length")):
+            if size is not None and self.rows % size and self.steps != self.available:
+                found.append(f"the run ends inside {what.format(size)}; it is counted as if they were in order")
         return found
 
 

@@ -80,6 +80,7 @@ KNOWN = {
 WHY = {
     "pack.segments": "documents of a row stay apart",
     "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
+    "load.group_by_length": "rows come in the order in which they are read",
     "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
     "mix.provenance": "nothing is saved, and batches have no column of it",
 }

@@ -21,15 +21,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from easypipe.core.config import config, digest
-from easypipe.core.errors import ConfigError, TokenizerError
+from easypipe.core.config import digest
+from easypipe.core.errors import TokenizerError
 from easypipe.transforms import proof
 from easypipe.transforms.fast import FastEngine, engine_of
 from easypipe.transforms.fast import version as fast_version
 from easypipe.transforms.proof import Verdict
 from easypipe.transforms.ragged import surround, truncate
-from easypipe.transforms.special import SpecialPolicy, SpecialStrings
+from easypipe.transforms.special import SpecialStrings
 from easypipe.transforms.token_bytes import TokenBytes, token_bytes
+from easypipe.transforms.tokenizer_config import TokenizerConfig
 from easypipe.transforms.tokenizer_files import TokenizerFiles, find_tokenizer
 
 logger = logging.getLogger("easypipe")
@@ -39,48 +40,6 @@ _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
-
-
-@config
-class TokenizerConfig:
-    """Which tokenizer, and what it does to a text.
-
-    name_or_path: a tokenizer.json, a folder that holds one, or a Hub name; what looks like a path is never looked up on the Hub.
-    max_length: most tokens of a document, special tokens included; None keeps all.
-    truncation: False keeps documents longer than max_length, which then is only what padding="max_length" fills up to.
-    padding: how rows that are not packed are filled in a batch: to the "longest" of it (also True) or to "max_length"; False refuses
-        rows of unequal length.
-    add_special_tokens: add what the tokenizer's own post-processor adds.
-    special_strings: what becomes of strings such as "<|endoftext|>" in raw text: "allow" makes them special tokens, which are counted in
-        the ledger; "escape" takes them for ordinary text; "error" makes a bad row of theirs.
-    return_attention_mask: batches carry `attention_mask` (1 where a token stands, 0 where padding does).
-    trust_remote_code: refused; easypipe reads tokenizer.json files, which hold no code.
-    backend: "auto" takes gigatoken where it is proved equal; "gigatoken" makes anything else an error; "tokenizers" is the reference.
-    """
-
-    name_or_path: str
-    max_length: int | None = None
-    truncation: bool = True
-    padding: Literal["longest", "max_length"] | bool = "longest"
-    add_special_tokens: bool = True
-    special_strings: SpecialPolicy = "allow"
-    return_attention_mask: bool = False
-    trust_remote_code: bool = False
-    backend: Literal["auto", "gigatoken", "tokenizers"] = "auto"
-
-    def check(self) -> None:
-        if not self.name_or_path:
-            raise ConfigError(at="name_or_path", problem="names no tokenizer", fix="Give a tokenizer.json, its folder, or a Hub name.")
-        if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(at="max_length", problem=f"{self.max_length} is no length", fix="Give at least 1, or null for no limit.")
-        if self.padding == "max_length" and self.max_length is None:
-            raise ConfigError(at="padding", problem="'max_length' needs a max_length", fix="Set max_length, or padding='longest'.")
-        if self.trust_remote_code:
-            raise ConfigError(
-                at="trust_remote_code",
-                problem="easypipe never runs code that comes with a tokenizer",
-                fix="Leave it out; convert such a tokenizer to a tokenizer.json with transformers.",
-            )
 
 
 class Backend(NamedTuple):

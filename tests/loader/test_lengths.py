@@ -1,0 +1,227 @@
+"""Rows of several lengths: the side and the width of padding, and rows of like length in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, TokenizerConfig
+from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.collate import CollateConfig, collate, row_width, with_asked
+from easypipe.loader.loader import Loader
+from easypipe.loader.order import ReadingOrder
+from laws import assert_exact_resume, assert_labels, assert_same_batch, assert_same_batches
+from loader_support import MemoryCache, plan_rows, some_docs
+from pipelines import config, texts, tokenizer
+from strategies import examples
+
+# As texts are: many short, few long.
+LENGTHS = np.minimum(np.random.Generator(np.random.PCG64(5)).lognormal(3.0, 1.0, 517).astype(int) + 1, 300)
+CACHE = MemoryCache(some_docs(LENGTHS), masks=[np.arange(n) % 3 > 0 for n in LENGTHS])
+
+
+def documents(rule: CollateConfig | None = None, *, seed: int = 0, **load: Any) -> Loader:
+    rows = plan_rows([CACHE], seq_length=None, num_epochs=load.get("num_epochs", 1))
+    return Loader(rows, LoadStageConfig(**({"batch_size": 8} | load)), seed=seed, collate=rule)
+
+
+def tokens(batch: dict[str, np.ndarray]) -> list[bytes]:
+    """The document of every row."""
+    return [ids[segments > 0].tobytes() for ids, segments in zip(batch[INPUT_IDS], batch[SEGMENT_IDS], strict=True)]
+
+
+def widths(loader: Loader) -> list[int]:
+    return [batch[INPUT_IDS].shape[1] for batch in loader]
+
+
+# Side
+
+
+@pytest.mark.parametrize("load", [{}, {"accumulation_steps": 2, "drop_last": False}, {"mesh": {"data": 1}, "drop_last": False}], ids=str)
+def test_padding_on_the_left_moves_every_column(load: dict[str, Any]) -> None:
+    rule = {"attention_mask": True, "pad_to_multiple_of": 16}
+    count = 0
+    for left, right in zip(
+        documents(CollateConfig(padding_side="left", **rule), **load), documents(CollateConfig(**rule), **load), strict=True
+    ):
+        padding = (np.asarray(right[SEGMENT_IDS]) == 0).sum(axis=-1)
+        count += int((padding > 0).sum())
+        for name, values in right.items():
+            slots = np.arange(values.shape[-1])
+            moved = np.take_along_axis(np.asarray(values), (slots - padding[..., None]) % slots.size, axis=-1)
+            np.testing.assert_array_equal(np.asarray(left[name]), moved, err_msg=name)
+        assert (np.asarray(left[LABELS])[..., -1] == IGNORE).all(), "the last token of a row has no label"
+    assert count > 100
+
+
+def test_labels_beside_padding_on_the_left() -> None:
+    rows = {
+        INPUT_IDS: np.array([[5, 6, 7, 0, 0], [1, 2, 3, 4, 9], [0] * 5]),
+        SEGMENT_IDS: np.array([[1, 2, 2, 0, 0], [1] * 5, [0] * 5]),
+    }
+    batch = with_asked(collate(rows), CollateConfig(padding_side="left", attention_mask=True))
+    assert_labels(batch)
+    assert batch[INPUT_IDS].tolist() == [[0, 0, 5, 6, 7], [1, 2, 3, 4, 9], [0] * 5]
+    assert batch[LABELS][0].tolist() == [IGNORE, IGNORE, IGNORE, 7, IGNORE]
+    assert batch[POSITION_IDS][0].tolist() == [0, 0, 0, 0, 1]
+    assert batch[ATTENTION_MASK].sum(axis=1).tolist() == [3, 5, 0]
+
+
+# Widths
+
+
+def test_widths_are_multiples_or_buckets() -> None:
+    lengths = np.array([3, 9, 1])
+    for rule, width in (
+        ({"pad_to_multiple_of": 8}, 16),
+        ({"pad_to_multiple_of": 9}, 9),
+        ({"length_buckets": (4, 9, 20)}, 9),
+        ({"length_buckets": (4, 8, 20)}, 20),
+        ({"padding": "max_length", "max_length": 31}, 31),
+    ):
+        assert row_width(lengths, CollateConfig(**rule)) == width
+    longest = widths(documents())
+    assert widths(documents(CollateConfig(pad_to_multiple_of=32))) == [-(-width // 32) * 32 for width in longest]
+    with pytest.raises(SourceError, match=r"row 1 of the batch: 9 tokens do not fit length_buckets 8.*max_length=8.*bucket of 9"):
+        row_width(lengths, CollateConfig(length_buckets=(4, 8)))
+
+
+@pytest.mark.parametrize("group", [None, 8])
+def test_an_epoch_has_no_more_shapes_than_buckets(group: int | None) -> None:
+    buckets = (16, 64, 128, 300)
+    bucketed = documents(CollateConfig(length_buckets=buckets), group_by_length=group)
+    seen = [(batch[INPUT_IDS].shape[1], int((batch[SEGMENT_IDS] > 0).sum(axis=1).max())) for batch in bucketed]
+    assert all(width == next(b for b in buckets if b >= longest) for width, longest in seen)
+    assert 1 < len({width for width, _ in seen}) <= len(buckets) < len(set(widths(documents(group_by_length=group))))
+
+
+# Groups
+
+
+def test_groups_have_less_padding_and_every_row_once() -> None:
+    plain, grouped = list(documents()), list(documents(group_by_length=16))
+    padding = [
+        sum((batch[SEGMENT_IDS] == 0).sum() for batch in batches) / sum(b[INPUT_IDS].size for b in batches) for batches in (plain, grouped)
+    ]
+    assert padding[1] < 0.3 * padding[0], padding
+    for start in range(0, len(plain), 16):  # drop_last leaves out the same rows, too
+        before, after = (sorted(row for batch in batches[start : start + 16] for row in tokens(batch)) for batches in (plain, grouped))
+        assert before == after
+    lengths = [batch[INPUT_IDS].shape[1] for batch in grouped[:16]]
+    assert lengths != sorted(lengths), "the batches of a window are permuted"
+    assert lengths != [batch[INPUT_IDS].shape[1] for batch in documents(group_by_length=16, seed=1)][:16], "by the seed"
+
+
+@pytest.mark.parametrize("prefetch", [{"prefetch_enabled": False}, {"prefetch_workers": 4, "prefetch_buffer_size": 5}], ids=str)
+def test_grouped_batches_do_not_depend_on_how_they_are_made(prefetch: dict[str, Any]) -> None:
+    load: dict[str, Any] = {"group_by_length": 5, "num_epochs": 2, "drop_last": False, "shuffle_buffer_size": 50, "batch_size": 24}
+    make = lambda: documents(CollateConfig(length_buckets=(32, 300), padding_side="left"), **load, **prefetch)  # noqa: E731
+    wanted = [documents(make().collate, **load).batch(step) for step in reversed(range(len(make())))][::-1]
+    assert assert_same_batches(wanted, make()) == len(make()) == -(-2 * len(LENGTHS) // 24)
+    assert_exact_resume(make, len(wanted), hops=[3, 4], stops=[0, 1, 4, 5, 6, 20, 43])
+    explained = make().explain(7)
+    assert [len(row.segments[0].ids) for row in explained.rows] == [len(row) // 4 for row in tokens(wanted[7])]
+
+
+@examples(40)
+@given(
+    count=st.integers(1, 90),
+    batch=st.integers(1, 7),
+    group=st.integers(1, 6),
+    block=st.sampled_from([None, 1, 4, 11, 100]),
+    seed=st.integers(0, 99),
+    cuts=st.lists(st.integers(1, 89), max_size=5),
+)
+def test_the_order_is_arithmetic(count: int, batch: int, group: int, block: int | None, seed: int, cuts: list[int]) -> None:
+    """Every row once; asked for in pieces, by new objects, from the end: the same; a window holds the rows that it held without groups."""
+    rows = plan_rows([MemoryCache(some_docs(LENGTHS[:count]))], seq_length=None)
+    shuffled = {"batch_size": batch, "shuffle_buffer_size": block}
+    make = lambda **more: ReadingOrder(rows, LoadStageConfig(**shuffled, **more), CollateConfig(), seed)  # noqa: E731
+    order, plain = make(group_by_length=group).rows(0, count), make().rows(0, count)
+    window = batch * group
+    for start in range(0, count, window):
+        assert sorted(order[start : start + window]) == sorted(plain[start : start + window])
+    full = count // batch * batch
+    assert order[full:].tolist() == plain[full:].tolist(), "what fills no batch stays where it is"
+    edges = sorted({0, count, *(cut % count for cut in cuts)})
+    one = make(group_by_length=group)
+    pieces = [(one if i % 2 else make(group_by_length=group)).rows(*edges[i : i + 2]) for i in reversed(range(len(edges) - 1))]
+    assert np.concatenate(pieces[::-1]).tolist() == order.tolist()
+    assert all(min(order[start:], default=count) >= one.first(start) for start in range(count))
+    lengths = rows.lengths(order)
+    for start in range(0, full, batch):  # no row of a window lies among the lengths of a batch that it is not of
+        first = start // window * window
+        here = lengths[start : start + batch]
+        others = np.delete(lengths[first : min(first + window, full)], np.arange(batch) + start - first)
+        assert not ((others > here.min()) & (others < here.max())).any()
+
+
+# Options
+
+
+def build(folder: Path, load: dict[str, Any] | None = None, *, streaming: bool = False, pack: bool = False, **options: Any) -> Any:
+    rows = [{"text": text} for text in texts(30)]
+    dataset = DatasetConfig(name="x", data_files=rows, tokenizer=TokenizerConfig(name_or_path=tokenizer(), **options))
+    chain = Pipeline(config(folder, datasets=[dataset], streaming=streaming)).source().tokenize()
+    chain = chain.pack(PackStageConfig(seq_length=64)) if pack else chain
+    return chain.load(LoadStageConfig(**({"batch_size": 4} | (load or {})))).build()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_options_of_the_tokenizer_reach_the_batches(tmp_path: Path, streaming: bool) -> None:
+    right = list(build(tmp_path, streaming=streaming))
+    left = list(build(tmp_path, streaming=streaming, padding_side="left", pad_to_multiple_of=16))
+    bucketed = build(tmp_path, streaming=streaming, padding_side="left", length_buckets=(48, 64, 500))
+    for plain, moved, batch in zip(right, left, bucketed, strict=True):
+        assert tokens(plain) == tokens(moved) == tokens(batch)
+        assert moved[SEGMENT_IDS][:, -1].all()
+        assert moved[INPUT_IDS].shape[1] == -(-plain[INPUT_IDS].shape[1] // 16) * 16
+        assert batch[INPUT_IDS].shape[1] in (48, 64, 500)
+    with pytest.raises(SourceError, match="do not fit length_buckets 3"):
+        next(iter(build(tmp_path, streaming=streaming, length_buckets=(3,))))
+
+
+def test_no_option_leaves_batches_as_they_were(tmp_path: Path) -> None:
+    """Neither batches nor what states say of the config change where none of these options is set."""
+    loader = documents(CollateConfig(padding_side="right"))
+    assert {"padding_side", "pad_to_multiple_of", "length_buckets", "group_by_length"}.isdisjoint(loader.state().config)
+    for step in (0, 3):
+        numbers = np.arange(8 * step, 8 * step + 8)
+        assert_same_batch(loader.batch(step), loader.rows.batch(numbers, int(loader.rows.lengths(numbers).max())))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding_side": "left", "pack": True}, "padding_side: 'left', but the rows are packed: each has 64 slots already.*do not pack"),
+        ({"padding_side": "left", "pack": True, "streaming": True}, "padding_side: 'left', but the rows are packed"),
+        ({"pad_to_multiple_of": 8, "pack": True}, "pad_to_multiple_of: 8, but the rows are packed"),
+        ({"length_buckets": (8,), "pack": True}, r"length_buckets: \[8\], but the rows are packed"),
+        ({"load": {"group_by_length": 8}, "pack": True}, "load.group_by_length: 8, but the rows are packed"),
+        (
+            {"load": {"group_by_length": 8}, "padding": "max_length", "max_length": 500},
+            "padding is 'max_length': every row has as many slots",
+        ),
+        ({"load": {"group_by_length": 8}, "streaming": True}, "group_by_length.*rows come in the order in which they are read"),
+        ({"load": {"group_by_length": 8, "batch_size_schedule": [(5, 8)]}}, "group_by_length.*batches of one size"),
+        ({"load": {"group_by_length": 0}}, "group_by_length: 0 is too few"),
+        ({"length_buckets": (64, 16)}, r"length_buckets: \[64, 16\] do not ascend.*ascending order"),
+        ({"length_buckets": (0, 16)}, "do not ascend"),
+        ({"length_buckets": (16,), "pad_to_multiple_of": 8}, "length_buckets say every width already"),
+        ({"length_buckets": (16,), "padding": False}, "length_buckets: padding=False leaves it nothing to do"),
+        ({"pad_to_multiple_of": 8, "padding": "max_length", "max_length": 9}, "'max_length' leaves it nothing to do"),
+        ({"pad_to_multiple_of": 0}, "0 is no number of slots"),
+        ({"padding_side": "left", "padding": False}, "puts padding nowhere"),
+        ({"padding_side": "middle"}, "padding_side"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        build(tmp_path, **options)
