@@ -384,7 +384,7 @@ def test_missing_and_wrong_columns(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "dataset 'd', column 'n': holds int64, not text; columns of text (have: text). Set content_field to one of them."
     )
-    with pytest.raises(SourceError, match="became a document: null 3; the first is memory, row 0: no value. Check the column"):
+    with pytest.raises(SourceError, match=r"became a document: null 3; the first is memory, row 0: no value\. Check the column"):
         prepare(InMemoryShardedSource({"text": [None] * 3}), small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
 
 
