@@ -28,7 +28,7 @@ from easypipe import (
     SourceError,
     load_tokenizer,
 )
-from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.verify import verify
 from strategies import examples
@@ -143,6 +143,24 @@ def test_no_policy_gives_too_much_and_masks_travel_with_tokens(tmp_path_factory:
                 "trim_prompt_first": [inside[k : k + len(body)] for k in range(len(inside))],
             }[policy.policy]
             assert body in ends
+
+
+@pytest.mark.parametrize(("columns", "limit", "own"), [("text", 30, 0), ("prompt, completion", 31, 1), ("prompt, completion", 30, 0)])
+def test_packing_ends_only_the_last_piece_of_a_document(tmp_path: Path, columns: str, limit: int, own: int) -> None:
+    """A completion ends with EOS itself: in its last piece, or, with 241 tokens in pieces of 30, behind it, where packing puts it back."""
+    rows: Any = [{"text": SENTENCES * 4}] * 2 if columns == "text" else [{"prompt": "Say.", "completion": SENTENCES * 4}] * 2
+    options: dict[str, Any] = {} if columns == "text" else {"prompt": PAIR}
+    source = tokenized(tmp_path, rows, LengthPolicy(policy="split"), limit, **options)
+    pieces = source.scan(0, 0, 2).batch
+    each = pieces.num_rows // 2
+    assert each > 2
+    assert pieces.column(HAS_EOS).to_pylist() == ([1] * (each - 1) + [own]) * 2
+    data = [dataset(rows, LengthPolicy(policy="split"), limit, **options)]
+    config = PipelineConfig(
+        datasets=data, seed=1, cache_dir=tmp_path, pack=PackStageConfig(seq_length=64), load=LoadStageConfig(batch_size=1)
+    )
+    batches = Pipeline.from_config(config).source().tokenize().mix().pack().load().build()
+    assert sum(((batch[INPUT_IDS] == source.tokenizer.eos_token_id) & (batch[SEGMENT_IDS] > 0)).sum() for batch in batches) == 2
 
 
 def test_the_default_is_what_max_length_always_did(tmp_path: Path) -> None:

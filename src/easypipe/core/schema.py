@@ -28,7 +28,7 @@ LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
 DECODER_INPUT_IDS = "decoder_input_ids"  # sequence-to-sequence batches: what the decoder sees where it is to say `labels`
 PIXEL_VALUES = "pixel_values"
-HAS_EOS = "has_eos"  # token cache only: the document already ends with the tokenizer's EOS
+HAS_EOS = "has_eos"  # token cache only: packing puts no EOS behind it: it ends with one, its text goes on in the next one, or it is a pair
 
 SOURCE = "__source__"  # which dataset a row came from
 ROW_NUMBER = "__row_number__"  # physical record number within its shard

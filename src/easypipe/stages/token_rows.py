@@ -92,7 +92,7 @@ def encode_texts(
         all_ids, rows, cut, strings = all_ids[np.repeat(kept, all_lengths)], rows[kept], cut[kept], strings[kept]
         offsets = np.concatenate([[0], np.cumsum(all_lengths[kept])]).astype(np.int64)
         added = len(rows) * room
-    lost, mask, counts = int(cut.sum()), None, {}
+    lost, mask, counts, continued = int(cut.sum()), None, {}, None
     if lengths is not None:
         before = np.full(len(rows), len(tokenizer.surrounding[0]))
         found = np.flatnonzero(kept)
@@ -100,9 +100,9 @@ def encode_texts(
         made = shape(whole, lengths, raw=True)
         rejects = (*rejects, *_too_long(made, rows, np.diff(offsets), lengths))
         all_ids, offsets, mask, rows, strings = made.ids, made.offsets, made.mask, rows[made.origin], strings[made.origin]
-        added, lost, counts = int(made.added.sum()), made.truncated, made.counts
+        added, lost, counts, continued = int(made.added.sum()), made.truncated, made.counts, made.continued
     tokens = int(offsets[-1])
-    eos = ends_with(all_ids, offsets, tokenizer.eos_token_id)
+    eos = _without_eos_inside(ends_with(all_ids, offsets, tokenizer.eos_token_id), continued)
     columns = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(all_ids)), pa.array(eos), pa.array(rows)]
     columns += [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask))] if mask is not None else []
     batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=mask is not None))
@@ -160,20 +160,20 @@ def encode_spans(
         tokens = np.repeat(kept, sizes)
         ids, mask, sizes = ids[tokens], mask[tokens], sizes[kept]
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    lost, counts = int(cut.sum()), {}
+    lost, counts, continued = int(cut.sum()), {}, None
     if lengths is not None:
         before, numbers = _joined([part.before for part in found], np.int64)[kept], np.flatnonzero(kept)
         made = shape(Whole(offsets, ids, mask, before, added, lambda i: texts.texts[int(numbers[i])].as_py()), lengths, raw=raw)
         rejects = (*rejects, *_too_long(made, rows, sizes, lengths))
         ids, offsets, rows, strings, added = made.ids, made.offsets, rows[made.origin], strings[made.origin], made.added
         assert made.mask is not None
-        mask, lost, counts = made.mask, made.truncated, made.counts
+        mask, lost, counts, continued = made.mask, made.truncated, made.counts, made.continued
     before_read = 0
     if texts.lost is not None:
         written = texts.lost[np.isin(texts.rows, rows)]
         before_read = int(written.sum())
         counts = counts | {texts.cut_by: int(np.count_nonzero(written))}
-    ends = ends_closed(ids, offsets, tokenizer.eos_token_id)
+    ends = _without_eos_inside(ends_closed(ids, offsets, tokenizer.eos_token_id), continued)
     lists = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (ids, mask)]
     columns = [lists[0], pa.array(ends), pa.array(rows), lists[1]]
     batch = pa.RecordBatch.from_arrays(columns, schema=cache_schema(tokenizer.vocab_size, loss_mask=True))
@@ -189,6 +189,11 @@ def encode_spans(
         lengths=counts,
         **_counted(strings, tokenizer),
     )
+
+
+def _without_eos_inside(ends: NDArray[np.uint8], continued: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
+    """UInt8[n] has_eos: 1 for pieces that the next piece of their text follows too, as packing would teach the model to stop there."""
+    return ends if continued is None else ends | continued
 
 
 def _untrained(row: int) -> Reject:

@@ -77,7 +77,7 @@ class Lengths:
 
     @property
     def identity(self) -> list[Any]:
-        return ["lengths", 1, self.policy]
+        return ["lengths", 2 if self.policy.policy == "split" else 1, self.policy]  # 2: packing ends no document inside a text
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
         """The text, of which at most `budget` tokens stay, and how many tokens it lost."""
@@ -109,8 +109,9 @@ class Shaped(NamedTuple):
     """m documents made of n. origin Int64[m]: of which each is. refused: those of n that are too long. untrained: those of which nothing
     is left to train; a piece without a target is no document.
 
-    added Int64[m]: special tokens of each. truncated: tokens of texts that are in no document. counts: for the ledger; documents over
-    max_length by policy, `pieces`: documents more than texts, `overlap`: tokens of texts that are in a second document.
+    added Int64[m]: special tokens of each. continued Bool[m]: pieces behind which their text goes on in the next one. truncated: tokens
+    of texts that are in no document. counts: for the ledger; documents over max_length by policy, `pieces`: documents more than texts,
+    `overlap`: tokens of texts that are in a second document.
     """
 
     offsets: NDArray[np.int64]
@@ -118,6 +119,7 @@ class Shaped(NamedTuple):
     mask: NDArray[np.uint8] | None
     origin: NDArray[np.int64]
     added: NDArray[np.int64]
+    continued: NDArray[np.bool_]
     truncated: int
     refused: list[int]
     untrained: list[int]
@@ -132,7 +134,7 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
         mask = np.ones(len(ids), np.uint8)  # an overlap is no target
     over = np.flatnonzero(sizes > lengths.limit).tolist() if lengths.limit is not None else []
     if not over:
-        return Shaped(offsets, ids, mask, np.arange(len(sizes)), whole.added, 0, [], [], {})
+        return Shaped(offsets, ids, mask, np.arange(len(sizes)), whole.added, np.zeros(len(sizes), np.bool_), 0, [], [], {})
     tail = len(lengths.tokenizer.surrounding[1]) if raw else 0
     special = np.zeros(len(ids), np.bool_)
     for i in np.flatnonzero(whole.added).tolist():
@@ -142,6 +144,7 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
     origin: list[int] = []
     again: list[int] = []  # tokens at the start of each that an earlier one has
     unended: list[int] = []  # those that stop before their text does: the special token behind them is no target
+    continued: list[int] = []
     refused, untrained = [], []
     done = 0
     for i in [*over, len(sizes)]:
@@ -157,7 +160,7 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
         made = _pieces(whole, lengths, i, head, tail)
         if not made:
             refused.append(i)
-        before = len(origin)
+        before, end = len(origin), first  # end: of what documents have of it
         for number, keep in enumerate(made):
             around = [np.arange(first, first + head), *(np.arange(a, b) for a, b in keep), np.arange(stop - tail, stop)]
             tokens, known = np.concatenate(around), head + lengths.policy.overlap if number else 0
@@ -167,6 +170,10 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
                 index.append(tokens)
                 origin.append(i)
                 again.append(known)
+                end = keep[-1][1]
+        continued += range(before, len(origin) - 1)
+        if len(origin) > before and ids[end : made[-1][-1][1]].tolist() not in ([], [lengths.tokenizer.eos_token_id]):
+            continued.append(len(origin) - 1)  # the rest has no target
         if made and len(origin) == before:
             untrained.append(i)
     new = np.concatenate([[0], np.cumsum([len(part) for part in index])]).astype(np.int64)
@@ -191,6 +198,7 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
         mask=new_mask,
         origin=np.array(origin, np.int64),
         added=sums[new[1:]] - sums[new[:-1]],
+        continued=np.isin(np.arange(len(origin)), continued),
         truncated=int(((uses == 0) & ~special & ~gone).sum()),
         refused=refused,
         untrained=untrained,
