@@ -6,7 +6,8 @@ token is. Which characters those are, `tokenizers` says, or the bytes of gigatok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,80 +57,120 @@ def encode_masked(
     before, after = tokenizer.surrounding if raw else ((), ())
     limit = tokenizer.config.max_length if tokenizer.config.truncation and not whole else None
     eos = tokenizer.eos_token_id
-    ids, masks = [], []
-    front, added, truncated, special = (np.zeros(len(texts), np.int64) for _ in range(4))
-    for i, (tokens, mask) in enumerate(_encoded(tokenizer, texts, spans, reference=reference)):
-        if raw:
-            tokens, mask, special[i] = _settled(tokenizer, texts[i], spans[i], tokens, mask)
-        prefix = () if not before or tuple(tokens[: len(before)].tolist()) == before else before
-        suffix, room = after, len(prefix) + len(after)
-        closed = len(tokens) > 0 and int(tokens[-1]) == eos
-        cut = 0 if limit is None else max(0, len(tokens) + room - limit)
-        if cut:
-            tokens, mask = tokens[: len(tokens) - cut], mask[: len(tokens) - cut]
-        elif ends[i] != NO_END and not after and not closed and (limit is None or len(tokens) + len(prefix) < limit):
-            if eos is None:
-                raise TokenizerError(
-                    at=tokenizer.name,
-                    problem="it names no EOS token, and nothing else ends what is trained",
-                    fix="Name its eos_token in tokenizer_config.json.",
-                )
-            suffix = (eos,)
-        if prefix or suffix:
-            last = ends[i] == TRAINED_END and not cut
-            tokens = np.concatenate([np.asarray(prefix, np.uint32), tokens, np.asarray(suffix, np.uint32)])
-            mask = np.concatenate([np.zeros(len(prefix), np.uint8), mask, np.full(len(suffix), last, np.uint8)])
-        ids.append(tokens)
-        masks.append(mask)
-        front[i], added[i], truncated[i] = len(prefix), len(prefix) + len(suffix), cut
-    lengths = np.array([len(tokens) for tokens in ids], np.int64)
-    return Masked(
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        ids=np.concatenate(ids).astype(np.uint32) if ids else np.zeros(0, np.uint32),
-        mask=np.concatenate(masks).astype(np.uint8) if masks else np.zeros(0, np.uint8),
-        before=front,
-        added=added,
-        truncated=truncated,
-        special=special,
-    )
+    offsets, ids, mask = _encoded(tokenizer, texts, spans, reference=reference)
+    special = np.zeros(len(texts), np.int64)
+    if raw:
+        (offsets, ids, mask), special = _settled(tokenizer, texts, spans, _Tokens(offsets, ids, mask))
+    sizes, asked = np.diff(offsets), np.asarray(ends, np.int64)
+    front = np.where(_stands(before, offsets[:-1], ids, sizes), 0, len(before))
+    cut = np.zeros(len(texts), np.int64) if limit is None else np.maximum(0, sizes + front + len(after) - limit)
+    behind = np.full(len(texts), bool(after))
+    if not after:
+        closed = np.zeros(len(texts), np.bool_) if eos is None else _stands((eos,), offsets[1:] - 1, ids, sizes)
+        behind = (asked != NO_END) & (cut == 0) & ~closed
+        behind &= limit is None or sizes + front < limit
+        if behind.any() and eos is None:
+            raise TokenizerError(
+                at=tokenizer.name,
+                problem="it names no EOS token, and nothing else ends what is trained",
+                fix="Name its eos_token in tokenizer_config.json.",
+            )
+    if cut.any():
+        kept = np.arange(len(ids)) < np.repeat(offsets[1:] - cut, sizes)
+        ids, mask, sizes = ids[kept], mask[kept], sizes - cut
+        offsets = _offsets(sizes)
+    suffix = after or ((eos,) if eos is not None else ())
+    added = front + behind * len(suffix)
+    if added.any():
+        edges = _offsets(sizes + added)
+        place = np.arange(len(ids)) + np.repeat(edges[:-1] + front - offsets[:-1], sizes)
+        body, flags = ids, mask
+        ids, mask = np.zeros(edges[-1], np.uint32), np.zeros(edges[-1], np.uint8)
+        ids[place], mask[place] = body, flags
+        for k, token in enumerate(before):
+            ids[edges[:-1][front > 0] + k] = token
+        for k, token in enumerate(suffix):
+            at = edges[1:][behind] - len(suffix) + k
+            ids[at], mask[at] = token, ((asked == TRAINED_END) & (cut == 0))[behind]
+        offsets = edges
+    return Masked(offsets=offsets, ids=ids, mask=mask, before=front, added=added, truncated=cut, special=special)
+
+
+class _Tokens(NamedTuple):
+    """offsets Int64[n+1], ids UInt32[total], mask UInt8[total] of n texts, without special tokens."""
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.uint32]
+    mask: NDArray[np.uint8]
+
+
+def _offsets(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _stands(tokens: Sequence[int], at: NDArray[np.int64], ids: NDArray[np.uint32], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Bool[n]: whether `tokens` stand at these places of documents with these sizes; True where there are no tokens to stand."""
+    found = sizes >= len(tokens)
+    for k, token in enumerate(tokens):
+        found[found] = ids[at[found] + k] == token
+    return found
 
 
 def _settled(
-    tokenizer: Tokenizer, text: pa.Scalar, spans: Sequence[Sequence[int]], ids: NDArray[np.uint32], mask: NDArray[np.uint8]
-) -> tuple[NDArray[np.uint32], NDArray[np.uint8], int]:
-    """(ids, mask, special strings in the text) under the tokenizer's special_strings."""
+    tokenizer: Tokenizer, texts: pa.LargeStringArray, spans: Sequence[Sequence[Sequence[int]]], made: _Tokens
+) -> tuple[_Tokens, NDArray[np.int64]]:
+    """(tokens, Int64[n] special strings in each text) under the tokenizer's special_strings."""
     special = tokenizer.special
-    counts, doubtful = special.look(np.array([0, len(ids)]), ids)
-    found = int(counts[0])
-    if special.policy == "error" and doubtful[0] and not found:
-        found = int(special.first_in(text.as_py()) is not None)
-    if special.policy != "escape" or not doubtful[0]:
-        return ids, mask, found
-    ((new, starts, stops),) = tokenizer.encode_with_characters([text.as_py()], escaped=True)
-    new = np.asarray(new, np.uint32)
-    return new, token_mask(starts, stops, spans), found + max(0, special.unknown_in(ids) - special.unknown_in(new))
+    found, doubtful = special.look(made.offsets, made.ids)
+    found = found.astype(np.int64)
+    others: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]] = {}
+    for i in np.flatnonzero(doubtful).tolist() if special.policy in ("error", "escape") else ():  # few
+        text = texts[i].as_py()
+        if special.policy == "error":
+            found[i] = found[i] or special.first_in(text) is not None
+            continue
+        ((new, starts, stops),) = tokenizer.encode_with_characters([text], escaped=True)
+        others[i] = np.asarray(new, np.uint32), token_mask(starts, stops, spans[i])
+        old = made.ids[made.offsets[i] : made.offsets[i + 1]]
+        found[i] += max(0, special.unknown_in(old) - special.unknown_in(others[i][0]))
+    return _with(made, others), found
 
 
-def _encoded(
-    tokenizer: Tokenizer, texts: pa.LargeStringArray, spans: Sequence[Sequence[Sequence[int]]], *, reference: bool
-) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.uint8]]]:
-    """(ids, mask) of each text, without special tokens."""
+def _with(made: _Tokens, others: Mapping[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]]) -> _Tokens:
+    """With other tokens and masks for some texts, by number."""
+    if not others:
+        return made
+    edges = made.offsets
+    parts = [others.get(i) or (made.ids[a:b], made.mask[a:b]) for i, (a, b) in enumerate(itertools.pairwise(edges.tolist()))]
+    ids, masks = zip(*parts, strict=True)
+    return _Tokens(_offsets([len(one) for one in ids]), np.concatenate(ids), np.concatenate(masks))
+
+
+def _encoded(tokenizer: Tokenizer, texts: pa.LargeStringArray, spans: Sequence[Sequence[Sequence[int]]], *, reference: bool) -> _Tokens:
     fast = None if reference else tokenizer.encode_fast(texts)
     if fast is None:
-        for one, (ids, starts, stops) in zip(spans, tokenizer.encode_with_characters(texts.to_pylist()), strict=True):
-            yield np.asarray(ids, np.uint32), token_mask(starts, stops, one)
-        return
+        encoded = [
+            (np.asarray(ids, np.uint32), token_mask(starts, stops, one))
+            for one, (ids, starts, stops) in zip(spans, tokenizer.encode_with_characters(texts.to_pylist()), strict=True)
+        ]
+        empty = (np.zeros(0, np.uint32), np.zeros(0, np.uint8))
+        ids, masks = zip(*encoded, empty, strict=True)
+        return _Tokens(_offsets([len(one) for one, _ in encoded]), np.concatenate(ids), np.concatenate(masks))
     offsets, ids, pieces = fast
     ranges = pieces.ranges(texts, offsets, ids)
     sizes, counts = (pc.call_function(name, [texts]).to_numpy() for name in ("binary_length", "utf8_length"))
-    plain = sizes == counts  # every character is a byte
-    for i, one in enumerate(spans):
-        a, b = offsets[i], offsets[i + 1]
-        if not ranges.known[i]:
-            ((found, starts, stops),) = tokenizer.encode_with_characters([texts[i].as_py()])
-            yield np.asarray(found, np.uint32), token_mask(starts, stops, one)
-        else:
-            yield ids[a:b], token_mask(ranges.starts[a:b], ranges.stops[a:b], one if plain[i] else _in_bytes(texts[i].as_py(), one))
+    plain = (sizes == counts).tolist()  # every character is a byte
+    known = ranges.known.tolist()
+    edges = [one if plain[i] or not known[i] else _in_bytes(texts[i].as_py(), one) for i, one in enumerate(spans)]
+    owner = np.repeat(np.arange(len(edges)), [len(one) for one in edges])
+    flat = np.array([edge for one in edges for span in one for edge in span], np.int64).reshape(-1, 2) + ranges.bases[owner, None]
+    first, last = offsets[:-1][owner], offsets[1:][owner]
+    mask = _marked(ranges.starts, ranges.stops, flat, first, last)
+    others: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]] = {}
+    for i in np.flatnonzero(~ranges.known).tolist():
+        ((found, starts, stops),) = tokenizer.encode_with_characters([texts[i].as_py()])
+        others[i] = np.asarray(found, np.uint32), token_mask(starts, stops, spans[i])
+    return _with(_Tokens(np.asarray(offsets, np.int64), np.asarray(ids, np.uint32), mask), others)
 
 
 def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -148,8 +189,13 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def has_target(mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Bool[n]: whether a document has a token to train on. Its first one is nobody's next token: it alone is none."""
-    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-    return before[offsets[1:]] - before[np.minimum(offsets[:-1] + 1, offsets[1:])] > 0
+    starts, found = offsets[:-1], np.zeros(len(offsets) - 1, np.bool_)
+    filled = offsets[1:] > starts
+    seen = mask.copy()
+    seen[starts[filled]] = 0
+    if filled.any():
+        found[filled] = np.maximum.reduceat(seen, starts[filled]) > 0
+    return found
 
 
 def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
@@ -157,9 +203,20 @@ def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Seque
 
     starts, stops: Int64[tokens], the first character of each token and the one behind its last, ascending.
     """
+    return _marked(starts, stops, np.asarray(spans, np.int64).reshape(-1, 2), 0, len(starts))
+
+
+def _marked(
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    first: NDArray[np.int64] | int,
+    last: NDArray[np.int64] | int,
+) -> NDArray[np.uint8]:
+    """`token_mask` of many texts, one after the other. edges Int64[m, 2]: ranges, each for the tokens from `first` to `last`, Int64[m]."""
     mask = np.zeros(len(starts), np.uint8)
-    edges = np.asarray(spans, np.int64).reshape(-1, 2)
-    firsts, lasts = stops.searchsorted(edges[:, 0], side="right"), starts.searchsorted(edges[:, 1], side="left")
-    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-        mask[first:last] = 1
+    begin = np.clip(stops.searchsorted(edges[:, 0], side="right"), first, last)
+    end = np.clip(starts.searchsorted(edges[:, 1], side="left"), first, last)
+    for a, b in zip(begin.tolist(), end.tolist(), strict=True):
+        mask[a:b] = 1
     return mask

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 
 class Ranges(NamedTuple):
-    """Of all tokens of some texts, one after the other: Int64[total] first byte and end within its text; known: Bool[n] texts."""
+    """Of all tokens of some texts, one after the other: Int64[total] first byte and end, as if the texts were one. known: Bool[n] texts.
+    bases: Int64[n+1], where each text begins, and the last one's end."""
 
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     known: NDArray[np.bool_]
+    bases: NDArray[np.int64]
 
 
 class TokenBytes:
@@ -29,6 +31,7 @@ class TokenBytes:
 
     def __init__(self, pieces: Sequence[bytes], trims: bool) -> None:
         self._pieces = pa.array(pieces, pa.large_binary())
+        self._trims = trims
         self._lengths = np.array([len(piece) for piece in pieces], np.int64)
         self._lead = np.array([len(piece) - len(piece.lstrip(b" ")) if trims else 0 for piece in pieces], np.int64)
         self._trail = np.array([len(piece) - len(piece.rstrip(b" ")) if trims else 0 for piece in pieces], np.int64)
@@ -49,10 +52,11 @@ class TokenBytes:
             known = np.array(
                 [np.array_equal(found[bases[i] : bases[i + 1]], text[where[i] : where[i + 1]]) for i in range(len(texts))], np.bool_
             )
-        base = np.repeat(bases[:-1], np.diff(offsets))
-        first, last = ends[:-1] - base, ends[1:] - base
+        first, last = ends[:-1], ends[1:]
+        if not self._trims:
+            return Ranges(first, last, known, bases)
         starts = np.minimum(first + self._lead[ids], last)
-        return Ranges(starts, np.maximum(last - self._trail[ids], starts), known)
+        return Ranges(starts, np.maximum(last - self._trail[ids], starts), known, bases)
 
 
 @functools.lru_cache(maxsize=2)
