@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,15 @@ HOSTILE = {
 }
 
 WORDS = ["What is two and two?", "Four.", "Sure?", " Yes, I am sure. ", "the quick brown fox", "naïve 日本 😀", '{"a": 1}']
+
+
+@contextmanager
+def processor_time_of_workers(most: float) -> Iterator[None]:
+    """Fails where worker processes that ended meanwhile have used more seconds of processor time, whatever a clock says."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    yield
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < most
 
 
 @functools.cache

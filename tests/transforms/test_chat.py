@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
 
-from chat_support import CHATML, HOSTILE, MARKED, REASONING, SHARED, needs_shared, talk
+from chat_support import CHATML, HOSTILE, MARKED, REASONING, SHARED, needs_shared, processor_time_of_workers, talk
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, close_workers, load_chat_template
 from easypipe.transforms.tokenizer import load_tokenizer
@@ -230,15 +229,13 @@ def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_alone(name: str) -> None:
     source, why = HOSTILE[name]
-    began = time.monotonic()
-    with pytest.raises(HostileTemplateError) as caught:
+    with processor_time_of_workers(most=5), pytest.raises(HostileTemplateError) as caught:
         template("{% if messages[0].content == 'now' %}" + source + "{% else %}fine<|im_end|>{% endif %}", "all").render(
             [{"messages": talk(word), "tools": None} for word in ("later", "later", "now", "later")]
         )
     assert any(part in str(caught.value) for part in why.split("|"))
     if why not in ("not Jinja", "deeply"):  # those are seen before any row
         assert caught.value.row == 2
-    assert time.monotonic() - began < 20  # 0.75 s of processor time; a busy machine may take its time
     assert render(CHATML, talk("Hi", "Hello")).text.endswith("Hello<|im_end|>\n")
 
 
@@ -248,6 +245,7 @@ def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     close_workers()
     worker = chat._take()
+    assert worker is not None
     try:
         with open(f"/proc/{worker._process.pid}/environ", "rb") as file:
             assert b"hf_secret" not in file.read()

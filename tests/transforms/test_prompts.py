@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 import laws
 import strategies
-from chat_support import CHATML, HOSTILE, MARKED, chat_tokenizer, talk
+from chat_support import CHATML, HOSTILE, MARKED, chat_tokenizer, processor_time_of_workers, talk
 from easypipe import ConfigError, DatasetConfig, FewShotConfig, Pipeline, PipelineConfig, PromptConfig, PromptEngine, SourceError
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
@@ -352,11 +351,9 @@ def test_hostile_custom_templates_end_alone(name: str) -> None:
     if name == "changing its input":
         source = "{{ messages.append(1) }}"
     one = engine(format_type="custom", template=source, input_columns=("messages",))
-    began = time.monotonic()
-    with pytest.raises(HostileTemplateError) as caught:
+    with processor_time_of_workers(most=5), pytest.raises(HostileTemplateError) as caught:
         one.render({"messages": [1]})
     assert any(part in str(caught.value) for part in why.split("|"))
-    assert time.monotonic() - began < 20  # 0.75 s of processor time; a busy machine may take its time
     assert engine().render(TALK).text.startswith("<|im_start|>")
 
 

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,7 +33,8 @@ from easypipe.transforms.tokenizer_files import find_chat_template
 
 ENGINE_VERSION = 2  # counts up when the same conversation gives other text or other spans
 BATCH_ROWS = 64  # conversations of one request
-BATCH_CHARACTERS = 1 << 20
+BATCH_BYTES = 1 << 20  # at most, where it is of more than one conversation
+LARGE_CALL = 2000  # conversations for which a second worker process is worth its start
 STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
 
 MASKED_END, TRAINED_END = 1, 2  # see chat_spans.py
@@ -101,8 +103,8 @@ class ChatTemplate:
 def answers_of(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], origin: str) -> list[Rendered | Refused]:
     """What worker processes make of rows with the template of `spec` (see chat_worker.py). origin: what errors call the template."""
     answers: list[Rendered | Refused] = []
-    for batch in _batches(rows):
-        for answer in _ask(spec, batch):
+    with contextlib.closing(_asked(spec, rows)) as batches:
+        for answer in itertools.chain.from_iterable(batches):
             if "hostile" in answer:
                 error = HostileTemplateError(
                     at=origin, problem=f"the template cannot be used: {answer['hostile']}", fix="Give another one."
@@ -181,31 +183,42 @@ def is_unicode(value: Any) -> bool:
         return False
 
 
-def _texts_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """What makes a row long: what its messages, or fields, say."""
-    parts = row["messages"] if "messages" in row else [row["fields"]]
-    return (value for part in parts for value in part.values() if isinstance(value, str))
+def _requests(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[bytes, int]]:
+    """(request, rows in it), for all rows in their order."""
+    for first in range(0, len(rows), BATCH_ROWS):
+        some = rows[first : first + BATCH_ROWS]
+        request = json.dumps({"template": spec, "rows": some}, default=str).encode() + b"\n"  # dates and decimals of Arrow become text
+        if len(request) <= BATCH_BYTES or len(some) == 1:
+            yield request, len(some)
+        else:
+            half = len(some) // 2
+            yield from _requests(spec, some[:half])
+            yield from _requests(spec, some[half:])
 
 
-def _batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    first = size = 0
-    for i, row in enumerate(rows):
-        size += sum(len(part) for part in _texts_of(row))
-        if i + 1 - first >= BATCH_ROWS or size >= BATCH_CHARACTERS:
-            yield rows[first : i + 1]
-            first, size = i + 1, 0
-    if first < len(rows):
-        yield rows[first:]
+def _asked(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Generator[list[dict[str, Any]]]:
+    """Answers to all rows, request by request; to a hostile one, whose row it names, is the last one given.
 
-
-def _ask(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Answers to all rows, or to none but the last one given: a hostile one, whose row it names."""
-    worker = _take()
+    While answers are read, other workers have the next requests, as far as there are more workers than threads that ask.
+    """
+    under_way: deque[tuple[_Worker, int]] = deque()
     try:
-        answers = worker.ask({"template": spec, "rows": rows}, len(rows))
-    except BaseException:  # Ctrl-C too: it still has answers to give, which are nobody's
-        worker.close()
-        raise
+        for request, count in _requests(spec, rows):
+            while (worker := _take(must=not under_way, start=len(rows) >= LARGE_CALL)) is None:
+                yield _received(under_way)
+            under_way.append((worker, count))
+            worker.send(request)
+        while under_way:
+            yield _received(under_way)
+    finally:  # an error, or Ctrl-C: they still have answers to give, which are nobody's
+        for worker, _ in under_way:
+            worker.close()
+
+
+def _received(under_way: deque[tuple[_Worker, int]]) -> list[dict[str, Any]]:
+    worker, count = under_way[0]
+    answers = worker.receive(count)
+    under_way.popleft()
     if worker.gone:
         worker.close()
     else:
@@ -227,14 +240,16 @@ class _Worker:
         )
         self.gone = False
 
-    def ask(self, request: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    def send(self, request: bytes) -> None:
+        """Of a worker that has answered all before, and so reads."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")  # dates and decimals of Arrow are text there
+        with contextlib.suppress(BrokenPipeError):  # it is gone, which who reads its answers sees
+            self._process.stdin.write(request)
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return [self._end()]
+
+    def receive(self, count: int) -> list[dict[str, Any]]:
+        """Answers to `count` rows, or to none but the one it ended at."""
+        assert self._process.stdout is not None
         answers: list[dict[str, Any]] = []
         held, source, at = b"", self._process.stdout.fileno(), 0
         read: list[bytes] = []
@@ -274,6 +289,8 @@ class _Worker:
         return {"hostile": why.get(code, f"its process ended with status {code}"), "row": row}
 
     def close(self) -> None:
+        with _lock:
+            _alive.discard(self)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -284,19 +301,28 @@ class _Worker:
 
 
 _idle: list[_Worker] = []
+_alive: set[_Worker] = set()
 _lock = threading.Lock()
 
 
-def _take() -> _Worker:
+def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
+    """A worker that has nothing to do. must: start one rather than give none; else: None where every core has one at work, or where
+    there would have to be another one and not `start`."""
     with _lock:
+        cores = os.cpu_count() or 1
+        if not must and (len(_alive) - len(_idle) >= cores or not (_idle or start)):
+            return None
         if _idle:
             return _idle.pop()
-    return _Worker()
+    worker = _Worker()
+    with _lock:
+        _alive.add(worker)
+    return worker
 
 
 def _give(worker: _Worker) -> None:
     with _lock:
-        if len(_idle) < (os.cpu_count() or 1):
+        if len(_idle) <= (os.cpu_count() or 1):  # one more: a thread finds none where others have taken those of all cores
             _idle.append(worker)
             return
     worker.close()
@@ -310,5 +336,11 @@ def close_workers() -> None:
         worker.close()
 
 
+def _forget_workers() -> None:
+    """In a child process, which has none: two may not read one pipe."""
+    _idle.clear()
+    _alive.clear()
+
+
 atexit.register(close_workers)
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none: two may not read one pipe
+os.register_at_fork(after_in_child=_forget_workers)
