@@ -129,6 +129,21 @@ def test_grouped_batches_do_not_depend_on_how_they_are_made(prefetch: dict[str, 
     assert [len(row.segments[0].ids) for row in explained.rows] == [len(row) // 4 for row in tokens(wanted[7])]
 
 
+def test_ranks_and_row_transforms_keep_groups() -> None:
+    """Every row belongs to one rank; a transform sees padding behind the tokens, whatever side it goes to."""
+    whole = documents(CollateConfig(padding_side="left"), group_by_length=4, drop_last=False)
+
+    def last_is_masked(columns: dict[str, np.ndarray], key: int) -> None:
+        columns["loss_mask"][int((columns[SEGMENT_IDS] > 0).sum()) - 1] = 0
+
+    changed = whole.map_rows(last_is_masked, version="1")
+    for before, after in zip(whole, changed, strict=True):
+        np.testing.assert_array_equal(before[INPUT_IDS], after[INPUT_IDS])
+        assert (after[LABELS][:, -2] == IGNORE).all()
+    ranks = [row for rank in range(3) for batch in whole.of_rank(rank, 3) for row in tokens(batch)]
+    assert sorted(ranks) == sorted(row for batch in whole for row in tokens(batch))
+
+
 @examples(40)
 @given(
     count=st.integers(1, 90),
