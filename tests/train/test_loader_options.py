@@ -59,7 +59,7 @@ def test_batches_grow_with_the_step(tmp_path):
 
 def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     trainer(tmp_path, loader(), steps=3).run()
-    with pytest.raises(StateError, match="sources and plan changed"):
+    with pytest.raises(StateError, match=r"3: belongs to a run on other data: sources and plan changed.*train\.resume_changes"):
         trainer(tmp_path, loader(OTHER), steps=5, resume_changes=("train.steps",)).run()
     one = loader(OTHER)
     trainer(tmp_path, one, steps=5, resume_changes=("train.steps", "loader.sources", "loader.plan")).run()

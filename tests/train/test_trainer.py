@@ -320,9 +320,10 @@ def test_out_of_memory_says_what_is_held_and_what_to_change(tmp_path):
         )
 
     heard = []
+    message = r"^step [12]: a device is out of memory.* holds parameters .*: train\.accumulate_steps: 2 "
     for run in (trainer(tmp_path / "state", model=Huge), Trainer(Tiny, settings(tmp_path / "step"), Arithmetic(), loss=hungry, mesh=MESH)):
         run.listener = heard.append
-        with pytest.raises(TrainError, match=r"^step [12]: a device is out of memory.* holds parameters .*: model\.remat: full, ") as error:
+        with pytest.raises(TrainError, match=message) as error:
             run.run()
         assert heard[-1].kind == "exception"
         assert "TrainError: step " in heard[-1].record["error"]

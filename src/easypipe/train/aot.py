@@ -25,8 +25,8 @@ from easypipe.train.axes import TOKEN_AXES
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.config import TrainConfig
 from easypipe.train.hlo import Collective, read
+from easypipe.train.memory import advice, on_device
 from easypipe.train.mesh import make_mesh
-from easypipe.train.model import ModelConfig
 from easypipe.train.peak import Device, known_device
 from easypipe.train.roofline import Roofline, roofline
 from easypipe.train.topology import topology
@@ -154,6 +154,7 @@ def plan_step(
     memory = _memory(state, batch, program, refusal, device)
     found = read(program.as_text(), mesh.size) if program is not None else None
     collectives = tuple(found.collectives) if found else ()
+    much_state = memory.parameters + memory.optimizer > 0.5 * (memory.available or 0)
     plan = StepPlan(
         topology=there.name,
         device=kind,
@@ -169,7 +170,7 @@ def plan_step(
         xla_flops=(program.cost_analysis() or {}).get("flops") if program is not None else None,
         roofline=None,
         compile_seconds=time.perf_counter() - started,
-        advice=_advice(config, train, mesh, batch_size, memory, backend),
+        advice=() if memory.fits is not False else advice(config, train, mesh, batch_size, attention=backend, much_state=much_state),
     )
     if config is None or device is None or found is None:
         return plan
@@ -211,7 +212,7 @@ def _abstract_batch(mesh: Mesh, columns: Sequence[str], batch_size: int, seq_len
 
 def _memory(state: states.TrainState, batch: Any, program: Any, refusal: str, device: Device | None) -> Memory:
     parts = {"parameters": state.params, "optimizer": state.optimizer, "other_state": (state.rest, state.step), "batch": batch}
-    sizes = {name: _on_device(tree) for name, tree in parts.items()}
+    sizes = {name: on_device(tree) for name, tree in parts.items()}
     held, code = sum(sizes.values()), 0
     if program is None:
         peak = _wanted(refusal, held)
@@ -223,7 +224,7 @@ def _memory(state: states.TrainState, batch: Any, program: Any, refusal: str, de
         peak = (seen.peak_memory_in_bytes or beside + seen.temp_size_in_bytes) + code
     return Memory(
         **sizes,
-        gradients=_on_device(state.params, 4),
+        gradients=on_device(state.params, 4),
         temporaries=max(0, peak - code - held),
         program=code,
         peak=peak,
@@ -239,31 +240,3 @@ def _wanted(refusal: str, held: int) -> int:
         if found:
             return beside + int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
     return held
-
-
-def _on_device(tree: Any, itemsize: int | None = None) -> int:
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize) for leaf in leaves)
-
-
-def _advice(
-    config: ModelConfig | None, train: TrainConfig, mesh: Mesh, batch_size: int, memory: Memory, backend: str | None
-) -> tuple[str, ...]:
-    """What helps where it does not fit, what costs least first."""
-    if memory.fits is not False:
-        return ()
-    said = []
-    rows = batch_size / (mesh.shape["data"] * mesh.shape["fsdp"]) / train.accumulate_steps
-    if config is not None and config.remat != "full":
-        said.append(f'model.remat: "full" (now {config.remat!r}): activations of one layer in place of all; a third more products')
-    if backend == "xla":
-        said.append("an attention that holds no scores (model.attention): this one holds those of every query and key")
-    if rows > 1:
-        twice = f"train.accumulate_steps: {2 * train.accumulate_steps} (now {train.accumulate_steps})"
-        said.append(f"{twice}: {rows:g} rows are at once on a device")
-    if mesh.shape["data"] > 1:
-        said.append("train.mesh: fsdp in place of data: every replica along data holds all parameters and moments")
-    if memory.parameters + memory.optimizer > 0.5 * (memory.available or 0):
-        said.append("an optimizer with a smaller state (lion, adafactor), or more devices along fsdp or tensor")
-    said.append("a shorter data.pack.seq_length, or more devices along train.mesh.sequence")
-    return tuple(said)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.core.errors import ConfigError, StateError, did_you_mean
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint import differences
 from easypipe.train.config import TrainConfig
@@ -52,6 +52,13 @@ def saved_loader_state(loader: BatchLoader) -> Any:
 
 def loader_state(loader: BatchLoader, saved: Mapping[str, Any]) -> Any:
     return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
+
+
+def other_data(error: StateError, at: str, unlike: str) -> StateError:
+    """What a loader says to a state that is not its own, in words of a run. at: the checkpoint. unlike: keys of the config that differ."""
+    problem = f"belongs to a run on other data: {error.problem}" + (f" ({unlike})" if unlike else "")
+    ways = "list what may be another in train.resume_changes (loader.sources, loader.tokenizer, loader.config, loader.plan)"
+    return StateError(at=at, problem=problem, fix=f"Change that back, give another train.output_dir, or {ways}.")
 
 
 def is_under(path: str, key: str) -> bool:

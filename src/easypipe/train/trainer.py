@@ -32,6 +32,7 @@ from easypipe.train.checks import (
     is_under,
     loader_state,
     micro_batches,
+    other_data,
     resolve_steps,
     saved_loader_state,
 )
@@ -195,7 +196,8 @@ class Trainer:
         try:
             return self._run()
         except BaseException as error:
-            memory = out_of_memory(error, self._told, self.layout, self.optimizer, self.config)
+            about = self.layout, self.optimizer, self.config, self.origin.config, self.train.batch_size
+            memory = out_of_memory(error, self._told, *about)
             told = memory or error
             try:
                 self.tell("exception", self._told, {"error": f"{type(told).__name__}: {told}"})
@@ -290,8 +292,11 @@ class Trainer:
                 fix="Train the model that they belong to, or give another train.output_dir.",
             )
         allowed = [part for part in LOADER_PARTS if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)]
-        loader: Any = self.train
-        loader.restore(loader_state(loader, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
+        try:
+            self.train.restore(loader_state(self.train, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
+        except StateError as error:
+            data = differences(saved["config"].get("data", {}), self._run_config.get("data", {}), "data")
+            raise other_data(error, str(checkpoints.folder / str(step)), listed(data)) from error
         watch.restore(saved.get("watch"), step, checkpoints.steps())
         if watch.guards:
             checkpoints.protected["watch"] = {watch.good}
