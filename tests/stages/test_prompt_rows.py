@@ -142,6 +142,17 @@ def test_a_hostile_template_stops_whatever_on_error_says(tmp_path: Path) -> None
     assert isinstance(caught.value, TokenizerError)
 
 
+def test_rows_are_known_by_their_numbers_where_several_processes_render_them(tmp_path: Path) -> None:
+    rows = [{"messages": talk(f"row {i}", "fine")} for i in range(2100)]
+    source = tokenized(tmp_path, rows)
+    texts = source.form.read(source.source, 0, 0, len(rows))
+    assert all(f"row {i}<|im_end|>" in text for i, text in zip(texts.rows.tolist(), texts.texts.to_pylist(), strict=True))
+    assert len(texts.texts) == len(rows)
+    hostile = "{% if messages[0].content == 'row 2050' %}{% for i in range(10**9) %}{% endfor %}{% endif %}" + CHATML
+    with pytest.raises(HostileTemplateError, match=r"row 2050, column 'messages': .*too much"):
+        tokenized(tmp_path, rows, chat_template=hostile).read(0, 0, len(rows))
+
+
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     template = "{% if tools %}{{ tools|tojson }}{% endif %}" + CHATML
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -21,6 +21,7 @@ from easypipe.transforms.messages import plain_of
 from easypipe.transforms.prompt_engine import PromptEngine
 from easypipe.transforms.tokenizer import Tokenizer
 
+ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
 PROMPT_OPTIONS = ("prompt_field", "completion_field", "train_on", "chat_template", "template_date", "tools_field")
 
 
@@ -86,14 +87,19 @@ class PromptForm:
         """Raises TokenizerError naming the row on which a template went beyond its limits."""
         batch, rejects = scan(source, shard, start, stop)
         numbers = _numbers(batch, start)
-        columns = [plain_of(batch.column(name)) for name in self.columns]
-        rows = [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
-        try:
-            rendered, numbers = self.written(rows, numbers)
-        except HostileTemplateError as error:
-            at = place(source.shards[shard].name, row=numbers[error.row], column=self.label)
-            raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
-        return _texts(rendered, numbers, list(rejects), "trim_oldest_turns" if self.engine.format.kind == "chat" else "budgets")
+        rendered: list[Rendered | Refused] = []
+        of: list[int] = []
+        for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
+            columns = [plain_of(batch.column(name).slice(first, ROWS_AT_A_TIME)) for name in self.columns]
+            rows = [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
+            try:
+                some, of_some = self.written(rows, numbers[first : first + len(rows)])
+            except HostileTemplateError as error:
+                at = place(source.shards[shard].name, row=numbers[first + error.row], column=self.label)
+                raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
+            rendered += some
+            of += of_some
+        return _texts(rendered, of, list(rejects), "trim_oldest_turns" if self.engine.format.kind == "chat" else "budgets")
 
     def written(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[list[Rendered | Refused], list[int]]:
         """The texts of rows, and the number of the row that each is of."""

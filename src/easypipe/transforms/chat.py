@@ -34,7 +34,7 @@ from easypipe.transforms.tokenizer_files import find_chat_template
 ENGINE_VERSION = 2  # counts up when the same conversation gives other text or other spans
 BATCH_ROWS = 64  # conversations of one request
 BATCH_BYTES = 1 << 20  # at most, where it is of more than one conversation
-LARGE_CALL = 2000  # conversations for which a second worker process is worth its start
+LARGE_CALL = 1000  # conversations for which a second worker process is worth its start
 STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
 
 MASKED_END, TRAINED_END = 1, 2  # see chat_spans.py
