@@ -135,11 +135,11 @@ def measure(folder: Path) -> dict:
     refusal("remain", lambda: make_mesh({"data": -1, "tensor": 3}))
     refusal("fewer", lambda: make_mesh({"data": 4}))
     refusal("batch", lambda: Trainer(model, settings(folder / "x", mesh={"data": 8}), Arithmetic(batch_size=12)))
-    refusal("vocab", lambda: Trainer(ModelConfig(vocab_size=33), settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
+    refusal("vocab", lambda: Trainer(ModelConfig(vocab_size=33, num_heads=8), settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
     refusal("width", lambda: Trainer(Odd, settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
     refusal("rows in parts", lambda: place_batch(Arithmetic().batch(1), make_mesh({"sequence": 8})))
-    odd = ModelConfig(vocab_size=32, hidden_size=12, num_heads=2)
-    refusal("heads", lambda: Trainer(odd, settings(folder / "x", mesh="tp"), Arithmetic()))
+    few = ModelConfig(vocab_size=32, hidden_size=16, num_heads=2)  # 2 heads of 8 numbers: their columns would divide, they do not
+    refusal("heads", lambda: Trainer(few, settings(folder / "x", mesh="tp"), Arithmetic()))
     refusal("axes", lambda: Trainer(Tiny, settings(folder / "x"), Arithmetic(), mesh=jax.make_mesh((8,), ("data",))))
     refusal("placed", lambda: place_batch(Arithmetic(batch_size=6).batch(1), make_mesh({"data": 8})))
     check_batch_size(16, make_mesh({"data": 8}))
@@ -244,7 +244,7 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
         ),
         (
             "heads",
-            "num_heads: 2 times head width 6 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2, 4]",
+            "num_heads: 2 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2], or change num_heads.",
         ),
         ("axes", "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.mesh.make_mesh."),
         ("placed", "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 rows."),

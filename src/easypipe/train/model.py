@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels.stats import Layout
+from easypipe.train.attention import head_axes
 from easypipe.train.axes import TOKEN_AXES, constrain, on_mesh, partitioned, rules, vocab_axes
 from easypipe.train.layers import Layer, Turns, linear, norm, rotation
 from easypipe.train.mesh_config import axes_of
@@ -129,18 +130,18 @@ def check_mesh(config: ModelConfig) -> None:
     if not on_mesh():
         return
     shape = jax.sharding.get_abstract_mesh().shape
-    sizes = {
-        "hidden_size": (config.hidden_size, "embed"),
-        "intermediate_size": (config.intermediate_size, "mlp"),
-        "num_heads": (config.num_heads * config.head_width, "heads"),
-        "num_kv_heads": (config.num_kv_heads * config.head_width, "heads"),
-        "vocab_size": (config.vocabulary, "vocab"),
-    }
-    for field, (size, meaning) in sizes.items():
-        axes = axes_of(rules()[meaning])
+    sizes = (
+        ("hidden_size", config.hidden_size, axes_of(rules()["embed"])),
+        ("intermediate_size", config.intermediate_size, axes_of(rules()["mlp"])),
+        ("num_heads", config.num_heads, head_axes()),  # attention has whole heads on a device; fewer key heads than devices are copied
+        ("num_heads", config.num_heads * config.head_width, axes_of(rules()["heads"])),
+        ("num_kv_heads", config.num_kv_heads * config.head_width, axes_of(rules()["heads"])),
+        ("vocab_size", config.vocabulary, axes_of(rules()["vocab"])),
+    )
+    for field, size, axes in sizes:
         ways, axis = math.prod(shape[axis] for axis in axes), " x ".join(map(repr, axes))
         if size % ways:
-            detail = f" times head width {config.head_width}" if field in ("num_heads", "num_kv_heads") else ""
+            detail = f" times head width {config.head_width}" if "heads" in field and size != getattr(config, field) else ""
             problem = f"{getattr(config, field)}{detail} does not divide over the {ways} devices of mesh axis {axis}"
             fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
             raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis} one of {fitting}, or change {field}.")
