@@ -105,7 +105,8 @@ def check(name: str, source: str, messages: list[dict[str, Any]], tools: Any, tr
     left = [turn for turn in turns if not any(turn is one for one in flagged)]
     if len(flagged) == len(turns):
         assert not any(f"A{word}" in masked for word in ("one", "two", "three", "four", "arg", "call")), (name, masked)
-    wanted = [turn["content"].strip() for turn in flagged if (turn["content"] or "").strip()]
+    said = [turn["content"].strip() for turn in flagged if (turn["content"] or "").strip()]
+    wanted = [text for text in said if text in found.text]  # some templates leave out what is said beside a tool call
     for text in wanted:
         assert any(text in part for part in trained), (name, text, trained)
     assert len(trained) >= len(wanted) or "{% generation" in source.replace("{%-", "{%"), (name, trained)

@@ -31,7 +31,7 @@ from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer_files import find_chat_template
 
-ENGINE_VERSION = 2  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 3  # counts up when the same conversation gives other text or other spans
 BATCH_ROWS = 64  # conversations of one request
 BATCH_BYTES = 1 << 20  # at most, where it is of more than one conversation
 LARGE_CALL = 1000  # conversations for which a second worker process is worth its start
@@ -93,11 +93,16 @@ class ChatTemplate:
                 "date": self.date,
             }
             try:
-                answers += answers_of(spec, list(run), self.origin)
+                answers += answers_of(spec, [{**row, "messages": _present(row["messages"])} for row in run], self.origin)
             except HostileTemplateError as error:
                 error.row += len(answers)
                 raise
         return answers
+
+
+def _present(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages without their keys of null, as transformers hands them to templates: many print a `content` of null as the word None."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def answers_of(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], origin: str) -> list[Rendered | Refused]:
