@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from easypipe import DatasetConfig, Pipeline, PipelineConfig, Preview, load_tokenizer, preview
+from easypipe import DatasetConfig, PackStageConfig, Pipeline, PipelineConfig, Preview, PromptConfig, load_tokenizer, preview
 from easypipe.cli import main
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.transforms.columns import Rename
@@ -91,6 +91,17 @@ def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:
     assert all(segment.segment.is_part for segment in cut)
     assert any("of the document are not here" in text for segment in cut for text in segment.cuts)
     assert str(shown).count("slots padding") == 6
+
+
+def test_the_other_answer_of_a_pair_is_no_cut(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b ", "chosen": "c d", "rejected": "e f g"}] * 3
+    prompt = PromptConfig(format_type="prompt_completion", label_column="chosen", rejected_column="rejected")
+    pack = PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop")
+    dataset = DatasetConfig(data_files=rows, prompt=prompt)
+    shown = preview(PipelineConfig(datasets=[dataset], default_tokenizer=tokenizer(), pack=pack, seed=1), n=1)
+    segments = shown.samples[0].segments
+    assert len(segments) == 6
+    assert all(segment.cuts == () for segment in segments)
 
 
 def test_what_max_length_cut_is_said(tmp_path: Path) -> None:

@@ -131,9 +131,9 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
             source = tokenized.get(name)
             shard = None if source is None else _shard_of(source, segment)
             if source is None or shard is None:
-                segments.append(_segment(segment, [], None))
+                segments.append(_segment(segment, row.segments, [], None))
             else:
-                segments.append(_segment(segment, _turns(source, shard, segment.row), _cut(source, shard, segment)))
+                segments.append(_segment(segment, row.segments, _turns(source, shard, segment.row), _cut(source, shard, segment)))
         samples.append(Sample(row=row, segments=tuple(segments)))
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
@@ -210,12 +210,14 @@ def _messages(column: pa.Array) -> list[tuple[str, str]]:
     return found
 
 
-def _segment(segment: Segment, turns: Sequence[tuple[str, str]], cut: str | None) -> SampleSegment:
+def _segment(segment: Segment, beside: Sequence[Segment], turns: Sequence[tuple[str, str]], cut: str | None) -> SampleSegment:
+    """beside: the segments of its row, of which the other answer of a pair is the rest of its document."""
     cuts = [] if cut is None else [cut]
     if segment.document_tokens is not None:
-        if segment.token_start:
+        rest = [other for other in beside if (other.dataset, other.document) == (segment.dataset, segment.document)]
+        if segment.token_start and all(other.token_stop != segment.token_start for other in rest):
             cuts.append(f"tokens 0:{segment.token_start} of the document stand before")
-        if segment.token_stop < segment.document_tokens:
+        if segment.token_stop < segment.document_tokens and all(other.token_start != segment.token_stop for other in rest):
             cuts.append(f"tokens {segment.token_stop}:{segment.document_tokens} of the document are not here")
     pieces = None if segment.spans is None else tuple(_pieces(segment.spans, turns))
     return SampleSegment(segment=segment, pieces=pieces, roles=tuple(role for role, _ in turns), cuts=tuple(cuts))
