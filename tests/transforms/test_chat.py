@@ -66,9 +66,7 @@ def test_renders_and_marks_what_transformers_does() -> None:
             try:
                 # `apply_chat_template` does so first: a key of null is not there
                 given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-                texts, spans = reference.render_jinja_template(
-                    [given], tools, None, source, return_assistant_tokens_mask=marked, **NAMES
-                )
+                texts, spans = reference.render_jinja_template([given], tools, None, source, return_assistant_tokens_mask=marked, **NAMES)
             except Exception:  # noqa: BLE001 (whatever a template raises)
                 assert isinstance(found, Refused), (path.name, messages)
                 continue
