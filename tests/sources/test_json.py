@@ -93,6 +93,17 @@ def test_kinds_that_clash(tmp_path: Path) -> None:
     assert only.read(0, 0, 4).column("a").to_pylist() == ["one", "two", "three"]
 
 
+def test_a_few_texts_make_no_text_of_a_column_of_conversations(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    rows = [{"m": None}, *[{"m": talk}] * 3, {"m": "not json"}, {"m": ["x"]}, {"m": {"role": "user"}}, {"m": talk}]
+    source = JsonShardedSource(lines_of(tmp_path, rows), on_error="skip")
+    assert types_of(source) == {"m": pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))}
+    found = source.scan(0, 0, len(rows))
+    assert [reject.row for reject in found.rejects] == [4, 5, 6]
+    assert found.batch.column("m").to_pylist() == [None, talk, talk, talk, talk]
+    assert_stateless_reads(source, [1, 4, 5, 6])
+
+
 def test_rows_with_different_keys(tmp_path: Path) -> None:
     source = JsonShardedSource(lines_of(tmp_path, [{"a": 1}, {"b": "x"}, {}, {"b": None, "a": 2}]))
     assert source.read(0, 0, 4).drop_columns(ROW_NUMBER).to_pylist() == [

@@ -1,7 +1,8 @@
 """Column types of JSON rows, found while a file is indexed, so that the schema is the file's and not that of the range that is read.
 
 Rules: null gives way to any type; numbers are int64, float64 where one of them is not an integer or does not fit. Where a column holds
-several kinds, it has the type of strings if there are any, else of the kind that came first; rows of another kind are bad rows.
+several kinds, it has that of lists or objects where these came first, else the type of strings if there are any, else of the kind that
+came first; rows of another kind are bad rows.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class Observer:
                 out = np.empty(size, np.uint8)
                 size = self._scanners.gather(data, starts, ends, flags, out)
                 for name, kind in nested_types(out[:size].tobytes(), wanted).items():
+                    if not pa.types.is_nested(kind):
+                        continue  # these records hold another kind than others of the file
                     before = self._nested.get(name)
                     self._nested[name] = kind if before is None else merge_json(before, kind)
 
@@ -98,7 +101,7 @@ def schema_of(facts: dict[str, Any]) -> pa.Schema:
     nested = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["nested"])))
     fields = []
     for name, every, first in facts["columns"]:
-        if every & STRING:
+        if every & STRING and first not in (OBJECT, ARRAY):
             kind = pa.large_string()
         elif first in (INT, FLOAT):
             kind = pa.float64() if every & FLOAT else pa.int64()
@@ -129,18 +132,18 @@ def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
         except (ValueError, RecursionError):
             continue
         for name in names:
-            if isinstance(row, dict) and name in row:
+            if isinstance(row, dict) and isinstance(row.get(name), dict | list):
                 kind = _type_of(row[name])
                 found[name] = merge_json(found[name], kind) if name in found else kind
     return found
 
 
 def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """merge_types, with the rule for kinds that clash: strings win, else the first."""
+    """merge_types, with the rule for kinds that clash: strings win over all but objects that came before, else the first."""
     t = pa.types
     if first.equals(second) or t.is_null(second):
         return first
-    if t.is_null(first) or t.is_large_string(second):
+    if t.is_null(first) or (t.is_large_string(second) and not t.is_struct(first)):
         return second
     if t.is_struct(first) and t.is_struct(second):
         joined = {first.field(i).name: first.field(i).type for i in range(first.num_fields)}
