@@ -215,7 +215,7 @@ def test_a_config_names_a_model_and_its_tokenizer_is_taken(model: Path, tmp_path
         ({"seq_length": None}, ConfigError, "seq_length: datasets alone do not say how long a row is"),
         ({"data": None}, ConfigError, "data: either it or a loader"),
         ({"data": 3}, ConfigError, "data: int is no data"),
-        ({"stepz": 3}, TypeError, "stepz"),
+        ({"stepz": 3}, ConfigError, "stepz: no such option of Trainer .*Did you mean 'steps'"),
     ],
 )
 def test_bad_calls_are_refused(model: Path, tmp_path: Path, changes: dict[str, Any], kind: type, message: str) -> None:

@@ -29,7 +29,7 @@ def quickstart(
         run = load(Path(CONFIG), overrides or [])
         result = run_training(run)
         console.print(f"everything is in {folder}: {CONFIG} and README.md say what to change", highlight=False, soft_wrap=True)
-        show_result(run, result, 3)
+        show_result(run, result, 3, prompt="def ")
     finally:
         os.chdir(began)
 

@@ -21,11 +21,12 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=0, help="Lines of text to sample from the model at the end.")] = 3,
+    prompt: Annotated[str, typer.Option(help="What they begin with; without it, as documents begin.")] = "",
 ) -> None:
     """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint with the same batches."""
     run = load(config, overrides or [])
     result = run_training(run)
-    show_result(run, result, samples)
+    show_result(run, result, samples, prompt)
 
 
 def load(config: Path, overrides: list[str]) -> RunConfig:
@@ -47,7 +48,7 @@ def run_training(run: RunConfig) -> TrainResult:
         return runs.train(run, prepared, listener=heard)
 
 
-def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
+def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str = "") -> None:
     from easypipe.train.distributed import several
 
     first, last = result.first, result.last
@@ -58,7 +59,7 @@ def show_result(run: RunConfig, result: TrainResult, samples: int) -> None:
     for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
         console.print(f"{what}: {where.absolute()}", highlight=False, soft_wrap=True)
     if samples and not several():
-        for text in sample(run, result, samples):
+        for text in sample(run, result, samples, prompt):
             console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -66,8 +67,8 @@ def _loss(record: Mapping[str, Any]) -> str:
     return "not finite" if record["loss"] is None else f"{record['loss']:.4f}"
 
 
-def sample(run: RunConfig, result: TrainResult, count: int) -> list[str]:
-    """Short texts by the model, each begun with the tokenizer's end-of-text token, as documents in training are."""
+def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") -> list[str]:
+    """Short texts by the model, each begun with `prompt`; without one with the end-of-text token, behind which documents begin."""
     from easypipe.train.generate import generate
     from easypipe.transforms.tokenizer import load_tokenizer
 
@@ -75,7 +76,9 @@ def sample(run: RunConfig, result: TrainResult, count: int) -> list[str]:
     if name is None:
         raise ConfigError(at="data.default_tokenizer", problem="names no tokenizer to write samples with", fix="Set it, or --samples 0.")
     tokenizer = load_tokenizer(name)
-    start = tokenizer.reference_encode("def ") or [0]
+    start = tokenizer.reference_encode(prompt) if prompt else []
+    end = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    start = start or [0 if end is None else end]
     prompts = [start] * count
     lines = generate(
         result.model, prompts, max_new_tokens=40, temperature=0.8, top_k=50, eos_token_id=tokenizer.eos_token_id, seed=run.train.seed

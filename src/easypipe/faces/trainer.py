@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from easypipe.core.config import from_dict, load_yaml, to_dict
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener
 from easypipe.loader.loader import LoadStageConfig
@@ -57,6 +58,10 @@ class Trainer(engine.Trainer):
         changes = {
             name: options.pop(name) for name in list(options) if name in _FIELDS and (name not in _EITHER or _is_config(options[name]))
         }
+        own = {name for name, one in inspect.signature(engine.Trainer.__init__).parameters.items() if one.kind is one.KEYWORD_ONLY}
+        if unknown := [name for name in options if name not in own]:
+            have = sorted({*own, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
+            raise ConfigError(at=unknown[0], problem="no such option of Trainer", have=have, fix=did_you_mean(unknown[0], have))
         config = from_dict(TrainConfig, changes) if config is None else dataclasses.replace(config, **changes)
         if (data is None) == (train is None):
             raise ConfigError(at="data", problem="either it or a loader (`train`) says what to train on; give one of them")
