@@ -17,7 +17,7 @@ from easypipe.jobs import Prepared, prepare_data, with_tokenizer_of
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
-from easypipe.stages.tokens import TokenInfo, token_info
+from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info
 from easypipe.train.aot import StepPlan, plan_step
 from easypipe.train.config import TrainConfig
 from easypipe.train.distributed import initialize, shared_seed
@@ -112,6 +112,9 @@ def inputs_of(run: RunConfig, prepared: Prepared | None = None, *, progress: Pro
     initialize(run.train.distributed)
     run, mesh = _completed(run), make_mesh(run.train.mesh)
     prepared = prepare_data(run.data, run.eval, progress=progress) if prepared is None else prepared
+    _check_pairs(run, "data", prepared.data)
+    for name, pipeline in prepared.held_out.items():
+        _check_pairs(run, f"eval.{name}", pipeline)
     options = run.data.load or LoadStageConfig()
     loader = _loader(prepared.data, options, mesh)
     info = tokens_of(prepared.data)
@@ -157,6 +160,21 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
         if info is not None:
             return info
     raise ConfigError(at="data", problem="nobody knows whose tokens these are", fix="Name a tokenizer, or call tokenize().")
+
+
+def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
+    """Raises ConfigError for pairs of answers whose tokens would be trained one after the other, and for a preference without pairs.
+
+    Rows that were saved packed do not tell.
+    """
+    for source in pipeline.get_data().values():
+        paired = holds_pairs(source)
+        if paired and run.train.preference is None:
+            problem = "holds pairs of answers, and without train.preference the rejected ones would be trained like the others"
+            raise ConfigError(at=at, problem=problem, fix="Set train.preference, or leave prompt.rejected_column out.")
+        if paired is False and run.train.preference is not None:
+            problem = "is given, but the rows hold no pairs of answers"
+            raise ConfigError(at="train.preference", problem=f"{problem} ({at})", fix="Name prompt.rejected_column, or leave it out.")
 
 
 def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader | StreamLoader:

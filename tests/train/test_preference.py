@@ -201,6 +201,28 @@ def test_a_run_is_told_by_its_configuration(tmp_path):
     assert result.first["num_targets"] == 2 * 2  # two rows, two pairs in each
 
 
+def test_pairs_are_trained_as_pairs_and_nothing_else_is(tmp_path):
+    def run(columns: dict[str, Any], preference: PreferenceConfig | None) -> RunConfig:
+        data = PipelineConfig(
+            datasets=[
+                DatasetConfig(data_files=[{"prompt": "a ", "chosen": "b", "rejected": "c"}], prompt=PromptConfig(**PAIRS, **columns))
+            ],
+            default_tokenizer=chat_tokenizer(),
+            seed=1,
+            cache_dir=tmp_path,
+            pack=PackStageConfig(seq_length=64, oversize="drop"),
+            load=LoadStageConfig(batch_size=1),
+        )
+        size = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+        settings = TrainConfig(output_dir=tmp_path / "run", steps=1, preference=preference)
+        return RunConfig(data=data, train=settings, model=ModelConfig(**size))
+
+    with pytest.raises(ConfigError, match=r"data: holds pairs of answers, and without train.preference"):
+        train(run({"label_column": "chosen", "rejected_column": "rejected"}, None))
+    with pytest.raises(ConfigError, match=r"train.preference: is given, but the rows hold no pairs of answers \(data\)"):
+        train(run({"label_column": "chosen"}, PreferenceConfig()))
+
+
 def test_a_run_with_adapters_keeps_only_them_twice(tmp_path):
     lines = losses(tmp_path, preference=PreferenceConfig(beta=0.5), lora=LoraConfig(rank=2))
     assert lines[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)

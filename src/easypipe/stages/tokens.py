@@ -60,6 +60,14 @@ def is_paired(source: ShardedSource) -> bool:
     return bool(getattr(getattr(source, "form", None), "pairs", False))
 
 
+def holds_pairs(source: ShardedSource) -> bool | None:
+    """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its rows were made before."""
+    mixture = getattr(source, "mixture", None)
+    if mixture is not None:
+        return bool(mixture.paired)
+    return is_paired(source) if is_documents(source) else None
+
+
 def same_kind(parts: Mapping[str, Documents]) -> None:
     """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of pairs or of tokens."""
     paired = [name for name, source in parts.items() if is_paired(source)]
