@@ -58,6 +58,7 @@ HOSTILE = {
     "globals": ("{{ cycler.__init__.__globals__ }}", "sandbox"),
     "changing its input": ("{{ messages.append(1) }}", "sandbox"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+    "a constant that cannot be worked out": ("{{ (10 ** 100000) | string }}", "not compile"),
     "no Jinja": ("{% for %}", "not Jinja"),
     "deep nesting": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "deeply"),
 }

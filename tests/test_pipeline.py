@@ -227,6 +227,7 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
         ({"datasets": [{"data_files": "x", "type": "hugginface"}]}, "datasets[0].type: 'hugginface' is not an option"),
         ({"datasets": [{"data_files": []}]}, "datasets[0].data_files: an empty list. Give at least one path or row."),
         ({"datasets": [{"data_files": 5}]}, "datasets[0].data_files: 5 is neither a path nor rows"),
+        ({"datasets": [{"data_files": [{"text": "a"}, 5]}]}, "datasets[0].data_files[1]: 5 is no row, as others are"),
         ({"datasets": [{"data_files": "x", "num_rows": 0}]}, "datasets[0].num_rows: 0 rows are none"),
         ({"datasets": [{"data_files": "x", "max_bad_rows": 3}]}, "datasets[0].max_bad_rows: has no effect while on_error is 'error'"),
         ({"datasets": [{"data_files": "x", "name": "a/b"}]}, "datasets[0].name: 'a/b' cannot name a dataset"),

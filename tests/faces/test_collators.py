@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe import create_causal_lm_collate, create_collate_fn, create_masked_lm_collate, create_seq2seq_collate
+from easypipe import create_causal_lm_collate, create_collate_fn, create_masked_lm_collate, create_seq2seq_collate, create_vision_collate
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import OutputSchema
 from easypipe.faces.collators import default_collate
@@ -195,3 +195,22 @@ def test_default_collate():
         default_collate([{"a": [1, 2, 3]}, {"a": [1, 2]}])
     with pytest.raises(SourceError, match="row 1 of the batch: has"):
         default_collate([{"a": 1}, {"b": 1}])
+
+
+def test_ids_outside_the_vocabulary_are_refused_when_a_collator_is_made():
+    for options, message in (
+        ({"mask_token_id": 20}, "mask_token_id: 20 is outside the vocabulary of 10. Give a larger vocab_size."),
+        ({"mask_token_id": 2, "special_token_ids": [50]}, "special_token_ids: 50 is outside"),
+        ({"mask_token_id": 0, "special_token_ids": range(10)}, "all 10 tokens are special: none can be hidden"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            create_masked_lm_collate(vocab_size=10, **options)
+
+
+def test_a_batch_without_rows_is_refused():
+    seq2seq = create_seq2seq_collate(decoder_start_token_id=1)
+    for collator in (create_collate_fn(), create_causal_lm_collate(), seq2seq, create_vision_collate(), default_collate):
+        with pytest.raises(SourceError, match="the batch: holds no rows"):
+            collator([])
+    masks = seq2seq([{"input_ids": [1], "labels": [2]}])
+    assert {column.dtype for column in masks.values()} == {np.dtype(np.int32)}

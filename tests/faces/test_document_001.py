@@ -169,6 +169,17 @@ def test_a_streams_ranks_and_workers_share_its_rows(engine: PromptEngine, monkey
     assert sorted(seen) == wanted
 
 
+def test_f26_the_streaming_example_as_printed(engine: PromptEngine) -> None:
+    """But for its four workers: forking this process, with jax's threads in it, may hang. Which rows each has is tested above."""
+    pytest.importorskip("torch")
+    from torch.utils.data import DataLoader
+
+    dataset = StreamingPreprocessedDataset(hf_iterable=Stream(ROWS), prompt_engine=engine, buffer_size=1000)  # For local shuffling
+    loader = DataLoader(dataset)
+    seen = [batch["input_ids"][0].tolist() for batch in loader]  # pyright: ignore[reportIndexIssue]
+    assert sorted(seen) == sorted(engine.encode(row)["input_ids"].tolist() for row in ROWS)
+
+
 @examples(10)
 @given(st.integers(0, 12), st.integers(0, 3))
 def test_the_buffer_shuffles_within_its_blocks(engine: PromptEngine, buffer_size: int, seed: int) -> None:
@@ -198,6 +209,9 @@ def test_what_is_no_dataset_is_refused(engine: PromptEngine) -> None:
         PreprocessedDataset(Stream(ROWS), engine)
     with pytest.raises(ConfigError, match="can be read once, and every iteration begins anew"):
         StreamingPreprocessedDataset(iter(ROWS), engine)
+    for kind in (PreprocessedDataset, StreamingPreprocessedDataset):
+        with pytest.raises(ConfigError, match="prompt_engine: str encodes no rows"):
+            kind(Stream(ROWS), "an engine")
     for options, message in (({"buffer_size": -1}, "buffer_size: -1"), ({"rank": 1}, "there is no rank 1 of 1")):
         with pytest.raises(ConfigError, match=message):
             StreamingPreprocessedDataset(Stream(ROWS), engine, **options)

@@ -293,3 +293,8 @@ def test_a_ranks_batch_is_explained_by_the_documents_that_stand_in_it(tmp_path):
     batch = next(iter(one))
     ids = [token for segment in first.segments for token in segment.ids]
     assert batch["input_ids"][0][: len(ids)].tolist() == ids
+
+
+def test_a_path_is_no_dataset():
+    with pytest.raises(ConfigError, match=r"dataset: 'rows\.jsonl' gives no rows by number"):
+        DataLoaderBuilder().with_dataset("rows.jsonl").build()

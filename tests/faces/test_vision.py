@@ -129,3 +129,24 @@ def test_multimodal_rows():
     assert batch["labels"].tolist() == [[2, 3, -100], [5, -100, -100]]
     with pytest.raises(SourceError, match="row 0 of the batch, column 'input_ids': there is none"):
         collate([{"image": PIXELS}])
+
+
+def test_16_bits_a_pixel_keep_their_range():
+    deep = np.array([[0, 65535], [32768, 257]], np.uint16)
+    batch = create_vision_collate(normalize=False, channels=1)([Image.fromarray(deep)])
+    np.testing.assert_allclose(batch["pixel_values"][0, :, :, 0], deep / 65535, atol=1e-6)
+    assert create_vision_collate(normalize=False)([Image.fromarray(deep)])["pixel_values"].shape == (1, 2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": np.full((4, 4), 300)}, "whole numbers from 300 to 300. Give 0 to 255"),
+        ({"image": np.full((4, 4), -1)}, "whole numbers from -1 to -1"),
+        ({"image": PIXELS, "label": "cat"}, r"row 0 of the batch, column 'labels': 'cat' is no number"),
+        ({"image": Image.fromarray(np.zeros((2, 2), np.float32))}, "mode 'F' does not say what is white"),
+    ],
+)
+def test_what_numbers_do_not_say_is_refused(row, message):
+    with pytest.raises(SourceError, match=message):
+        create_vision_collate()([row])

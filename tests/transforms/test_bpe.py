@@ -32,3 +32,8 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="there is no text to learn from"):
         train_bpe([], 300, [], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_fewer_tokens_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train_bpe(["abab"], 500, [], tmp_path)
+    assert f"the text gives {load_tokenizer(str(tmp_path)).vocab_size} tokens, and vocab_size is 500" in caplog.text

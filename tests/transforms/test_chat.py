@@ -235,7 +235,7 @@ def test_hostile_templates_end_alone(name: str) -> None:
             [{"messages": talk(word), "tools": None} for word in ("later", "later", "now", "later")]
         )
     assert any(part in str(caught.value) for part in why.split("|"))
-    if why not in ("not Jinja", "deeply"):  # those are seen before any row
+    if why not in ("not Jinja", "deeply", "not compile"):  # those are seen before any row
         assert caught.value.row == 2
     assert render(CHATML, talk("Hi", "Hello")).text.endswith("Hello<|im_end|>\n")
 

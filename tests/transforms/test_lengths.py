@@ -328,3 +328,13 @@ def test_policies_that_make_no_sense_are_refused(options: dict[str, Any], proble
 def test_policies_that_rows_have_no_use_for_are_refused(tmp_path: Path, policy: Any, limit: Any, options: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         tokenized(tmp_path, [{"text": "x", "prompt": "x", "completion": "y"}], LengthPolicy(**policy), limit, **options)
+
+
+@pytest.mark.parametrize("policy", ["keep_start", "keep_end", "middle", "split"])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_boundary_leaves_some_of_a_text_however_little_room_there_is(tmp_path: Path, policy: Any, limit: int) -> None:
+    whole = len(documents(tokenized(tmp_path, [{"text": "One two three."}], None, None))[0][0][0])
+    source = tokenized(tmp_path, [{"text": "One two three."}], LengthPolicy(policy=policy, boundary="word"), limit)
+    found = [len(ids) for ids, _ in documents(source)[0]]
+    assert min(found) >= 1
+    assert max(found) <= limit < whole

@@ -39,7 +39,12 @@ def real_texts(shared_data: Path) -> list[str]:
 
 
 def reference(folder: Path) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """The file's, with what tokenizer_config.json adds to it."""
+    made, config = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "tokenizer_config.json"
+    for token in (json.loads(config.read_text()) if config.is_file() else {}).get("added_tokens_decoder", {}).values():
+        if token["content"] not in {added.content for added in made.get_added_tokens_decoder().values()}:
+            made.add_tokens([tokenizers.AddedToken(**token)])
+    return made
 
 
 @pytest.mark.shared
@@ -378,3 +383,47 @@ def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatc
     tokenizer = load_tokenizer("someone/small")
     assert (tokenizer.name, tokenizer.origin, tokenizer.eos_token_id) == ("someone/small", "hub:someone/small", 0)
     assert tokenizer.fingerprint == small_tokenizer().fingerprint
+
+
+def declared(tmp_path: Path, options: dict) -> Tokenizer:
+    """The small tokenizer with what tokenizer_config.json declares of it."""
+    shutil.copytree(small_tokenizer_folder(), tmp_path / "t")
+    before = json.loads((tmp_path / "t" / "tokenizer_config.json").read_text())
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(before | options))
+    return load_tokenizer(str(tmp_path / "t"))
+
+
+def test_tokens_that_only_the_config_declares_are_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = small_tokenizer()
+    new = {"content": "<|stop|>", "special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    mark = {"content": "<mark>", "special": False}
+    wrong = {"content": "<wrong>", "special": True}
+    decoder = {"500": new, "501": mark, "900": wrong, "0": {"content": "<|endoftext|>", "special": True}}
+    tokenizer = declared(tmp_path, {"added_tokens_decoder": decoder, "eos_token": {"content": "<|stop|>"}, "pad_token": "<|none|>"})
+    assert tokenizer.reference_encode("a<|stop|><mark>")[1:] == [500, 501]
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size, tokenizer.pad_token_id) == (500, 502, None)
+    assert "<|stop|>" in tokenizer.special_tokens
+    assert "<mark>" not in tokenizer.special_tokens
+    assert "says that '<wrong>' is token 900, and it would be 502: it is not used" in caplog.text
+    assert tokenizer.fingerprint != plain.fingerprint
+    assert tokenizer.backend.name == "gigatoken"
+    encoded = tokenizer.encode_column(pa.array(["a<|stop|>b"]))
+    assert encoded.ids.tolist() == tokenizer.reference_encode("a<|stop|>b")
+    assert encoded.special.tolist() == [1]
+
+
+def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
+    word = next(token for i in range(300, 500) if (token := str(small_tokenizer().token(i))).isascii() and token.isalpha())
+    tokenizer = declared(tmp_path, {"additional_special_tokens": [word], "added_tokens_decoder": {"0": "no object"}})
+    assert word in tokenizer.special_tokens
+    assert tokenizer.reference_encode(f"x{word}x")[1] == small_tokenizer()._reference.token_to_id(word)
+    assert tokenizer.vocab_size == 500
+
+
+@pytest.mark.shared
+def test_declared_tokens_are_those_of_transformers(shared_data: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = str(shared_data / "tokenizers" / "torchtitan_tiny")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    for text in ("<|begin_of_text|>Hello<|end_of_text|>", "a <|im_start|> b<tool_call>", "[PAD]<|media_pad|></think> <think>"):
+        assert ours.reference_encode(text) == theirs.encode(text, add_special_tokens=False)

@@ -27,6 +27,7 @@ LOOK_AHEAD = "look_ahead"  # rows of strategy "stream" only, one number a row: t
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
 DECODER_INPUT_IDS = "decoder_input_ids"  # sequence-to-sequence batches: what the decoder sees where it is to say `labels`
+DECODER_ATTENTION_MASK = "decoder_attention_mask"
 PIXEL_VALUES = "pixel_values"
 HAS_EOS = "has_eos"  # token cache only: packing puts no EOS behind it: it ends with one, its text goes on in the next one, or it is a pair
 
@@ -46,7 +47,7 @@ def token_list(vocab_size: int) -> pa.DataType:
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
 
 
-_TOKEN_COLUMNS = (INPUT_IDS, LABELS, ATTENTION_MASK, SEGMENT_IDS, POSITION_IDS, DECODER_INPUT_IDS)
+_TOKEN_COLUMNS = (INPUT_IDS, LABELS, ATTENTION_MASK, SEGMENT_IDS, POSITION_IDS, DECODER_INPUT_IDS, DECODER_ATTENTION_MASK)
 
 
 def _dtypes() -> dict[str, str]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.schema import (
     ATTENTION_MASK,
+    DECODER_ATTENTION_MASK,
     DECODER_INPUT_IDS,
     IGNORE,
     INPUT_IDS,
@@ -29,8 +30,6 @@ from easypipe.loader.collate import CollateConfig, collate, row_width
 Side = Literal["right", "left"]
 Tensors = bool | Literal["np", "jax"]
 Rows = Sequence[Mapping[str, Any]]
-
-DECODER_ATTENTION_MASK = "decoder_attention_mask"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +150,7 @@ class Seq2SeqCollator:
         return "seq2seq", self.padding, self.decoder_start_token_id, self.max_target_length
 
     def __call__(self, rows: Rows) -> dict[str, Any]:
+        require_some(rows)
         rule = self.padding
         sources = [integers(row, INPUT_IDS, i) for i, row in enumerate(rows)]
         attended = [integers(row, ATTENTION_MASK, i, like=ids) for i, (row, ids) in enumerate(zip(rows, sources, strict=True))]
@@ -236,6 +236,7 @@ def default_collate(rows: Sequence[Any]) -> Any:
 
     Text, and whatever NumPy makes no numbers of, becomes a list. Raises SourceError naming row and column for shapes that differ.
     """
+    require_some(rows)
     first = rows[0]
     if isinstance(first, Mapping):
         for i, row in enumerate(rows):
@@ -281,11 +282,17 @@ def stacked(values: Sequence[Any], name: str) -> Any:
     return np.stack(arrays)
 
 
+def require_some(rows: Sequence[Any]) -> None:
+    if not len(rows):
+        raise SourceError(at="the batch", problem="holds no rows", fix="Give at least one.")
+
+
 def token_columns(rows: Rows, *, next_token: bool = True) -> dict[str, list[NDArray[np.int64]]]:
     """input_ids, attention_mask, labels (unshifted), loss_mask and segment_ids of every row. Raises SourceError naming row and column.
 
     next_token: labels, where a row has them, are its own tokens or -100; else any, and one for the whole row is passed over.
     """
+    require_some(rows)
     columns: dict[str, list[NDArray[np.int64]]] = {name: [] for name in (INPUT_IDS, ATTENTION_MASK, LABELS, LOSS_MASK, SEGMENT_IDS)}
     for i, row in enumerate(rows):
         ids = integers(row, INPUT_IDS, i)

@@ -17,7 +17,7 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.faces.collators import create_causal_lm_collate
 from easypipe.faces.text_rows import tokenizer_config
-from easypipe.interop.workers import torch_worker
+from easypipe.interop.workers import known_to_torch, torch_worker
 from easypipe.loader.items import fingerprint_of
 from easypipe.loader.ranks import check_rank
 from easypipe.plan.order import permute
@@ -40,6 +40,7 @@ class PreprocessedDataset:
     """
 
     def __init__(self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True) -> None:
+        _require_engine(prompt_engine)
         if is_streamed(hf_dataset):
             problem = f"{type(hf_dataset).__name__} gives no rows by number"
             raise ConfigError(at="hf_dataset", problem=problem, fix="Use create_preprocessed_dataset(..., streaming=True).")
@@ -113,12 +114,14 @@ class StreamingPreprocessedDataset:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        _require_engine(prompt_engine)
         if buffer_size < 0:
             raise ConfigError(at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order.")
         check_rank(rank, world_size)
         if iter(hf_iterable) is hf_iterable:
             problem = f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew"
             raise ConfigError(at="hf_iterable", problem=problem, fix="Give what makes the iterator: a dataset, or a class with __iter__.")
+        known_to_torch(StreamingPreprocessedDataset)
         self._data, self._engine = hf_iterable, prompt_engine
         self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed
         self.rank, self.world_size = rank, world_size
@@ -187,6 +190,14 @@ def subset(data: Any, indices: Sequence[int]) -> Any:
     if isinstance(data, list | tuple):
         return [data[i] for i in indices]
     return data.select(indices) if hasattr(data, "select") else Subset(data, indices)
+
+
+def _require_engine(engine: Any) -> None:
+    """Raises ConfigError for what encodes no rows."""
+    if not (hasattr(engine, "encode") and hasattr(engine, "tokenizer")):
+        raise ConfigError(
+            at="prompt_engine", problem=f"{type(engine).__name__} encodes no rows", fix='Give PromptEngine("my-tokenizer", PromptConfig()).'
+        )
 
 
 def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:

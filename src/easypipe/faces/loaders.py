@@ -209,8 +209,10 @@ def require_rows(dataset: Any, *, at: str) -> None:
     if isinstance(dataset, Mapping):
         fix = "Give one of its splits, or rows: a list of dicts."
         raise ConfigError(at=at, problem=f"{name} holds columns or splits by name, not rows by number", have=dataset, fix=fix)
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, str | bytes) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         fix = "Give it __len__ and __getitem__; DataLoaderFactory also reads what can only be iterated over."
+        if isinstance(dataset, str):
+            name, fix = repr(dataset), "Open it first: datasets.load_dataset(...), or a Pipeline, which reads files."
         raise ConfigError(at=at, problem=f"{name} gives no rows by number", fix=fix)
 
 

@@ -139,8 +139,14 @@ def create_masked_lm_collate(
             raise ConfigError(at=name, problem="is not known", fix=fix)
     assert mask_token_id is not None
     assert vocab_size is not None
+    for name, ids in (("mask_token_id", [mask_token_id]), ("special_token_ids", special)):
+        for number in ids:
+            if not 0 <= number < vocab_size:
+                raise ConfigError(at=name, problem=f"{number} is outside the vocabulary of {vocab_size}", fix="Give a larger vocab_size.")
     is_special = np.zeros(vocab_size, np.bool_)
     is_special[[*special, mask_token_id]] = True
+    if is_special.all():
+        raise ConfigError(at="special_token_ids", problem=f"all {vocab_size} tokens are special: none can be hidden")
     return MaskedLMCollator(
         Padding(
             pad_token_id=pad_token_id or 0,

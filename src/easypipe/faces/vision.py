@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.schema import LABELS, PIXEL_VALUES, OutputSchema
-from easypipe.faces.collators import Tensors, check_tensors, default_collate, handed_out, stacked
+from easypipe.faces.collators import Tensors, check_tensors, default_collate, handed_out, require_some, stacked
 
 # Mean and standard deviation of the channels of the training images, scaled to [0, 1].
 PRESETS = {
@@ -80,6 +80,7 @@ class VisionCollator:
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """`pixel_values` Float32[B, H, W, C], `labels` Int32[B] where rows have them; further columns stacked."""
+        require_some(rows)
         found = [_parts(row, i) for i, row in enumerate(rows)]
         images = [self._image(image, i) for i, (image, _, _) in enumerate(found)]
         for i, image in enumerate(images):
@@ -92,7 +93,7 @@ class VisionCollator:
             pixels = (pixels - mean) / std
         batch: dict[str, Any] = {PIXEL_VALUES: pixels if self.channels_last else np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))}
         if found[0][1] is not None:
-            batch[LABELS] = _narrow(stacked([label for _, label, _ in found], LABELS))
+            batch[LABELS] = _labels([label for _, label, _ in found])
         if found[0][2]:
             batch |= default_collate([others for _, _, others in found])
         return handed_out(batch, self.schema, self.return_tensors)
@@ -106,6 +107,9 @@ class VisionCollator:
                 at=at, problem=f"{array.dtype} of shape {array.shape} is no image", fix="Give [H, W], [H, W, C] or [C, H, W]."
             )
         array = _channels_last(array, at)
+        if array.dtype.kind in "ui" and array.size and not (array.min() >= 0 and array.max() <= 255):
+            problem = f"whole numbers from {array.min()} to {array.max()}"
+            raise SourceError(at=at, problem=problem, fix="Give 0 to 255, or floats, which are taken as they are.")
         pixels: Any = array.astype(np.float32) / 255 if array.dtype.kind in "ui" else array.astype(np.float32)
         if pixels.shape[2] == 3 and self.channels == 1:
             pixels = np.dot(pixels, np.asarray(LUMA, np.float32))[:, :, None]
@@ -192,13 +196,17 @@ def _is_encoded(given: Any) -> bool:
     return isinstance(given, bytes | bytearray | str | Path | Mapping) or hasattr(given, "convert")
 
 
-def _decoded(given: Any, at: str, channels: int) -> NDArray[np.uint8]:
-    """UInt8[H, W, channels] of an encoded image."""
+def _decoded(given: Any, at: str, channels: int) -> NDArray[Any]:
+    """UInt8[H, W, channels] of an encoded image; Float32[H, W] in [0, 1] of one with 16 bits a pixel, which is grey."""
     Image = _pillow(at)
     if isinstance(given, Mapping):
         given = given.get("bytes") or given.get("path")
     try:
         opened = given if hasattr(given, "convert") else Image.open(io.BytesIO(given) if isinstance(given, bytes | bytearray) else given)
+        if opened.mode.startswith("I;16"):  # convert() would cut its numbers off at 255
+            return np.asarray(opened).astype(np.float32) / 65535
+        if opened.mode in ("I", "F"):
+            raise SourceError(at=at, problem=f"an image of mode {opened.mode!r} does not say what is white", fix="Give an array of floats.")
         pixels = np.asarray(opened.convert("L" if channels == 1 else "RGB"))
     except (OSError, ValueError, SyntaxError, AttributeError, Image.DecompressionBombError) as error:
         raise SourceError(at=at, problem=f"is no image that Pillow reads: {error}", fix="Leave such rows out of the dataset.") from error
@@ -227,8 +235,14 @@ def _resized(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.f
     return np.stack(planes, axis=2)
 
 
-def _narrow(labels: Any) -> Any:
-    return labels.astype(np.int64) if isinstance(labels, np.ndarray) and labels.dtype.kind in "uib" else labels
+def _labels(given: Sequence[Any]) -> NDArray[Any]:
+    """One for each image: numbers of classes, or what else is to be predicted."""
+    labels = stacked(given, LABELS)
+    if isinstance(labels, list):
+        i = next((i for i, label in enumerate(labels) if np.asarray(label).dtype.kind not in "biuf"), 0)
+        at = place(f"row {i} of the batch", column=LABELS)
+        raise SourceError(at=at, problem=f"{labels[i]!r} is no number", fix="Give every class a number, in the dataset.")
+    return labels.astype(np.int64) if labels.dtype.kind in "uib" else labels
 
 
 def _pillow(at: str) -> Any:

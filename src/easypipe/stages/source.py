@@ -119,9 +119,12 @@ class DatasetConfig:
         files = self.data_files
         if not self.in_memory:
             paths = files if isinstance(files, list | tuple) else [files]
+            rows = any(isinstance(path, Mapping) for path in paths)
             for i, path in enumerate(paths):
                 at = "data_files" if paths is not files else f"data_files[{i}]"
-                if not isinstance(path, str | Path) or not str(path):
+                if rows and not isinstance(path, Mapping):
+                    raise ConfigError(at=at, problem=f"{path!r} is no row, as others are", fix="Give dicts alone, or paths alone.")
+                if not rows and (not isinstance(path, str | Path) or not str(path)):
                     raise ConfigError(at=at, problem=f"{path!r} is neither a path nor rows", fix="Give a path, a glob, a list, or a table.")
             if not paths:
                 raise ConfigError(at="data_files", problem="an empty list", fix="Give at least one path or row.")

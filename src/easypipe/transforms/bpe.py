@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.storage import commit_bytes, commit_json
+
+log = logging.getLogger("easypipe")
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256  # one token per byte comes first, so that every text can be encoded
@@ -40,6 +43,8 @@ def train_bpe(
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() == least:
         raise TokenizerError(at=str(path), problem="no pair of bytes to merge: there is no text to learn from", fix="Give more text.")
+    if tokenizer.get_vocab_size() < vocab_size:
+        log.warning("%s: the text gives %d tokens, and vocab_size is %d", path, tokenizer.get_vocab_size(), vocab_size)
     folder = Path(path)
     definition = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
     commit_json(

@@ -49,6 +49,10 @@ class Template:
             raise HostileError(f"line {error.lineno} is not Jinja: {error.message}") from None
         except RecursionError:
             raise HostileError("it is nested too deeply") from None
+        except MemoryError:
+            raise HostileError("it takes more memory than a template may have") from None
+        except Exception as error:  # noqa: BLE001 (jinja works constants out while it compiles)
+            raise HostileError(f"it does not compile: {type(error).__name__}: {error}"[:500]) from None
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False

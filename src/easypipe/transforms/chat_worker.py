@@ -52,8 +52,6 @@ def _compiled(spec: dict[str, Any]) -> Spans | HostileError:
         return Spans(Template(spec["source"], spec["names"], spec["date"]), spec["closers"])
     except HostileError as error:
         return error
-    except MemoryError:
-        return HostileError("it takes more memory than a template may have")
 
 
 def _answer(spans: Spans | HostileError, row: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:

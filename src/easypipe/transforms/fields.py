@@ -61,8 +61,9 @@ class FieldTemplate:
         have = [*inputs, *([label] if label is not None else [])]
         for name in named:
             if name not in have or not name:
-                fix = did_you_mean(name, have) or "Name it in input_columns; a plain brace is written in Jinja: {{ '{' }}."
-                raise ConfigError(at=at, problem=f"it has a field {{{name}}}", have=have, fix=fix)
+                known = [one for one in have if one]
+                fix = did_you_mean(name, known) or "Name it in input_columns; a plain brace is written in Jinja: {{ '{' }}."
+                raise ConfigError(at=at, problem=f"it has a field {{{name}}}", have=known, fix=fix)
         for name in have:
             if name not in named:
                 where = "label_column" if name == label else "input_columns"

@@ -77,7 +77,8 @@ class Lengths:
 
     @property
     def identity(self) -> list[Any]:
-        return ["lengths", 2 if self.policy.policy == "split" else 1, self.policy]  # 2: packing ends no document inside a text
+        # 2: packing ends no document inside a text; a boundary leaves at least one token
+        return ["lengths", 2 if self.policy.policy == "split" or self.policy.boundary else 1, self.policy]
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
         """The text, of which at most `budget` tokens stay, and how many tokens it lost."""
@@ -216,11 +217,11 @@ def _pieces(whole: Whole, lengths: Lengths, i: int, head: int, tail: int) -> lis
     room = lengths.limit - head - tail
     edges = _edges(whole, lengths, i)
     if policy.policy == "keep_end":
-        return [[(edges.after(high - room, high - room // 2), high)]]
+        return [[(edges.after(high - room, high - max(1, room // 2)), high)]]
     if policy.policy == "middle":
         front = room - room // 2
-        stop = edges.before(low + front, low + front // 2)
-        return [[(low, stop), (edges.after(high - room // 2, high - room // 4), high)]]
+        stop = edges.before(low + front, low + max(1, front // 2))
+        return [[(low, stop), (edges.after(high - room // 2, high - max(1, room // 4)), high)]]
     if policy.policy == "split":
         made = []
         while high - low > room:
@@ -235,7 +236,7 @@ def _pieces(whole: Whole, lengths: Lengths, i: int, head: int, tail: int) -> lis
         if high - answer <= room:
             return [[(edges.after(high - room, answer), high)]]
         low = answer
-    return [[(low, edges.before(low + room, low + room // 2))]]
+    return [[(low, edges.before(low + room, low + max(1, room // 2)))]]
 
 
 def _edges(whole: Whole, lengths: Lengths, i: int) -> _Edges:

@@ -59,6 +59,8 @@ class PromptEngine:
 
         Raises SourceError naming the reason for a row that is no sample, HostileTemplateError for a template beyond its limits.
         """
+        if not isinstance(row, Mapping):
+            raise SourceError(at="row", problem=f"{type(row).__name__} is no row", fix="Give a dict of columns.")
         for name in self.columns:
             if name not in row:
                 raise SourceError(at="row", problem=f"no column {name!r}", have=list(row), fix=did_you_mean(name, list(row)))

@@ -189,6 +189,7 @@ class TextFormat:
         self._writer = _writer(config, names, everything=self._everything)
         self.columns = self._writer.columns
         self._front = "" if config.system_prompt is None else f"{config.system_prompt}\n\n"
+        self._bos = names.get("bos_token", "")
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(config.few_shot, self.columns, lambda row: {name: cleaned(row[name]) for name in self.columns})
@@ -200,6 +201,8 @@ class TextFormat:
         more: list[Any] = [self._front] if self._front or self._few_shot is not None else []
         if self._few_shot is not None:
             more.append(self._few_shot.identity)
+        if more and self._bos:
+            more.append("one BOS")
         if self.kind == "pairs":
             return ["all" if self._everything else "completion", *more]
         return [self._writer.identity, *more]
@@ -230,20 +233,25 @@ class TextFormat:
         return changed, lost
 
     def _behind(self, one: Rendered, row: Row) -> Rendered:
-        """The text with what stands in front; of examples nothing is trained, of the system prompt what `all` asks for."""
+        """The text with what stands in front; of examples nothing is trained, of the system prompt what `all` asks for.
+
+        The BOS that a template writes in front of each of them stands once, in front of all.
+        """
         front = self._front
         if self._few_shot is not None:
             front += "".join(self._examples[i] + self._few_shot.separator for i in self._few_shot.of(row))
-        size = len(front)
-        spans = [[a + size, b + size] for a, b in one.spans]
-        if self._everything and self._few_shot is None and spans[0][0] == size:
+        if not front:
+            return one
+        size, known = len(front), len(self._bos) if self._bos and one.text.startswith(self._bos) else 0
+        spans = [[max(a, known) + size, b + size] for a, b in one.spans if b > known]
+        if self._everything and self._few_shot is None and spans and spans[0][0] == size + known:
             spans[0][0] = 0
-        return one._replace(text=front + one.text, spans=spans)
+        return one._replace(text=one.text[:known] + front + one.text[known:], spans=spans)
 
     def _example(self, i: int, made: Rendered | Refused) -> str:
         if isinstance(made, Refused):
             raise ConfigError(at=f"few_shot, example {i}", problem=f"{made.reason}: {made.detail}", fix="Give rows that are samples.")
-        return made.text
+        return made.text.removeprefix(self._bos)
 
 
 class PlainFormat:

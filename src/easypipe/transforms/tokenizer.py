@@ -31,14 +31,13 @@ from easypipe.transforms.ragged import surround, truncate
 from easypipe.transforms.special import SpecialStrings
 from easypipe.transforms.token_bytes import TokenBytes, token_bytes
 from easypipe.transforms.tokenizer_config import TokenizerConfig
-from easypipe.transforms.tokenizer_files import TokenizerFiles, find_tokenizer
+from easypipe.transforms.tokenizer_files import SPECIAL_NAMES, DeclaredToken, TokenizerFiles, content_of, declared_tokens, find_tokenizer
 
 logger = logging.getLogger("easypipe")
 
 GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
 _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
 
 
@@ -85,9 +84,8 @@ class Tokenizer:
         self.name = config.name_or_path
         self.origin = files.origin
         self._files = files
-        self._definition = files.definition
         self._reference: Any
-        self._reference, self.vocab_size = _load_reference(files.definition, files.origin)
+        self._reference, self._definition, self.vocab_size = _load_reference(files.definition, files.origin, declared_tokens(files.options))
         named = {kind: self._named(kind, files.options) for kind in ("bos_token", "eos_token", "pad_token")}
         self.bos_token_id, self.pad_token_id = named["bos_token"], named["pad_token"]
         self.eos_token_id = named["eos_token"] if named["eos_token"] is not None else self._likely_eos(files.options)
@@ -192,7 +190,7 @@ class Tokenizer:
     @property
     def special_strings(self) -> dict[str, str]:
         """Named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
-        return {kind: token for kind in _SPECIAL_NAMES if (token := _content(self._options.get(kind)))}
+        return {kind: token for kind in SPECIAL_NAMES if (token := content_of(self._options.get(kind)))}
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -280,7 +278,7 @@ class Tokenizer:
         return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
 
     def _named(self, kind: str, options: dict[str, Any]) -> int | None:
-        token = _content(options.get(kind))
+        token = content_of(options.get(kind))
         if not token:
             return None
         found = self._reference.token_to_id(token)
@@ -301,8 +299,8 @@ class Tokenizer:
 
 
 @functools.lru_cache(maxsize=1)  # a run loads its tokenizer for every dataset and every held-out set; nothing changes it
-def _load_reference(definition: str, origin: str) -> tuple[Any, int]:
-    """The tokenizer, and its highest id + 1."""
+def _load_reference(definition: str, origin: str, declared: tuple[DeclaredToken, ...]) -> tuple[Any, str, int]:
+    """The tokenizer with the tokens that are declared beside it, its definition with them, and its highest id + 1."""
     import tokenizers
 
     try:
@@ -314,6 +312,8 @@ def _load_reference(definition: str, origin: str) -> tuple[Any, int]:
         except ValueError as broken:
             cause = f"not JSON: {broken}"
         raise TokenizerError(at=origin, problem=cause, fix="Give the tokenizer.json that `tokenizers` or transformers wrote.") from None
+    if _declare(reference, declared, origin):
+        definition = reference.to_str()
     reference.no_truncation()  # a tokenizer.json may carry both; length and padding are this project's own options
     reference.no_padding()
     if getattr(reference.model, "dropout", None):
@@ -325,7 +325,29 @@ def _load_reference(definition: str, origin: str) -> tuple[Any, int]:
     vocab_size = max(reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if vocab_size == 0:
         raise TokenizerError(at=origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
-    return reference, vocab_size
+    return reference, definition, vocab_size
+
+
+def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> bool:
+    """Adds those that tokenizer.json lacks, as transformers does: their strings would be text otherwise. Whether there were any."""
+    import tokenizers
+
+    had = {token.content for token in reference.get_added_tokens_decoder().values()}
+    missing = [token for token in declared if token.content not in had]
+    added = False
+    for token in missing:
+        own = reference.token_to_id(token.content)
+        number = reference.get_vocab_size(with_added_tokens=True) if own is None else own
+        if token.number is None and own is None:
+            continue  # a named one that no vocabulary has, which is told where it is asked for
+        if token.number not in (None, number):
+            problem = "tokenizer %s: tokenizer_config.json says that %r is token %d, and it would be %d: it is not used"
+            logger.warning(problem, origin, token.content, token.number, number)
+            continue
+        add = reference.add_special_tokens if token.special else reference.add_tokens
+        add([tokenizers.AddedToken(token.content, special=token.special, **dict(token.flags))])
+        added = True
+    return added
 
 
 def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -344,10 +366,6 @@ def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ..
             fix="Set add_special_tokens=False, and add what is needed to the text.",
         )
     return max(found, key=lambda around: len(around[0]))
-
-
-def _content(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _column(texts: pa.Array) -> pa.LargeStringArray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,20 @@ logger = logging.getLogger("easypipe")
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt")
+
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FURTHER = ("additional_special_tokens", "extra_special_tokens")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+class DeclaredToken(NamedTuple):
+    """A token that tokenizer_config.json knows. number: its id, where that is said. flags: of `tokenizers.AddedToken`."""
+
+    content: str
+    number: int | None
+    special: bool
+    flags: tuple[tuple[str, bool], ...]
 
 
 class TokenizerFiles(NamedTuple):
@@ -43,6 +58,34 @@ def find_tokenizer(name_or_path: str) -> TokenizerFiles:
     if _looks_like_path(name_or_path):
         raise _missing_path(path, name_or_path)
     return _from_hub(name_or_path)
+
+
+def content_of(token: Any) -> Any:
+    """The string of a token, which stands in an object of its own in some files."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def declared_tokens(options: Mapping[str, Any]) -> tuple[DeclaredToken, ...]:
+    """Those of `added_tokens_decoder` in the order of their ids, then the named special ones."""
+    numbered = options.get("added_tokens_decoder")
+    numbers = sorted(int(key) for key in numbered if key.isdecimal()) if isinstance(numbered, dict) else []
+    found = [_declared(numbered[str(number)], number) for number in numbers]
+    further = [token for key in _FURTHER if isinstance(options.get(key), list) for token in options[key]]
+    found += [_declared(token, None) for token in [*(options.get(name) for name in SPECIAL_NAMES), *further]]
+    kept: dict[str, DeclaredToken] = {}
+    for token in found:
+        if token is not None:
+            kept.setdefault(token.content, token)
+    return tuple(kept.values())
+
+
+def _declared(token: Any, number: int | None) -> DeclaredToken | None:
+    content = content_of(token)
+    if not isinstance(content, str) or not content:
+        return None
+    said = token if isinstance(token, dict) else {}
+    special = number is None or bool(said.get("special"))
+    return DeclaredToken(content, number, special, tuple((flag, bool(said[flag])) for flag in _FLAGS if flag in said))
 
 
 def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
