@@ -7,7 +7,9 @@ into `N.orbax-checkpoint-tmp` and renames it; what a killed process left behind 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from easypipe.core.errors import StateError, StorageError
+from easypipe.train.snapshot import Snapshots
 
 FORMAT = 1
 _ARRAYS, _RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
@@ -27,15 +30,14 @@ class DamagedCheckpoint(StateError):
 
 
 class _Keep:
-    """Orbax's PreservationPolicy: the newest `newest`, and those that `owner` protects."""
+    """Orbax's PreservationPolicy: the newest `newest`, and those that `owner` protected when the save began."""
 
     def __init__(self, newest: int, owner: Checkpoints) -> None:
         self._newest, self._owner = newest, owner
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         first = len(checkpoints) - self._newest
-        protected = set().union(*self._owner.protected.values())
-        return [i >= first or one.step in protected for i, one in enumerate(checkpoints)]
+        return [i >= first or one.step in self._owner.keeping for i, one in enumerate(checkpoints)]
 
 
 class Checkpoints:
@@ -52,7 +54,13 @@ class Checkpoints:
         context.checkpointables.registry = registry
         context.pytree.loading.partial_load = True  # of arrays that are there: `load` has said what is not
         context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
+        # Made by a thread of its own, a folder that cannot be made is waited for, five minutes, when the process ends.
+        context.async_options.create_directories_asynchronously = jax.process_count() > 1
         self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
+        self.keeping: frozenset[int] = frozenset()  # all of them, as they were when the newest save began
+        self._snapshots, self._writer = Snapshots(), ThreadPoolExecutor(1, thread_name_prefix="easypipe saves")
+        self._failed = False  # whether a save did, and that was told
+        self._saving: tuple[int, Future[None], threading.Event] | None = None  # step, when it is committed, whether its arrays are copied
         try:
             if keep is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,16 +88,52 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], run: Mapping[str, Any]) -> None:
-        """Starts writing and returns once the arrays are copied: they may be donated afterwards. One save runs at a time.
+        """Starts writing, and returns: `copied` tells when the arrays may be donated. One save runs at a time.
 
-        run: plain JSON. Raises StorageError where this save, or the one before it, cannot be written.
+        run: plain JSON. Raises StorageError where the save before this one could not be written; of this one `wait` raises it.
         """
+        self._committed()
+        self.keeping = frozenset().union(*self.protected.values())
+        parts, copied = {_RUN: {"format": FORMAT, **run}}, threading.Event()
+        if (
+            jax.process_count() > 1
+        ):  # Orbax agrees with the other processes by programs on the devices: in one order with those of the steps
+            writing: Future[None] = Future()
+            try:
+                self._start(step, arrays, parts)
+            except BaseException as error:  # noqa: BLE001  (raised by `wait`, as that of a save in the background is)
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+            copied.set()
+        else:
+            writing = self._writer.submit(self._write, step, arrays, parts, copied)
+        self._saving = step, writing, copied
+
+    def expect(self, like: Mapping[str, Any]) -> None:
+        """Says what arrays, or abstract ones, will be saved, so that what a save needs is at hand when it comes."""
+        if jax.process_count() == 1:
+            self._writer.submit(self._snapshots.expect, like)
+
+    def copied(self) -> None:
+        """Returns once the arrays that were given to `save` may be donated."""
+        if self._saving is not None:
+            self._saving[2].wait()
+
+    def _write(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any], copied: threading.Event) -> None:
         try:
-            self._orbax.save_checkpointables_async(
-                step, {_ARRAYS: dict(arrays), _RUN: {"format": FORMAT, **run}}, force=True, overwrite=True
-            )
-        except (OSError, ValueError) as error:
-            raise self._unwritten(step, error) from error
+            apart = self._snapshots.take(arrays)
+            if apart is not None:
+                arrays = apart
+                copied.set()
+            self._start(step, arrays, parts)  # returns once they are in the host's memory
+            copied.set()
+            self._orbax.wait()
+        finally:
+            copied.set()
+
+    def _start(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any]) -> None:
+        self._orbax.save_checkpointables_async(step, {_ARRAYS: dict(arrays), **parts}, force=True, overwrite=True)
 
     def run(self, step: int) -> dict[str, Any]:
         """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint of another version."""
@@ -145,24 +189,36 @@ class Checkpoints:
         self._orbax.reload()
         return target
 
-    def wait(self, step: int) -> None:
-        """Returns once the save of `step` is committed. Raises StorageError where it failed."""
-        try:
-            self._orbax.wait()
-        except (OSError, ValueError) as error:
-            raise self._unwritten(step, error) from error
+    def wait(self) -> None:
+        """Returns once the newest save is committed. Raises StorageError where it failed."""
+        self._committed()
 
     def close(self) -> None:
-        self._orbax.close()
+        self._writer.shutdown()
+        try:
+            self._orbax.close()
+        except (OSError, ValueError):
+            if not self._failed:  # else it says once more what has been told
+                raise
+
+    def _committed(self) -> None:
+        """Raises what went wrong in the newest save, once."""
+        if self._saving is None:
+            return
+        (step, writing, _), self._saving = self._saving, None
+        try:
+            writing.result()
+            self._orbax.wait()
+        except (OSError, ValueError) as error:
+            self._failed = True
+            problem = f"cannot be written: {error}"
+            raise StorageError(at=self._at(step), problem=problem, fix="Check space and permissions.") from error
 
     def _at(self, step: int) -> str:
         return str(self.folder / str(step))
 
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(at=self._at(step), problem=f"cannot be read: {reason}")
-
-    def _unwritten(self, step: int, error: Exception) -> StorageError:
-        return StorageError(at=self._at(step), problem=f"cannot be written: {error}", fix="Check space and permissions.")
 
 
 def _reason(error: BaseException) -> str:

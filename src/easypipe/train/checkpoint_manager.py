@@ -92,7 +92,7 @@ class CheckpointManager:
             self._seen[step] = run["metrics"][self._metric]
             self._checkpoints.protected["best"] = set(self._ranked()[: self._keep_best])
         self._checkpoints.save(step, arrays, run)
-        self._checkpoints.wait(step)
+        self._checkpoints.wait()
         return self._path(step)
 
     def load(

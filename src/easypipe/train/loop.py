@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from easypipe.core.errors import EasypipeError, TrainError
+from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
 from easypipe.train.mesh import place_batch
 from easypipe.train.metrics import MetricsFile, Record
@@ -41,6 +42,8 @@ class Loop:
         trainer, meter, control = self._trainer, self._meter, self._trainer.control
         batches: Any = iter(trainer.train)
         unread = None
+        if self._config.checkpoint.every is not None:
+            self._checkpoints.expect(trainer.saved(states.abstract_state(trainer.layout, trainer.optimizer)))
         with contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext():
             while step < self._steps and control.reason is None:
                 batch = meter.next_batch(batches)
@@ -52,6 +55,7 @@ class Loop:
                 placed = trainer.completed(state.rest, placed)
                 step += 1
                 trainer.tell("dispatch", step)
+                self._checkpoints.copied()
                 state, measured = trainer.train_step(state, placed)
                 if unread is not None:
                     record, bad = self._read(*unread)
@@ -72,7 +76,7 @@ class Loop:
                 if save_due or asked:
                     self._save(step, state, calendar=calendar or self._watch.owes, asked=asked)
                 if self._stop.received is not None and step < self._steps:
-                    self._checkpoints.wait(step)
+                    self._checkpoints.wait()
                     raise Interrupted(signum=self._stop.received, step=step, folder=str(self._checkpoints.folder))
         return state, step
 

@@ -228,7 +228,7 @@ class Trainer:
             self.tell("start", step)
             if step < self.steps:
                 state, step = Loop(self, checkpoints, metrics, rollbacks, stop, watch).run(state, step)
-            checkpoints.wait(step)
+            checkpoints.wait()
             if metrics.first is None or metrics.last is None:
                 raise TrainError(
                     at=str(self.metrics_path), problem="holds no line, though the run is finished", fix="Give another output_dir."
@@ -319,13 +319,17 @@ class Trainer:
         """The state after `step`, from its checkpoint; 0: before the first."""
         if step == 0:
             return self.fresh()
-        checkpoints.wait(step)
+        checkpoints.wait()
         abstract = states.abstract_state(self.layout, self.optimizer)
-        loaded = checkpoints.load(step, self.layout.without_frozen(states.flatten(abstract)))
+        loaded = checkpoints.load(step, self.saved(abstract))
         if self.layout.frozen:  # what is not trained is where the run began
             first = self.fresh().rest
             loaded |= {f"rest/{name}": first[name] for name in self.layout.frozen}
         return states.unflatten(loaded, abstract)
+
+    def saved(self, state: states.TrainState) -> dict[str, Any]:
+        """What a checkpoint has of a state, or of an abstract one."""
+        return self.layout.without_frozen(states.flatten(state))
 
     def save(self, checkpoints: Checkpoints, step: int, state: states.TrainState, watch: Watch) -> None:
         run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config), "watch": watch.state()}
@@ -334,8 +338,7 @@ class Trainer:
             "named_callbacks": {name: callback.state() for name, callback in self._named.items()},
         }
         base = {"frozen": self._frozen, "origin": self.origin.record(), "tokenizer": self.tokenizer}
-        arrays = self.layout.without_frozen(states.flatten(state))
-        checkpoints.save(step, arrays, {**run, **told, **base, "loader": saved_loader_state(self.train)})
+        checkpoints.save(step, self.saved(state), {**run, **told, **base, "loader": saved_loader_state(self.train)})
 
     def evaluate(self, step: int, state: states.TrainState) -> dict[str, Any]:
         """What every held-out loader comes to, by name."""
