@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "seed": Effect("output", _LOADERS + "test_f33_the_same_seed_gives_the_same_order_and_another_another", "of every order"),
         "collate_fn": Effect("output", _LOADERS + "test_law_exact_resume_of_any_dataset", "what makes a batch of rows"),
         "num_epochs": Effect("output", _LOADERS + "test_law_determinism_and_every_row_once_a_pass", "passes over the data"),
+        "group_by_length": Effect("output", _LOADERS + "test_rows_of_like_length_stand_together_as_in_the_pipeline", "less padding"),
         "rank": Effect("output", _LOADERS + "test_ranks_share_the_rows_and_put_together_are_one_large_batch", "which of the ranks this is"),
         "world_size": Effect(
             "output", _LOADERS + "test_ranks_share_the_rows_and_put_together_are_one_large_batch", "ranks that share the rows"

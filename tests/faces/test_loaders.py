@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 
@@ -16,16 +17,19 @@ from easypipe import (
     DataLoaderFactory,
     PackStageConfig,
     Pipeline,
+    PipelineConfig,
     TaskSpec,
+    UniversalDataModule,
     create_causal_lm_collate,
     create_masked_lm_collate,
 )
 from easypipe.core.errors import ConfigError, StateError
+from easypipe.faces.loaders import text_loader
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
 from laws import assert_exact_resume, assert_no_new_threads, assert_same_batch, assert_same_batches
-from pipelines import config
+from pipelines import config, texts, tokenizer
 from strategies import examples
 
 
@@ -298,3 +302,31 @@ def test_a_ranks_batch_is_explained_by_the_documents_that_stand_in_it(tmp_path):
 def test_a_path_is_no_dataset():
     with pytest.raises(ConfigError, match=r"dataset: 'rows\.jsonl' gives no rows by number"):
         DataLoaderBuilder().with_dataset("rows.jsonl").build()
+
+
+def test_rows_of_like_length_stand_together_as_in_the_pipeline():
+    rows = [{"text": text} for text in texts(90)]
+    module = UniversalDataModule(rows, tokenizer=tokenizer(), batch_size=4, val_split=0.2, seed=5, group_by_length=8)
+    plain = UniversalDataModule(rows, tokenizer=tokenizer(), batch_size=4, val_split=0.2, seed=5)
+    dataset = module.dataset_config([rows[i] for i in module.splits.train], "train")
+    spelled = Pipeline(PipelineConfig(datasets=(dataset,), seed=5)).source().tokenize()
+    loader = module.train_dataloader()
+    assert_same_batches(loader, spelled.load(LoadStageConfig(batch_size=4, group_by_length=8)).build())
+    padding = [sum((batch["attention_mask"] == 0).sum() for batch in one.train_dataloader()) for one in (module, plain)]
+    assert padding[0] < 0.6 * padding[1]
+    assert_same_batches(module.val_dataloader(), plain.val_dataloader())  # in order, as ever
+    parts = [dataclasses.replace(module.options, rank=rank, world_size=2, drop_last=False) for rank in range(2)]
+    seen = [row.tobytes() for part in parts for batch in text_loader(dataset, part) for row in unpadded(batch)]
+    whole = [row.tobytes() for batch in text_loader(dataset, DataLoaderConfig(batch_size=4)) for row in unpadded(batch)]
+    assert sorted(seen) == sorted(whole)
+
+
+def unpadded(batch):
+    return [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+def test_rows_whose_lengths_nobody_knows_are_not_grouped():
+    with pytest.raises(ConfigError, match=r"group_by_length: how long rows of Images are is not known.*PreprocessedDataset"):
+        DataLoaderBuilder().with_dataset(Images()).with_options(group_by_length=4).build()
+    with pytest.raises(ConfigError, match="seed: every rank would draw its own"):
+        DataLoaderConfig(group_by_length=4, world_size=2)

@@ -274,6 +274,8 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     unknown = discover(jsonl(tmp_path / "ab.jsonl", [{"a": "x", "b": "y"}]))
     with pytest.raises(ConfigError, match=r"no columns among them \(have: a, b\)\. Name them: kind='text'"):
         unknown.propose()
+    with pytest.raises(ConfigError, match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$"):
+        unknown.propose(kind="prompt_completion")
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
 
 

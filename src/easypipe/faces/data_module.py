@@ -112,7 +112,7 @@ class UniversalDataModule:
         if self._val is None and not len(self.splits.val):
             return None
         val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())
-        return self._loader(val, "val", shuffle=False, drop_last=False, num_epochs=1)
+        return self._loader(val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None)
 
     def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
         """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is known; else None."""

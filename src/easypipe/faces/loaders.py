@@ -54,6 +54,7 @@ class DataLoaderConfig:
     seed: of the order and of collators that draw. None draws one where it decides anything, logs it, and keeps it as `loader.seed`.
     collate_fn: a list of rows to a batch. None: what the dataset says of itself, else rows stacked as they are.
     num_epochs: passes over the data; None goes on forever.
+    group_by_length: rows of text of like length in one batch, as LoadStageConfig has it; a rank groups its own rows.
     rank, world_size: which rows are read: of every world_size neighbours the one with that number.
     """
 
@@ -68,6 +69,7 @@ class DataLoaderConfig:
     seed: int | None = None
     collate_fn: Callable[..., Any] | None = None
     num_epochs: int | None = 1
+    group_by_length: int | None = None
     rank: int = 0
     world_size: int = 1
 
@@ -79,7 +81,7 @@ class DataLoaderConfig:
                 at="prefetch_factor", problem="has no effect while num_workers is 0", fix="Leave it out, or give num_workers at least 1."
             )
         check_rank(self.rank, self.world_size)
-        if self.world_size > 1 and self.shuffle and self.seed is None:
+        if self.world_size > 1 and self.order_is_drawn and self.seed is None:
             raise ConfigError(at="seed", problem="every rank would draw its own, and read other rows twice", fix="Give all ranks one seed.")
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)")
@@ -88,6 +90,10 @@ class DataLoaderConfig:
     @property
     def workers(self) -> int:
         return max(1, min(4, (os.cpu_count() or 1) // 2)) if self.num_workers is None else self.num_workers
+
+    @property
+    def order_is_drawn(self) -> bool:
+        return self.shuffle or self.group_by_length is not None
 
     def load_options(self) -> LoadStageConfig:
         """The same in the Loader's words."""
@@ -103,6 +109,7 @@ class DataLoaderConfig:
             prefetch_to_device=self.prefetch_to_device,
             drop_last=self.shuffle if self.drop_last is None else self.drop_last,
             num_epochs=self.num_epochs,
+            group_by_length=self.group_by_length,
         )
 
     def with_seed(self, *, drawing: bool) -> DataLoaderConfig:
@@ -135,11 +142,14 @@ class DataLoaderFactory:
         """
         options = config or DataLoaderConfig()
         options.warn_of_what_has_no_effect()
-        drawing = options.shuffle or getattr(options.collate_fn, "draws", False)
+        drawing = options.order_is_drawn or getattr(options.collate_fn, "draws", False)
         options = options.with_seed(drawing=drawing)
         spelled = dataset.as_dataset_config() if options.collate_fn is None and isinstance(dataset, TextDataset) else None
         if spelled is not None:
             return text_loader(dataclasses.replace(spelled, name=name), options)
+        if options.group_by_length is not None:
+            problem = f"how long rows of {type(dataset).__name__} are is not known before they are read"
+            raise ConfigError(at="group_by_length", problem=problem, fix="Give rows of text with a tokenizer: PreprocessedDataset(...).")
         if is_streamed(dataset):
             return _forward_loader(dataset, options, name)
         require_rows(dataset, at="dataset")
@@ -153,7 +163,7 @@ def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: S
 
     columns: of the source, which have to be there.
     """
-    options = options.with_seed(drawing=options.shuffle)
+    options = options.with_seed(drawing=options.order_is_drawn)
     pipeline = Pipeline(PipelineConfig(datasets=(dataset,), seed=options.seed, order=OrderConfig(shuffle=options.shuffle))).source()
     [(name, source)] = pipeline.get_data().items()
     have = source.schema.names

@@ -67,11 +67,14 @@ def propose(
     found.require_decided(part.name)
     if found.name == "unknown":
         asked = "" if kind is None else f" that make {TITLES[kind]}"
+        wanted = kind or "text"
+        named = ", ".join(f"{slot.name!r}: ..." for slot in SLOTS[wanted] if slot.required)
+        others = "" if kind is not None else f"; kinds are {', '.join(SLOTS)}"
         raise ConfigError(
             at=part.name,
             problem=f"no columns{asked} among them",
             have=[column.name for column in part.columns],
-            fix=f"Name them: kind='text', columns={{'text': ...}}; kinds are {', '.join(SLOTS)}.",
+            fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}.",
         )
     if found.name == "preference" and found.roles and "user" not in found.roles:
         problem = "preference pairs whose conversations begin with the answer: the prompt stands in a column of its own"

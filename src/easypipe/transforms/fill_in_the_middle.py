@@ -35,7 +35,8 @@ class FillInTheMiddle(ColumnTransform):
     tokenizer: whose special tokens are written. rate: the share of documents. spm_rate: the share of those that are SPM. seed: with the
         text itself, it decides which documents, and where they are cut. column: that holds the text. tokens: the special tokens in front of
         prefix, suffix and middle, where the tokenizer calls them otherwise than other models do.
-    Documents that hold one of the tokens already stay as they are. Raises TokenizerError where the tokenizer lacks the tokens.
+    Empty documents, and those that hold one of the tokens already, stay as they are. Raises TokenizerError where the tokenizer lacks the
+    tokens.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class FillInTheMiddle(ColumnTransform):
 
     @property
     def fingerprint(self) -> str:
-        return digest("fill in the middle", 1, self.prefix, self.suffix, self.middle, self.rate, self.spm_rate, self.seed, self.column)
+        return digest("fill in the middle", 2, self.prefix, self.suffix, self.middle, self.rate, self.spm_rate, self.seed, self.column)
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         require_columns([self.column], before, str(self))
@@ -96,7 +97,7 @@ class FillInTheMiddle(ColumnTransform):
         """What becomes of one document."""
         key = fold(self.seed, "fill in the middle", xxhash.xxh3_128_hexdigest(text.encode()))
         share = [child(key, i) / 2**64 for i in range(2)]
-        if share[0] >= self.rate or any(token in text for token in (self.prefix, self.suffix, self.middle)):
+        if not text or share[0] >= self.rate or any(token in text for token in (self.prefix, self.suffix, self.middle)):
             return text
         first, second = sorted(child(key, i) % (len(text) + 1) for i in (2, 3))
         before, gap, behind = text[:first], text[first:second], text[second:]

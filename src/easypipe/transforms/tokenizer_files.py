@@ -67,8 +67,9 @@ def content_of(token: Any) -> Any:
 
 def declared_tokens(options: Mapping[str, Any]) -> tuple[DeclaredToken, ...]:
     """Those of `added_tokens_decoder` in the order of their ids, then the named special ones."""
-    numbered = options.get("added_tokens_decoder")
-    numbers = sorted(int(key) for key in numbered if key.isdecimal()) if isinstance(numbered, dict) else []
+    given = options.get("added_tokens_decoder")
+    numbered: dict[str, Any] = given if isinstance(given, dict) else {}
+    numbers = sorted(int(key) for key in numbered if key.isdecimal())
     found = [_declared(numbered[str(number)], number) for number in numbers]
     further = [token for key in _FURTHER if isinstance(options.get(key), list) for token in options[key]]
     found += [_declared(token, None) for token in [*(options.get(name) for name in SPECIAL_NAMES), *further]]
