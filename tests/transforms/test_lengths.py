@@ -163,6 +163,16 @@ def test_packing_ends_only_the_last_piece_of_a_document(tmp_path: Path, columns:
     assert sum(((batch[INPUT_IDS] == source.tokenizer.eos_token_id) & (batch[SEGMENT_IDS] > 0)).sum() for batch in batches) == 2
 
 
+def test_the_tokenizers_own_eos_is_a_target_behind_the_last_piece_alone(tmp_path: Path) -> None:
+    tokenizer = with_specials(tmp_path / "t")
+    ((before,), (after,)) = load_tokenizer(tokenizer).surrounding
+    (pieces,) = documents(tokenized(tmp_path, [{"text": SENTENCES * 4}], LengthPolicy(policy="split"), 30, tokenizer=tokenizer)).values()
+    assert len(pieces) > 2
+    assert all((ids[0], ids[-1]) == (before, after) for ids, _ in pieces)
+    assert [mask[-1] for _, mask in pieces] == [0] * (len(pieces) - 1) + [1]
+    assert all(all(mask[1:-1]) for _, mask in pieces)
+
+
 def test_the_default_is_what_max_length_always_did(tmp_path: Path) -> None:
     rows = [{"text": SENTENCES * n} for n in (1, 3)]
     assert documents(tokenized(tmp_path, rows, None, 20)) == documents(tokenized(tmp_path, rows, LengthPolicy(), 20))

@@ -52,7 +52,7 @@ class TextForm:
     def __init__(self, content_field: str, lengths: Lengths | None = None) -> None:
         self.columns, self.label = (content_field,), content_field
         self._lengths = lengths
-        self.masked = lengths is not None and lengths.policy.overlap > 0  # what stands in two documents is trained in one
+        self.masked = lengths is not None and lengths.masks
 
     def require(self, source: ShardedSource, dataset: str) -> None:
         require_text(source, self.label, dataset)

@@ -76,9 +76,16 @@ class Lengths:
             )
 
     @property
+    def masks(self) -> bool:
+        """Whether texts of which all is trained get a mask: for an overlap, and for the tokenizer's own EOS, which stands behind pieces
+        whose text goes on too."""
+        return self.policy.overlap > 0 or (self.policy.policy == "split" and bool(self.tokenizer.surrounding[1]))
+
+    @property
     def identity(self) -> list[Any]:
-        # 2: packing ends no document inside a text; a boundary leaves at least one token
-        return ["lengths", 2 if self.policy.policy == "split" or self.policy.boundary else 1, self.policy]
+        # 2: packing ends no document inside a text; a boundary leaves at least one token. 3: nor does the tokenizer's own EOS
+        masked = self.masks and not self.policy.overlap
+        return ["lengths", 3 if masked else 2 if self.policy.policy == "split" or self.policy.boundary else 1, self.policy]
 
     def within(self, text: str, budget: int) -> tuple[str, int]:
         """The text, of which at most `budget` tokens stay, and how many tokens it lost."""
@@ -131,8 +138,8 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
     """Documents of at most max_length tokens. raw: the tokenizer's own special tokens stand around the texts."""
     offsets, ids, mask = whole.offsets, whole.ids, whole.mask
     sizes = np.diff(offsets)
-    if mask is None and lengths.policy.overlap:
-        mask = np.ones(len(ids), np.uint8)  # an overlap is no target
+    if mask is None and lengths.masks:
+        mask = np.ones(len(ids), np.uint8)
     over = np.flatnonzero(sizes > lengths.limit).tolist() if lengths.limit is not None else []
     if not over:
         return Shaped(offsets, ids, mask, np.arange(len(sizes)), whole.added, np.zeros(len(sizes), np.bool_), 0, [], [], {})
