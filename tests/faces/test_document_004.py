@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chat_support import chat_tokenizer, talk
 from easypipe import (
     CollatorRegistry,
     DataLoaderConfig,
@@ -31,8 +33,9 @@ from easypipe import (
     UniversalDataModule,
     create_collate_fn,
     load_tokenizer,
+    train_tokenizer,
 )
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.loader.loader import Loader
 from laws import assert_exact_resume, assert_one_way, assert_same_batches
 from pipelines import texts, tokenizer
@@ -310,9 +313,45 @@ def test_other_collators_and_tasks() -> None:
     assert UniversalDataModule(MyDataset(), seed=1).val_dataloader() is None
 
 
+def test_law_9_conversations_are_read_as_the_pipeline_reads_them() -> None:
+    rows = [{"messages": talk(f"{i} and {i}?", f"It is {2 * i}.")} for i in range(20)]
+    module = UniversalDataModule(rows, tokenizer=chat_tokenizer(), batch_size=4, seed=3)
+    named = TokenizerConfig(name_or_path=chat_tokenizer(), return_attention_mask=True)
+    dataset = DatasetConfig(name="train", data_files=rows, content_field="messages", tokenizer=named)
+    spelled = Pipeline(PipelineConfig(datasets=(dataset,), seed=3)).source().tokenize().load(LoadStageConfig(batch_size=4)).build()
+    assert_one_way(module.train_dataloader(), spelled, what="rows of messages")
+    labels = next(iter(module.train_dataloader()))["labels"]
+    assert load_tokenizer(chat_tokenizer()).decode(labels[0][labels[0] >= 0]).startswith("It is ")
+
+
+def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in texts(40)]
+    own = train_tokenizer(rows, 300, tmp_path / "t")
+    wanted = UniversalDataModule(rows, tokenizer=str(tmp_path / "t"), batch_size=8, seed=1).train_dataloader()
+    assert_same_batches(UniversalDataModule(rows, tokenizer=own, batch_size=8, seed=1).train_dataloader(), wanted)
+
+    class Theirs:
+        name_or_path = str(tmp_path / "t")
+
+        def __init__(self, more: int) -> None:
+            self.more = more
+
+        def get_vocab(self) -> dict[str, int]:
+            return {str(i): i for i in range(own.get_vocab_size() + self.more)}
+
+    assert_same_batches(UniversalDataModule(rows, tokenizer=Theirs(0), batch_size=8, seed=1).train_dataloader(), wanted)
+    with pytest.raises(ConfigError, match=r"tokenizer: it has 301 tokens, and .*t, which it names, has 300\. Write it"):
+        UniversalDataModule(rows, tokenizer=Theirs(1), batch_size=8, seed=1).train_dataloader()
+    with pytest.raises(TokenizerError, match="Theirs names none"):
+        PromptEngine(Theirs(0))  # pyright: ignore[reportArgumentType]
+    assert PromptEngine(tmp_path / "t", PromptConfig(format_type="text")).encode(rows[0])["input_ids"].size
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"train_data": [{"body": "a"}], "tokenizer": "x"}, r"tokenizer: has no effect: .*have: body\)\. Name the column of text 'text'"),
+        ({"train_data": [{"messages": []}]}, "tokenizer: the rows are text, and there is none"),
         ({"val_split": 1.0}, "val_split: 1.0 is no share"),
         ({"train_data": []}, "train_data: has no rows"),
         ({"train_data": iter([1])}, "train_data: list_iterator gives no rows by number"),

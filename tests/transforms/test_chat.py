@@ -10,6 +10,7 @@ import pytest
 from chat_support import CHATML, HOSTILE, MARKED, REASONING, SHARED, needs_shared, processor_time_of_workers, talk
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, close_workers, load_chat_template
+from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer import load_tokenizer
 
 CLOSERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<start_of_turn>")
@@ -284,3 +285,22 @@ def test_where_a_template_comes_from(tmp_path: Any) -> None:
     (tmp_path / "bare" / "tokenizer_config.json").write_text(json.dumps(named))
     found = load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
     assert (found.source, found.tool_use) == ("D", "T")
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_built_in_templates_leave_nothing_out_in_silence(name: str) -> None:
+    def refused(message: dict[str, Any]) -> str:
+        made = template(CHAT_TEMPLATES[name], names={"eos_token": "</s>"}).render(
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **message}], "tools": None}]
+        )[0]
+        return made.detail if isinstance(made, Refused) else made.text[made.spans[0][0] : made.spans[0][1]]
+
+    assert refused({"content": None, "refusal": "no"}) == "message 1 says nothing: it has no content and no tool calls"
+    call = {"content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    thought = {"content": "b", "reasoning_content": "hm"}
+    if name == "chatml":
+        assert refused(call) == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+        assert refused(thought) == "<think>\nhm\n</think>\n\nb<|im_end|>"
+    else:
+        assert refused(call) == "this built-in template knows no tool calls: take chatml"
+        assert refused(thought) == "this built-in template knows no reasoning: take chatml"

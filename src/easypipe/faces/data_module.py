@@ -16,8 +16,8 @@ from easypipe.core.random import draw_seed, fold
 from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.faces.datasets import PreprocessedDataset, subset
 from easypipe.faces.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
-from easypipe.faces.registry import CollatorRegistry
-from easypipe.faces.text_rows import TEXT, tokenizer_config
+from easypipe.faces.registry import DEFAULT, CollatorRegistry
+from easypipe.faces.text_rows import MESSAGES, TEXT, tokenizer_config
 from easypipe.faces.vision import IMAGE_COLUMNS
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
@@ -47,10 +47,11 @@ class UniversalDataModule:
 
     train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn by the seed, disjoint from what is
     trained on; it says nothing where val_data is given, which a warning tells.
-    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens or `text` are text, an image column is
-    vision, anything else is stacked as it is. collate_fn: a collator of one's own, in place of all that.
-    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with `name_or_path`. max_length: tokens that are
-    kept of a text. Rows without text are left out and counted, as on_error="skip" does.
+    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens, `text` or `messages` are text, an image column
+    is vision, anything else is stacked as it is. collate_fn: a collator of one's own, in place of all that.
+    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with `name_or_path`; `messages` go through its chat
+    template, and the assistant's turns are trained. max_length: tokens that are kept of a text. Rows without text are left out and counted,
+    as on_error="skip" does.
     The training loader is shuffled and leaves out a last batch that is not full; the validation loader is ordered and complete.
     seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further options are DataLoaderConfig's.
     """
@@ -86,8 +87,13 @@ class UniversalDataModule:
             raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
         first = _row(train_data[0])
         self.task_spec = task_spec or _task_of(first)
-        if self._is_plain_text and tokenizer is None and isinstance(first, Mapping) and TEXT in first and INPUT_IDS not in first:
+        self._column = next((name for name in (TEXT, MESSAGES) if isinstance(first, Mapping) and name in first), TEXT)
+        if self._is_plain_text and tokenizer is None and isinstance(first, Mapping) and self._column in first and INPUT_IDS not in first:
             raise ConfigError(at="tokenizer", problem="the rows are text, and there is none", fix="Name the tokenizer that encodes them.")
+        if tokenizer is not None and task_spec is None and collate_fn is None and self.task_spec.modality == DEFAULT:
+            have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
+            fix = f"Name the column of text {TEXT!r}, or say by task_spec what the rows are."
+            raise ConfigError(at="tokenizer", problem="has no effect: the rows hold no text that is known", have=have, fix=fix)
         if max_length is not None and (tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first):
             raise ConfigError(at="max_length", problem="cuts texts that are encoded here, and these are not", fix="Leave it out.")
         if not len(self.splits.train) or (val_split and val_data is None and not len(self.splits.val)):
@@ -122,7 +128,7 @@ class UniversalDataModule:
             return None
         tokenizer = tokenizer_config(self.tokenizer, max_length=self.max_length, return_attention_mask=True)
         rows = [_row(row) for row in data] if isinstance(data, list | tuple) else data
-        return DatasetConfig(name=name, data_files=rows, tokenizer=tokenizer, on_error="skip")
+        return DatasetConfig(name=name, data_files=rows, tokenizer=tokenizer, content_field=self._column, on_error="skip")
 
     @property
     def _is_plain_text(self) -> bool:
@@ -175,11 +181,11 @@ def _row(row: Any) -> Any:
 
 def _task_of(row: Any) -> TaskSpec:
     if isinstance(row, Mapping):
-        if INPUT_IDS in row or TEXT in row:
+        if any(name in row for name in (INPUT_IDS, TEXT, MESSAGES)):
             return TaskSpec.lm_tiny()
         if any(name in row for name in IMAGE_COLUMNS):
             return TaskSpec.vision_tiny()
-    return TaskSpec(name="rows", modality="default", task_type="any")
+    return TaskSpec(name="rows", modality=DEFAULT, task_type="any")
 
 
 __all__ = ["DataModuleProtocol", "Splits", "UniversalDataModule"]

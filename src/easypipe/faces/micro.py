@@ -43,6 +43,10 @@ class BPETokenizer:
         """Raises TokenizerError where none is there."""
         return cls(load_tokenizer(TokenizerConfig(name_or_path=str(path))))
 
+    @property
+    def name_or_path(self) -> str:
+        return self.tokenizer.name
+
     def get_vocab_size(self) -> int:
         """Tokens, special ones included: how many rows an embedding needs."""
         return self.tokenizer.vocab_size

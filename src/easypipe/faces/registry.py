@@ -35,6 +35,13 @@ class Registered:
     inner: Factory | None = None  # what the factory passes on to, where it takes `**options`
 
     @property
+    def required(self) -> tuple[str, ...]:
+        """Options that have no default."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = {**inspect.signature(self.factory).parameters, **(inspect.signature(self.inner).parameters if self.inner else {})}
+        return tuple(name for name, p in named.items() if p.default is p.empty and p.kind in kinds and name != "task_spec")
+
+    @property
     def options(self) -> tuple[str, ...] | None:
         """What the factory takes beside the task; None where it takes anything."""
         names = inspect.signature(self.factory).parameters
@@ -110,6 +117,10 @@ class CollatorRegistry:
             if known is not None and key not in known:
                 at = f"collator {entry.name!r}, option {key!r}"
                 raise ConfigError(at=at, problem="unknown", have=known, fix=did_you_mean(key, known))
+        for key in entry.required:
+            if key not in values:
+                fix = f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}})."
+                raise ConfigError(at=f"collator {entry.name!r}, option {key!r}", problem="is needed, and there is none", fix=fix)
         takes_task = "task_spec" in inspect.signature(entry.factory).parameters or known is None
         return entry.factory(**({"task_spec": task_spec} if takes_task else {}), **values)
 

@@ -14,6 +14,7 @@ from easypipe.core.schema import INPUT_IDS
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
 TEXT = "text"
+MESSAGES = "messages"
 
 
 def tokenizer_config(tokenizer: Any, **changes: Any) -> TokenizerConfig:
@@ -28,6 +29,10 @@ def tokenizer_config(tokenizer: Any, **changes: Any) -> TokenizerConfig:
                 problem=f"{type(tokenizer).__name__} names no tokenizer",
                 fix="Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...).",
             )
+        known = None if isinstance(tokenizer, str) else getattr(tokenizer, "get_vocab", None)
+        if known is not None and (size := max(known().values()) + 1) != load_tokenizer(name).vocab_size:
+            problem = f"it has {size} tokens, and {name}, which it names, has {load_tokenizer(name).vocab_size}"
+            raise ConfigError(at="tokenizer", problem=problem, fix="Write it with save_pretrained(folder), and give the folder.")
         tokenizer = TokenizerConfig(name_or_path=name)
     given = {name: value for name, value in changes.items() if value is not None}
     return dataclasses.replace(tokenizer, **given) if given else tokenizer

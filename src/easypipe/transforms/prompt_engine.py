@@ -7,6 +7,7 @@ engine.encode({"prompt": "2 + 2 = ", "completion": "4"})     # {"input_ids": int
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class PromptEngine:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | TokenizerConfig | str,
+        tokenizer: Tokenizer | TokenizerConfig | str | Path,
         config: PromptConfig | None = None,
         *,
         max_length: int | None = None,

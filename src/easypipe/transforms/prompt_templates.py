@@ -14,11 +14,18 @@ _TEXT = """
 {%- elif message.content is not none -%}{{ raise_exception('the content of a message is no text') }}
 {%- endif -%}
 {%- endmacro -%}
+{%- for message in messages -%}
+{%- if (message.content is undefined or message.content is none) and not message.tool_calls and not message.reasoning_content -%}
+{{- raise_exception('message ' ~ loop.index0 ~ ' says nothing: it has no content and no tool calls') -}}
+{%- endif -%}
+{%- endfor -%}
 """
 _NO_TOOLS = """
 {%- if tools -%}{{ raise_exception('this built-in template knows no tools: take chatml') }}{%- endif -%}
 {%- for message in messages -%}
-{%- if message.tool_calls or message.role not in ('system', 'user', 'assistant') -%}
+{%- if message.tool_calls -%}{{ raise_exception('this built-in template knows no tool calls: take chatml') }}{%- endif -%}
+{%- if message.reasoning_content -%}{{ raise_exception('this built-in template knows no reasoning: take chatml') }}{%- endif -%}
+{%- if message.role not in ('system', 'user', 'assistant') -%}
 {{- raise_exception('this built-in template knows system, user and assistant alone, not ' ~ message.role) -}}
 {%- endif -%}
 {%- endfor -%}
@@ -43,6 +50,7 @@ CHATML = (
 {%- elif message.role == 'assistant' -%}
 {{- '<|im_start|>assistant\\n' -}}
 {%- generation -%}
+{%- if message.reasoning_content -%}{{ '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n\\n' }}{%- endif -%}
 {{- text_of(message) -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function or call -%}

@@ -66,10 +66,13 @@ class Encoded(NamedTuple):
     special: NDArray[np.int64]
 
 
-def load_tokenizer(config: TokenizerConfig | str) -> Tokenizer:
+def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
     """Raises TokenizerError naming what was looked for, what was found, and what helps."""
-    if isinstance(config, str):
-        config = TokenizerConfig(name_or_path=config)
+    if isinstance(config, str | Path):
+        config = TokenizerConfig(name_or_path=str(config))
+    elif not isinstance(config, TokenizerConfig):
+        fix = "Give a tokenizer.json, its folder, a Hub name, or TokenizerConfig(...)."
+        raise TokenizerError(at="tokenizer", problem=f"{type(config).__name__} names none", fix=fix)
     return Tokenizer(config, find_tokenizer(config.name_or_path))
 
 
