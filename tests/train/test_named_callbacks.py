@@ -87,6 +87,14 @@ def test_a_run_stops_early_and_says_why(tmp_path, caplog):
     result = trainer(tmp_path, {"early_stopping": early}).run()
     assert result.steps == 4
     assert "stopped at step 4 of 12: eval.held.loss is" in caplog.text
+    for again in ({"early_stopping": early}, {}):  # run once more it stays there, whatever made it end
+        caplog.clear()
+        assert trainer(tmp_path, again).run().steps == 4
+        assert "the run ended at step 4 of 12: eval.held.loss is" in caplog.text
+    on = trainer(tmp_path, {"early_stopping": early}, resume_changes=("ended",)).run()  # what it says to do
+    assert on.resumed_from == 4
+    assert on.steps == 6, "one evaluation more, as the patience of a new run has it"
+    assert trainer(tmp_path, {}, resume_changes=("ended",)).run().steps == 12
 
 
 def test_the_best_checkpoints_are_kept_and_listed(tmp_path):
@@ -104,6 +112,27 @@ def test_the_best_checkpoints_are_kept_and_listed(tmp_path):
         listed = json.loads((tmp_path / name / "best.json").read_text())
         assert listed == [{"step": step, "eval.held.loss": seen[step], "checkpoint": f"checkpoints/{step}"} for step in best]
         assert {int(path.name) for path in (tmp_path / name / "checkpoints").iterdir()} == {12, *best}
+
+
+def test_best_json_names_only_checkpoints_that_are_there_whole(tmp_path):
+    folder, listed = tmp_path / "checkpoints", []
+
+    def listener(event):
+        if (tmp_path / "best.json").exists():
+            names = [one["checkpoint"] for one in json.loads((tmp_path / "best.json").read_text())]
+            whole = max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+            assert all(int(name.rpartition("/")[2]) <= whole for name in names), "none that is still being written"
+            listed.append(names)
+
+    trainer(tmp_path, {"best": {"metric": "eval.held.loss"}}, listener=listener, checkpoint=CheckpointConfig(every=None, keep=1)).run()
+    assert (
+        [one["step"] for one in json.loads((tmp_path / "best.json").read_text())] == [int(path.name) for path in folder.iterdir()] == [12]
+    )
+    assert ["checkpoints/2"] in listed, "listed when it was whole, and not only at the end"
+    assert [] not in listed, "the one before is listed until the next one is whole"
+
+
+def test_the_lowest_is_best_by_default(tmp_path):
     lowest = trainer(tmp_path / "low", {"best": {"metric": "eval.held.ppl"}}).run()
     assert json.loads((tmp_path / "low/best.json").read_text())[0]["step"] == lowest.steps
 

@@ -11,6 +11,7 @@ from easypipe.train.checkpoint import differences
 from easypipe.train.config import TrainConfig
 
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
+ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainConfig: what decides the numbers
 
 
@@ -66,7 +67,13 @@ def is_under(path: str, key: str) -> bool:
 
 
 def check_changes(changes: tuple[str, ...], identity: Mapping[str, Any]) -> None:
-    known = [*identity, *differences({}, identity), *(f"train.{key}" for key in MUST_MATCH), *(f"loader.{part}" for part in LOADER_PARTS)]
+    known = [
+        ENDED,
+        *identity,
+        *differences({}, identity),
+        *(f"train.{key}" for key in MUST_MATCH),
+        *(f"loader.{part}" for part in LOADER_PARTS),
+    ]
     for key in changes:
         if key not in known:
             problem = f"{key!r} is nothing that a checkpoint is compared by"

@@ -107,9 +107,9 @@ class TrainConfig:
     spikes: SpikeConfig | None = None  # go back to the last good checkpoint when the loss leaves its range; None: never
     distributed: DistributedConfig = field(default_factory=DistributedConfig)  # the processes of a run on several hosts
     resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
-    resume_changes: tuple[
-        str, ...
-    ] = ()  # key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan
+    # Key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan; "ended" lets a run
+    # that stopped for good (early_stopping) train on.
+    resume_changes: tuple[str, ...] = ()
 
     def check(self) -> None:
         _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite")

@@ -15,16 +15,21 @@ from typing import Any, Literal, Protocol
 class Control:
     """What listeners ask of the run.
 
-    reason: why it shall stop after the step it is at, saved, as if that were its last. saving: whether the step that was just evaluated
-    shall be saved. kept: steps whose checkpoints are kept whatever their age.
+    reason: why it shall stop after the step it is at, saved, as if that were its last. ended: the same, where that is the end of the run:
+    run again, it stays there, unless train.resume_changes has "ended". saving: whether the step that was just evaluated shall be saved.
+    kept: steps whose checkpoints are kept whatever their age.
     """
 
     reason: str | None = None
+    ended: str | None = None
     saving: bool = False
     kept: set[int] = field(default_factory=set)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, for_good: bool = False) -> None:
+        """for_good: run again, the run is found at its end; else it goes on from here."""
         self.reason = self.reason or reason
+        if for_good:
+            self.ended = self.ended or reason
 
     def save(self) -> None:
         """Asked from on_eval, or on_step of a step that was evaluated: of any other step the next one is under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def page(folder: Path) -> str:
         ("Summary", _table(("", ""), _summary(folder, records))),
         ("Curves", plots),
         ("Evaluations", _evaluations(records)),
-        ("Best checkpoints", _of(read_optional(folder / LIST), _best)),
+        ("Best checkpoints", _of(read_optional(folder / LIST), functools.partial(_best, folder))),
         ("Roll-backs", _rollbacks(read_metrics(rolled)) if rolled.exists() else _none("the run did not watch for spikes")),
         ("Mixture", _of(read_optional(folder / PLAN), _mixture)),
         ("Ledger: where every row and token went", _of(read_optional(folder / LEDGER), _ledger)),
@@ -96,9 +97,10 @@ def _evaluations(records: Sequence[Record]) -> str:
     return _table(("step", "held out", "loss", "nll", "perplexity", "targets"), lines) if lines else _none("there was none")
 
 
-def _best(listed: Sequence[Mapping[str, Any]]) -> str:
+def _best(folder: Path, listed: Sequence[Mapping[str, Any]]) -> str:
     metric = next((key for one in listed for key in one if key not in ("step", "checkpoint")), "")
-    return _table(("step", metric, "checkpoint"), [(one["step"], one[metric], one["checkpoint"]) for one in listed])
+    lines = [(one["step"], one[metric], one["checkpoint"] + ("" if (folder / one["checkpoint"]).is_dir() else " (gone)")) for one in listed]
+    return _table(("step", metric, "checkpoint"), lines)
 
 
 def _rollbacks(books: Sequence[Record]) -> str:

@@ -26,6 +26,7 @@ from easypipe.train.callbacks.make import make_callbacks
 from easypipe.train.callbacks.metric import Known
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
 from easypipe.train.checks import (
+    ENDED,
     LOADER_PARTS,
     MUST_MATCH,
     check_changes,
@@ -225,8 +226,11 @@ class Trainer:
             metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=self.writes)))
             keep_books = watch.guards and self.writes
             rollbacks = stack.enter_context(contextlib.closing(MetricsFile(self.rollbacks_path, after_step=step, write=keep_books)))
+            if self.control.ended is not None:
+                way = f"To train on: train.resume_changes: [{ENDED}]"
+                logger.warning("%s: the run ended at step %d of %d: %s. %s.", self.output_dir, step, self.steps, self.control.ended, way)
             self.tell("start", step)
-            if step < self.steps:
+            if step < self.steps and self.control.ended is None:
                 state, step = Loop(self, checkpoints, metrics, rollbacks, stop, watch).run(state, step)
             checkpoints.wait()
             if metrics.first is None or metrics.last is None:
@@ -297,6 +301,8 @@ class Trainer:
         except StateError as error:
             data = differences(saved["config"].get("data", {}), self._run_config.get("data", {}), "data")
             raise other_data(error, str(checkpoints.folder / str(step)), listed(data)) from error
+        if ENDED not in self.config.resume_changes:
+            self.control.ended = saved.get("ended")
         watch.restore(saved.get("watch"), step, checkpoints.steps())
         if watch.guards:
             checkpoints.protected["watch"] = {watch.good}
@@ -332,7 +338,13 @@ class Trainer:
         return self.layout.without_frozen(states.flatten(state))
 
     def save(self, checkpoints: Checkpoints, step: int, state: states.TrainState, watch: Watch) -> None:
-        run = {"identity": self._identity(), "config": self._run_config, "train": to_dict(self.config), "watch": watch.state()}
+        run = {
+            "identity": self._identity(),
+            "config": self._run_config,
+            "train": to_dict(self.config),
+            "watch": watch.state(),
+            "ended": self.control.ended,
+        }
         told = {
             "callbacks": [callback.state() for callback in self._given],
             "named_callbacks": {name: callback.state() for name, callback in self._named.items()},

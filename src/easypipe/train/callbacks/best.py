@@ -40,32 +40,59 @@ class BestCheckpoints(Callback):
         """folder: the run's output folder. write: False in all processes of a run but one."""
         self.config, self._folder, self._write = config, folder, write
         self.ranking: list[tuple[int, float]] = []  # (step, value), the best first
+        self._ranked: list[tuple[int, float]] = []  # all that were ever among them, while their checkpoints are there or to come
+        self._listed: list[tuple[int, float]] | None = None  # in best.json
 
     def on_init(self, event: TrainEvent) -> None:
-        there = [(step, value) for step, value in self.ranking if (self._folder / "checkpoints" / str(step)).is_dir()]
+        there = [one for one in self.ranking if self._is_whole(one)]
         for step, _ in set(self.ranking) - set(there):
             logger.warning("%s: the checkpoint of step %d, one of the best, is gone", self._folder, step)
-        self.ranking = there
+        self.ranking, self._ranked = there, list(there)
         event.control.kept.update(step for step, _ in there)
+        if self._write:
+            (self._folder / LIST).unlink(missing_ok=True)  # of steps that are behind the one from which it goes on
+        self._list()
 
     def on_step(self, event: TrainEvent) -> None:
         value = value_of(event.record, self.config.metric)
         if value is None:
             return
-        place = next((i for i, (_, other) in enumerate(self.ranking) if better(value, other, self.config.mode)), len(self.ranking))
-        if place >= self.config.keep:
+        if self._place(value, self.ranking) >= self.config.keep:
             return
-        self.ranking.insert(place, (event.step, value))
+        for ranking in (self.ranking, self._ranked):
+            ranking.insert(self._place(value, ranking), (event.step, value))
         for worse, _ in self.ranking[self.config.keep :]:
             event.control.kept.discard(worse)
         del self.ranking[self.config.keep :]
         event.control.kept.add(event.step)
         event.control.save()
 
-    def on_save(self, event: TrainEvent) -> None:
-        if self._write:
-            best = [{"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"} for step, value in self.ranking]
+    def on_dispatch(self, event: TrainEvent) -> None:
+        if self._write and self._ranked and self._listed != self.ranking:  # a save is whole some steps after it began
+            self._list()
+
+    def on_save(self, event: TrainEvent) -> None:  # the save before this one is whole by now, and another deleted for it
+        self._list()
+
+    def on_end(self, event: TrainEvent) -> None:
+        self._list()
+
+    def _list(self) -> None:
+        """Writes down the best that are there, for whoever reads the list while the run goes on, or after a kill."""
+        there = [one for one in self._ranked if self._is_whole(one)]
+        newest = max((step for step, _ in there), default=0)
+        self._ranked = [one for one in self._ranked if one in there or one[0] > newest]
+        if self._write and there[: self.config.keep] not in (self._listed, []):
+            self._listed = there[: self.config.keep]
+            best = [{"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"} for step, value in self._listed]
             storage.commit_json(self._folder / LIST, best)
+
+    def _place(self, value: float, ranking: list[tuple[int, float]]) -> int:
+        return next((i for i, (_, other) in enumerate(ranking) if better(value, other, self.config.mode)), len(ranking))
+
+    def _is_whole(self, one: tuple[int, float]) -> bool:
+        """A checkpoint gets its name when it is."""
+        return (self._folder / "checkpoints" / str(one[0])).is_dir()
 
     def state(self) -> dict[str, Any]:
         return {"ranking": [list(one) for one in self.ranking]}

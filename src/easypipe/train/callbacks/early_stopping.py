@@ -14,7 +14,9 @@ from easypipe.train.events import Callback, TrainEvent
 
 @config
 class EarlyStoppingConfig:
-    """Stops once `metric` did not get better for `patience` of its values in a row. The step that shows it is saved, as a last step is."""
+    """Stops once `metric` did not get better for `patience` of its values in a row. The step that shows it is saved, as a last step is, and
+    the run is at its end: run again, it stays there, unless `train.resume_changes: [ended]` lets it go on.
+    """
 
     metric: str  # of held-out data, as eval.held_out.loss, or of each logged step, as loss
     mode: Mode = "min"  # whether lower or higher is better
@@ -29,7 +31,10 @@ class EarlyStoppingConfig:
 
 
 class EarlyStopping(Callback):
-    """Keeps its best value and its count with every checkpoint: a run that was killed stops where one that was not does."""
+    """Keeps its best value and its count with every checkpoint: a run that was killed stops where one that was not does.
+
+    A run that goes on behind its end has as much patience as at the beginning.
+    """
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self.config = config
@@ -45,10 +50,13 @@ class EarlyStopping(Callback):
             return
         self.since += 1
         if self.since >= self.config.patience and event.step < event.steps:
-            event.control.stop(f"{self.config.metric} is {value:.6g}, and did not get better than {self.best:.6g} {self.since} times")
+            reason = f"{self.config.metric} is {value:.6g}, and did not get better than {self.best:.6g} {self.since} times"
+            event.control.stop(reason, for_good=True)
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best, "since": self.since}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.best, self.since = state["best"], state["since"]
+        if self.since >= self.config.patience:
+            self.since = 0
