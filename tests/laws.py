@@ -246,6 +246,13 @@ def assert_one_way(face: Any, spelling: Any, *, what: str) -> None:
     assert len(face) == len(spelling), what
 
 
+def assert_json_is_values(render: Callable[[Sequence[Mapping[str, Any]]], Sequence[Any]], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows whose columns are JSON become what rows of the values themselves become: the same texts, the same spans, the same refusals."""
+    written = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    for row, one, other in zip(rows, render(written), render(rows), strict=True):
+        assert one == other, f"{row}: {one} from JSON, {other} from values"
+
+
 # Law 7 and good manners
 
 

@@ -6,12 +6,16 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chat_support import CHATML, HOSTILE, MARKED, REASONING, SHARED, needs_shared, processor_time_of_workers, talk
 from easypipe.core.errors import ConfigError, TokenizerError
-from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, close_workers, load_chat_template
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, load_chat_template
+from easypipe.transforms.chat_pool import close_workers
 from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from easypipe.transforms.tokenizer import load_tokenizer
+from strategies import examples
 
 CLOSERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<start_of_turn>")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -241,12 +245,45 @@ def test_hostile_templates_end_alone(name: str) -> None:
     assert render(CHATML, talk("Hi", "Hello")).text.endswith("Hello<|im_end|>\n")
 
 
+NAMES_WITHIN = st.one_of(
+    st.text(max_size=5), st.sampled_from([*dir(dict), *dir(str), *dir(list), "role", "first", "last", "index0", "nextitem", "format_map"])
+)
+VALUES = st.one_of(
+    st.text(max_size=3),
+    st.integers(),
+    st.none(),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(NAMES_WITHIN, st.integers(), max_size=3),
+)
+
+
+@given(VALUES, NAMES_WITHIN)
+@examples(300)
+def test_the_sandbox_gives_what_that_of_jinja2_gives(value: Any, name: str) -> None:
+    """Its short cuts: the same values, the same methods, undefined in the same words, and nothing that the other one keeps."""
+    from jinja2.runtime import LoopContext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from easypipe.transforms.chat_sandbox import _Sandbox
+
+    def seen(environment: ImmutableSandboxedEnvironment, thing: Any) -> Any:
+        found = environment.getattr(thing, name)
+        if isinstance(found, environment.undefined):
+            return found._undefined_message, found._undefined_exception
+        return type(found), getattr(found, "__name__", None) if callable(found) else found
+
+    assert seen(_Sandbox(), value) == seen(ImmutableSandboxedEnvironment(), value)
+    loops = [LoopContext(["a", "b"], ImmutableSandboxedEnvironment().undefined) for _ in range(2)]
+    assert [next(loop)[0] for loop in loops] == ["a", "a"]
+    assert seen(_Sandbox(), loops[0]) == seen(ImmutableSandboxedEnvironment(), loops[1])
+
+
 def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from easypipe.transforms import chat
+    from easypipe.transforms import chat_pool
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     close_workers()
-    worker = chat._take()
+    worker = chat_pool._take()
     assert worker is not None
     try:
         with open(f"/proc/{worker._process.pid}/environ", "rb") as file:

@@ -199,6 +199,47 @@ def test_train_on_and_the_train_flags_of_messages() -> None:
             shown({"messages": flagged}, train_on=train_on)
 
 
+ODD = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(["user", "assistant", "\ud800"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from(["type", "text", "name"]), inner, max_size=2)),
+    max_leaves=4,
+)
+TURNS = st.fixed_dictionaries(
+    {"role": st.one_of(st.sampled_from(["user", "assistant", "system"]), ODD), "content": st.one_of(strategies.texts(), ODD)},
+    optional={"train": ODD, "from": ODD, "value": ODD, "tool_calls": ODD},
+)
+VALUE = ODD.filter(lambda value: not isinstance(value, str))  # which would be taken for JSON
+WRITTEN = st.fixed_dictionaries({"messages": st.one_of(st.lists(TURNS, max_size=3), VALUE)}, optional={"tools": VALUE})
+
+
+@given(st.lists(WRITTEN, min_size=1, max_size=8))
+@examples(60)
+def test_conversations_as_json_are_those_of_their_values(rows: list[dict[str, Any]]) -> None:
+    for options in ({"template": MARKED}, {"system_prompt": "Be brief.", "train_on": "all"}):
+        laws.assert_json_is_values(engine(**options).render_rows, rows)
+    turns = [{"conversations": row["messages"]} for row in rows]
+    laws.assert_json_is_values(engine(format_type="sharegpt", template="chatml").render_rows, turns)
+
+
+def test_rows_of_broken_json_keep_their_reasons_and_places() -> None:
+    good = {"messages": json.dumps(TALK["messages"]), "tools": "null"}
+    bad = [
+        {"messages": "[{", "tools": "[{"},
+        {"messages": good["messages"], "tools": "[{"},
+        {"messages": good["messages"], "tools": ""},
+        {"messages": "[" * 99999},
+        {"messages": "9" * 9999},
+        {"messages": b"\xff\xfe"},
+        {"messages": None},
+    ]
+    found = engine().render_rows([good, *(row for one in bad for row in (one, good))])
+    assert [one.text for one in found[::2]] == [engine().render(TALK).text] * 8
+    assert [one.reason for one in found[1::2]] == ["not_json"] * 6 + ["null"]
+    assert found[3].detail.startswith("tools: Expecting")
+    twice = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c", "x": NaN}]'
+    assert engine().render({"messages": twice}).text == engine().render({"messages": talk("b", "c")}).text
+
+
 def test_marked_spans_are_given_to_turns_by_proof_not_by_number() -> None:
     """Two marks in the first turn and none in an empty one are as many as turns: counting them would train the wrong one."""
     source = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import jinja2
@@ -16,11 +17,16 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 25  # of one rendered conversation
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; the first is what templates read
 
+_REASONING = frozenset(REASONING)
+_OF_DICT = frozenset(dir(dict))
+_OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))  # the sandbox writes those itself
+_OF_LOOP = frozenset(["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"])
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -53,6 +59,7 @@ class Template:
             raise HostileError("it takes more memory than a template may have") from None
         except Exception as error:  # noqa: BLE001 (jinja works constants out while it compiles)
             raise HostileError(f"it does not compile: {type(error).__name__}: {error}"[:500]) from None
+        self._template.globals = dict(self._template.globals)  # for a chain of one mapping, which every rendering would copy slowly
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False
@@ -71,7 +78,8 @@ class Template:
 
         self._environment.easypipe_note = note  # type: ignore[attr-defined]
         try:
-            for piece in self._template.generate({**self._names, **variables}):
+            context = self._template.new_context({**self._names, **variables})
+            for piece in self._template.root_render_func(context):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_CHARACTERS:
@@ -92,18 +100,23 @@ class Template:
         finally:
             del self._environment.easypipe_note  # type: ignore[attr-defined]
         text = "".join(pieces)
-        spans = [(start, start + len(inner)) for start, inner in found if inner]
-        if any(text[start : start + len(inner)] != inner for start, inner in found):
-            raise RenderError("its generation markers stand in a block whose text is changed later, so what they mark is not known")
-        return text, spans
+        for start, inner in found:
+            if not text.startswith(inner, start):
+                raise RenderError("its generation markers stand in a block whose text is changed later, so what they mark is not known")
+        return text, [(start, start + len(inner)) for start, inner in found if inner]
 
 
-def with_aliases(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Reasoning under every name that templates read it by, as transformers gives it."""
-    result = []
+def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages as transformers hands them to templates: without keys of null, which many would print as the word None, and with reasoning
+    under every name that templates read it by."""
+    result: list[Mapping[str, Any]] = []
     for message in messages:
-        reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-        result.append(dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning})
+        if None in message.values():
+            message = {key: value for key, value in message.items() if value is not None}
+        if not _REASONING.isdisjoint(message):
+            reasoning = next(message[key] for key in REASONING if key in message)
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        result.append(message)
     return result
 
 
@@ -151,8 +164,28 @@ class _Namespace(jinja2.utils.Namespace):
             raise SecurityError(f"a namespace has no attribute {name!r}")
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, which here knows at once what it would find out slowly: an attribute of an object is mostly a key of a message."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICT:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if (kind is str and attribute in _OF_STR) or (kind is LoopContext and attribute in _OF_LOOP):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # (as jinja2 has it)
+        if type(__obj) is MethodType and __obj.__func__ is _Markers._mark:
+            return __obj(kwargs["caller"])
+        return super().call(__context, __obj, *args, **kwargs)
+
+
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols])
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _clock(date)
@@ -161,7 +194,12 @@ def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
     return environment
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for every value
+
+
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    if ensure_ascii is False and indent is None and separators is None and sort_keys is False:
+        return _JSON.encode(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

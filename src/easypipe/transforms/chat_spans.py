@@ -59,14 +59,16 @@ class Spans:
         words = sorted((re.escape(word) for word in self.closers if word.strip()), key=len, reverse=True)
         self._closer = re.compile(rf"\s*(?:{'|'.join(words)})") if words else None
         self._closed = re.compile(rf"(?:{'|'.join(words)})\s*\Z") if words else None
+        self._longest = max(map(len, self.closers), default=0)
 
-    def find(self, messages: list[dict[str, Any]], tools: Sequence[Any] | None, train_on: str) -> Rendered:
+    def find(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, train_on: str) -> Rendered:
         """train_on: which turns are trained where their own `train` does not say; templates are not told of that key.
 
         Raises RenderError where the template refuses, UnprovenError where it cannot be told what is trained.
         """
         flags = [message.get(FLAG) for message in messages]
-        messages = [{key: value for key, value in message.items() if key != FLAG} for message in messages]
+        if any(flag is not None for flag in flags):
+            messages = [{key: value for key, value in message.items() if key != FLAG} for message in messages]
         text, marked = self.template.render(messages, tools)
         if train_on == "all":
             return Rendered(text, [(0, len(text))] if text else [], self._end(text, trained=True))
@@ -91,10 +93,11 @@ class Spans:
         return self._stops
 
     def _end(self, text: str, *, trained: bool) -> int:
-        if self._closed is not None and self._closed.search(text):
+        said = text.rstrip()
+        if self._closed is not None and self._closed.search(text, max(0, len(said) - self._longest)):  # its words are not all space
             return OPEN
         stop = self.stops().last
-        if stop is not None and text.rstrip().endswith(stop.strip()):
+        if stop is not None and said.endswith(stop.strip()):
             return OPEN
         return TRAINED_END if trained else MASKED_END
 
@@ -134,8 +137,8 @@ class Spans:
             raise UnprovenError(f"the template does not render other words in place of these: {error}") from None
 
     def _aligned(
-        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, *, everyone: bool
-    ) -> tuple[_Words, list[dict[str, Any]], list[_Place]]:
+        self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, everyone: bool
+    ) -> tuple[_Words, Sequence[Mapping[str, Any]], list[_Place]]:
         """Sentinels, the messages with them, and where in `text` stands what they replaced."""
         words = _Words(text, messages)
         changed = [words.replace(i, m) if everyone or m.get("role") == "assistant" else m for i, m in enumerate(messages)]
@@ -146,7 +149,7 @@ class Spans:
         self,
         text: str,
         marked: list[tuple[int, int]],
-        messages: list[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None,
         trained: list[int],
         *,
@@ -165,7 +168,7 @@ class Spans:
         return spans
 
     def _with(
-        self, text: str, messages: list[dict[str, Any]], tools: Sequence[Any] | None, trained: list[int], *, everyone: bool
+        self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, trained: list[int], *, everyone: bool
     ) -> list[tuple[int, int]]:
         words, changed, places = self._aligned(text, messages, tools, everyone=everyone)
         spans = []
@@ -210,7 +213,9 @@ class Spans:
             return at + len(gap.rstrip())
         raise UnprovenError(f"nothing that is known to end a turn follows message {i}: {gap[:40]!r}")
 
-    def _header(self, gap: str, changed: list[dict[str, Any]], i: int, tools: Sequence[Any] | None, words: _Words, known: int) -> int:
+    def _header(
+        self, gap: str, changed: Sequence[Mapping[str, Any]], i: int, tools: Sequence[Any] | None, words: _Words, known: int
+    ) -> int:
         """How much of the gap before message i opens the turn, and is not said by the assistant."""
         if i and not known:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
@@ -240,7 +245,7 @@ class _Place(NamedTuple):
 class _Words:
     """Sentinels, and what they stand for."""
 
-    def __init__(self, text: str, messages: list[dict[str, Any]]) -> None:
+    def __init__(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
         self._stem = unused_stem(text, messages)
         self.value: dict[str, str] = {}
         self.owner: dict[str, int] = {}
@@ -357,8 +362,9 @@ def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[t
             yield at, stop
 
 
-def forms_of(value: str) -> list[str]:
-    """A text as templates print it: as it is, trimmed, or inside JSON."""
-    plain = [value, value.strip(), value.rstrip(), value.lstrip(), value.strip("\n"), value.rstrip("\n"), value.lstrip("\n")]
+def forms_of(value: str) -> Iterator[str]:
+    """A text as templates print it: as it is, trimmed, or inside JSON; each form once."""
+    yield value
+    plain = [value.strip(), value.rstrip(), value.lstrip(), value.strip("\n"), value.rstrip("\n"), value.lstrip("\n")]
     escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]
-    return list(dict.fromkeys(plain + escaped))
+    yield from (form for form in dict.fromkeys(plain + escaped) if form != value)

@@ -16,7 +16,8 @@ from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.base import ColumnTransform, Rows, require_columns
 from easypipe.transforms.chat import HostileTemplateError, Refused, load_chat_template
 from easypipe.transforms.columns import kept
-from easypipe.transforms.messages import BadJson, is_messages, values_of, wrong_messages
+from easypipe.transforms.messages import is_messages, values_of
+from easypipe.transforms.talks import BadJson, wrong_messages
 from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, is_jinja
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, WrittenTalk, is_jinja
 from easypipe.transforms.chat_spans import FLAG
 from easypipe.transforms.few_shot import FewShot
 from easypipe.transforms.fields import AlpacaTemplate, FieldTemplate, Writer, pieces_of, text_of
 from easypipe.transforms.lengths import Lengths
-from easypipe.transforms.messages import BadJson, cleaned, is_messages, is_text, strings_within, value_of, wrong_messages
+from easypipe.transforms.messages import is_messages, is_text
 from easypipe.transforms.prompt_jinja import JinjaTemplate
 from easypipe.transforms.prompt_templates import ALPACA, ALPACA_WITH_INPUT
 from easypipe.transforms.prompts import ROLES, PromptConfig
+from easypipe.transforms.talks import Talks, cleaned, value_of, wrong_messages
 from easypipe.transforms.trim_turns import trimmed
 
 TOOLS = "tools"  # the column that holds them, where none is named
@@ -58,13 +57,12 @@ class TalkFormat:
         """trim: what oldest turns are left out for; None: nothing is."""
         self.template = template
         self._trim = trim
-        self._config = config
         self._messages = config.inputs[0]
         self._tools = config.tools_column or TOOLS
-        self._refused = re.compile("|".join(re.escape(text) for text in sorted(refuse, key=len, reverse=True))) if refuse else None
         self.columns = (self._messages,) if config.tools_column is None else (self._messages, config.tools_column)
         self.optional: tuple[str, ...] = (TOOLS,) if config.tools_column is None and self._messages != TOOLS else ()
-        self._roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
+        roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
+        self._talks = Talks(roles, config.system_prompt, tuple(refuse), template.train_on == "all")
         self._few_shot = None
         if config.few_shot is not None:
             self._few_shot = FewShot(config.few_shot, self.columns[:1], lambda row: {self._messages: self._talk(row)})
@@ -73,10 +71,10 @@ class TalkFormat:
     @property
     def identity(self) -> list[Any]:
         more: dict[str, Any] = {}
-        if self._roles is not None:
-            more["roles"] = self._roles
-        if self._config.system_prompt is not None:
-            more["system"] = self._config.system_prompt
+        if self._talks.roles is not None:
+            more["roles"] = self._talks.roles
+        if self._talks.system is not None:
+            more["system"] = self._talks.system
         if self._few_shot is not None:
             more["few_shot"] = self._few_shot.identity
         return [self.template.fingerprint, *([more] if more else [])]
@@ -88,13 +86,13 @@ class TalkFormat:
         found: list[Rendered | Refused | None] = []
         asked, places = [], []
         for i, row in enumerate(rows):
-            made = self._request(row)
+            made = self._written(row) or self._request(row)
             found.append(made if isinstance(made, Refused) else None)
             if not isinstance(made, Refused):
                 asked.append(made)
                 places.append(i)
         try:
-            answers = self.template.render(asked)
+            answers = self.template.render(asked, self._talks)
         except HostileTemplateError as error:
             error.row = places[error.row]
             raise
@@ -104,76 +102,29 @@ class TalkFormat:
             found[i] = answer
         return [one for one in found if one is not None]
 
+    def _written(self, row: Row) -> WrittenTalk | None:
+        """Of a row of JSON that JSON, which workers read, unless what it says is needed here."""
+        talk, tools = row[self._messages], row.get(self._tools)
+        alone = self._few_shot is None and self._trim is None
+        return WrittenTalk(talk, tools) if alone and isinstance(talk, str) and isinstance(tools, str | None) else None
+
     def _request(self, row: Row) -> dict[str, Any] | Refused:
-        talk = self._talk(row)
-        tools = value_of(row.get(self._tools), keep=())
-        wrong = wrong_messages(talk) or (("not_json", f"tools: {tools}") if isinstance(tools, BadJson) else None) or self._flags(talk)
-        if wrong is None and self._refused is not None:
-            found = next((hit for text in strings_within([talk, tools]) if (hit := self._refused.search(text))), None)
-            if found is not None:
-                wrong = "special_string", f"a message holds {found[0]!r}, and special_strings is 'error'"
+        talk, tools = self._talk(row), value_of(row.get(self._tools), keep=())
+        wrong = self._talks.wrong(talk, tools)
         if wrong is not None:
             return Refused(*wrong)
-        system = [message for message in talk[:1] if message["role"] == "system"]
-        rest = talk[len(system) :]
-        if not system and self._config.system_prompt is not None:
-            system = [{"role": "system", "content": self._config.system_prompt}]
-        if self._few_shot is not None:
-            examples = [m for i in self._few_shot.of({self._messages: talk}) for m in self._examples[i]]
-            rest = [*examples, *rest]
-        return {"messages": [*system, *rest], "tools": tools or None}
+        drawn = [] if self._few_shot is None else self._few_shot.of({self._messages: talk})
+        return self._talks.whole(talk, tools, [message for i in drawn for message in self._examples[i]])
 
     def _talk(self, row: Row) -> Any:
-        """The messages of a row, in OpenAI's keys; whatever else stands there is for `wrong_messages`."""
-        value = value_of(row[self._messages], keep=("role", "content"))
-        if self._roles is None or not isinstance(value, list):
-            return value
-        return [self._translated(turn) if isinstance(turn, dict) else turn for turn in value]
-
-    def _translated(self, turn: dict[str, Any]) -> Any:
-        assert self._roles is not None
-        rest = {key: item for key, item in turn.items() if key not in ("from", "value", "role", "content")}
-        who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        role = self._roles.get(who) if isinstance(who, str) else who
-        if role is None:
-            return {**rest, "role": None if who is None else BadRole(who), "content": said}
-        if role != "function_call":
-            return {**rest, "role": role, "content": said}
-        try:
-            calls = json.loads(said or "")
-        except (ValueError, TypeError, RecursionError):
-            return {**rest, "role": BadRole(f"{who} with other words than JSON"), "content": said}
-        calls = calls if isinstance(calls, list) else [calls]
-        return {**rest, "role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
-
-    def _flags(self, talk: Any) -> tuple[str, str] | None:
-        """What is wrong with roles and flags of messages that are otherwise in order."""
-        for i, message in enumerate(talk):
-            if isinstance(message["role"], BadRole):
-                return "unknown_role", f"message {i} is from {str(message['role'])!r}; roles names those that are known"
-            if self._roles is not None and message.get("content") is None and not message.get("tool_calls"):
-                return "not_a_message", f"message {i} has no value"
-            flag = message.get(FLAG)
-            if flag is None:
-                continue
-            if not isinstance(flag, bool):
-                return "bad_train_flag", f"the train flag of message {i} is {flag!r}, not true or false"
-            if flag and message["role"] != "assistant":
-                return "bad_train_flag", f"message {i} is to be trained, and is the {message['role']}'s"
-            if self.template.train_on == "all":
-                return "bad_train_flag", f"message {i} has a train flag, and train_on='all' trains every token"
-        return None
+        return self._talks.translated(value_of(row[self._messages], keep=("role", "content")))
 
     def _example(self, i: int, talk: Any) -> list[dict[str, Any]]:
         """The messages of an example, none of them trained; its system message stays away, as the row has one."""
-        wrong = wrong_messages(talk) or self._flags(talk)
+        wrong = wrong_messages(talk) or self._talks.wrong_flags(talk)
         if wrong is not None:
             raise ConfigError(at=f"few_shot, example {i}", problem=f"{wrong[0]}: {wrong[1]}", fix="Give messages as rows have them.")
         return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
-
-
-class BadRole(str):
-    """A role that no list of roles knows."""
 
 
 class TextFormat:
