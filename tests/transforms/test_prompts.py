@@ -199,14 +199,15 @@ def test_train_on_and_the_train_flags_of_messages() -> None:
             shown({"messages": flagged}, train_on=train_on)
 
 
-ODD = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(["user", "assistant", "\ud800"])),
+GIVEN = st.recursive(  # without nulls: of values, those are keys that are not there
+    st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(["user", "assistant", "\ud800"])),
     lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from(["type", "text", "name"]), inner, max_size=2)),
     max_leaves=4,
 )
+ODD = st.one_of(st.none(), GIVEN)
 TURNS = st.fixed_dictionaries(
     {"role": st.one_of(st.sampled_from(["user", "assistant", "system"]), ODD), "content": st.one_of(strategies.texts(), ODD)},
-    optional={"train": ODD, "from": ODD, "value": ODD, "tool_calls": ODD},
+    optional={"train": ODD, "from": GIVEN, "value": GIVEN, "tool_calls": ODD},
 )
 VALUE = ODD.filter(lambda value: not isinstance(value, str))  # which would be taken for JSON
 WRITTEN = st.fixed_dictionaries({"messages": st.one_of(st.lists(TURNS, max_size=3), VALUE)}, optional={"tools": VALUE})
