@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.sources.scanners import BLANK, GOOD, ODD, is_space, skip_nested, skip_string
+from easypipe.sources.scanners import BLANK, GOOD, ODD, skip_nested, skip_space, skip_string
 
 # kinds of JSON values, as bits
 NULL, BOOL, INT, FLOAT, STRING, OBJECT, ARRAY = 1, 2, 4, 8, 16, 32, 64
@@ -54,8 +54,7 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
     line_kinds = np.empty(MAX_KEYS, np.uint8)
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
-        while i < end and is_space(data[i]):
-            i += 1
+        i = skip_space(data, i, end)
         if i == end:
             flags[r] = BLANK
             continue
@@ -65,8 +64,7 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
         i += 1
         here, expect, ok, guess = 0, False, False, 0
         while True:
-            while i < end and is_space(data[i]):
-                i += 1
+            i = skip_space(data, i, end)
             if i < end and data[i] == 125 and not expect:
                 i += 1
                 ok = True
@@ -78,13 +76,11 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
             if i < 0:
                 break
             key_end = i - 1
-            while i < end and is_space(data[i]):
-                i += 1
+            i = skip_space(data, i, end)
             if i >= end or data[i] != 58:  # :
                 break
             i += 1
-            while i < end and is_space(data[i]):
-                i += 1
+            i = skip_space(data, i, end)
             if i >= end:
                 break
             c = data[i]
@@ -104,8 +100,7 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
                 line_keys[here] = slot
                 line_kinds[here] = kind
                 here += 1
-            while i < end and is_space(data[i]):
-                i += 1
+            i = skip_space(data, i, end)
             if i < end and data[i] == 44:
                 i += 1
                 expect = True
@@ -115,9 +110,7 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
                 break
             else:
                 break
-        while i >= 0 and i < end and is_space(data[i]):
-            i += 1
-        if ok and i == end:
+        if ok and skip_space(data, i, end) == end:
             flags[r] = GOOD
             for k in range(here):
                 kinds[line_keys[k]] |= line_kinds[k]

@@ -71,8 +71,7 @@ def split_elements(data, final, starts, ends):
     n, count, i = len(data), 0, 0
     consumed = 0
     while count < len(starts):
-        while i < n and is_space(data[i]):
-            i += 1
+        i = skip_space(data, i, n)
         consumed = i
         if i == n:
             break
@@ -81,8 +80,7 @@ def split_elements(data, final, starts, ends):
         start = i
         opening = data[i] == 91  # only the first can be one: behind an element stands "," or "]"
         i += 1
-        while i < n and is_space(data[i]):
-            i += 1
+        i = skip_space(data, i, n)
         if opening and i < n and data[i] == 93:
             return count, i + 1, CLOSED
         first, depth = i, 0
@@ -171,8 +169,7 @@ def flag_blank(data, starts, ends, flags):
     """GOOD, or BLANK where a record is white space only."""
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
-        while i < end and is_space(data[i]):
-            i += 1
+        i = skip_space(data, i, end)
         flags[r] = BLANK if i == end else GOOD
 
 
@@ -183,8 +180,7 @@ def flag_objects(data, starts, ends, flags):
     words = data[: len(data) // 8 * 8].view(np.uint64)
     for r in range(len(starts)):
         i, end = starts[r], ends[r]
-        while i < end and is_space(data[i]):
-            i += 1
+        i = skip_space(data, i, end)
         if i == end:
             flags[r] = BLANK
             continue
@@ -194,8 +190,7 @@ def flag_objects(data, starts, ends, flags):
         i = skip_nested(data, words, i, end)
         if i < 0:
             continue
-        while i < end and is_space(data[i]):
-            i += 1
+        i = skip_space(data, i, end)
         if i == end:
             flags[r] = GOOD
             good += 1
@@ -251,6 +246,14 @@ def pick_entries(starts, row, offset, every_rows, every_bytes, last, rows, offse
 @numba.njit(nogil=True, cache=True, inline="always")
 def is_space(c):
     return c == 32 or c == 10 or c == 13 or c == 9
+
+
+@numba.njit(nogil=True, cache=True)
+def skip_space(data, i, end):
+    """The first place from i on that is no white space, or `end`."""
+    while i < end and is_space(data[i]):
+        i += 1
+    return i
 
 
 @numba.njit(nogil=True, cache=True)
