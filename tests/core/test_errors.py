@@ -23,3 +23,11 @@ def test_place_and_suggestion() -> None:
     assert errors.place("a.jsonl", row=3, column="text") == "a.jsonl, row 3, column 'text'"
     assert errors.did_you_mean("cod", ["code", "text"]) == "Did you mean 'code'?"
     assert errors.did_you_mean("zzz", ["code"]) is None
+    assert errors.did_you_mean("anything", []) is None
+
+
+def test_names_of_several_words_are_near_by_their_words() -> None:
+    prompt = ["format_type", "template", "label_column", "template_date"]
+    assert errors.did_you_mean("chat_template", prompt) == "Did you mean 'template'?"
+    assert errors.did_you_mean("label", prompt) == "Did you mean 'label_column'?"
+    assert errors.did_you_mean("template", ["template_date", "chat_template"]) == "Did you mean 'chat_template'?"  # the last word counts

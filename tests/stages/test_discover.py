@@ -326,7 +326,7 @@ def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "solution": "s", "answer": "a"}])
-    assert main(["discover", str(path)]) == 0
+    assert main(["discover", str(path)]) == 3
     out = capsys.readouterr().out
     assert "rows     1 (read)" in out
     assert "decide first" in out
@@ -335,7 +335,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         yaml.safe_load(capsys.readouterr().out.partition("To read")[2].partition(":\n")[2])["datasets"][0]["completion_field"] == "answer"
     )
-    assert main(["discover", str(path), "--json"]) == 0
+    assert main(["discover", str(path), "--json"]) == 3
     shown = json.loads(capsys.readouterr().out)
     assert shown["parts"][0]["kind"]["ties"][0]["columns"] == ["solution", "answer"]
     assert "equally well" in shown["parts"][0]["refused"]

@@ -435,3 +435,20 @@ def test_max_length_of_the_engine_is_that_of_the_tokenizer(tmp_path: Path) -> No
     assert len(cut[INPUT_IDS]) == 30
     assert cut[INPUT_IDS].tolist() == stored.column(INPUT_IDS)[0].as_py()
     assert cut[LOSS_MASK].tolist() == stored.column(LOSS_MASK)[0].as_py()
+
+
+@pytest.mark.parametrize("word", ["include 'x'", "import 'x' as y", "from 'x' import y", "extends 'x'"])
+def test_templates_that_ask_for_other_files_are_refused_before_any_row(tmp_path: Path, word: str) -> None:
+    statement = word.split()[0]
+    text = "{# {% include 'fine' %} #}\n{{ messages }}{%- " + word + " -%}"
+    with pytest.raises(ConfigError, match=rf"template: line 2: asks for another file \({{% {statement} %}}\)"):
+        PromptConfig(template=text)
+    with pytest.raises(ConfigError, match="chat_template: line 2: asks for another file"):
+        DatasetConfig(data_files=[{"messages": talk("a")}], content_field="messages", chat_template=text)
+    file = tmp_path / "chat.jinja"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"template: .*chat.jinja, line 2: asks for another file"):
+        PromptEngine(chat_tokenizer(), PromptConfig(template=file))
+    with pytest.raises(ConfigError, match=r"template: .*chat.jinja, line 2: asks for another file"):
+        PromptEngine(chat_tokenizer(), PromptConfig(format_type="custom", template=file, input_columns=("messages",)))
+    PromptConfig(template="{% raw %}{% include 'x' %}{% endraw %}{{ include }}{# {% extends 'x' %} #}")  # words, and no statements

@@ -15,6 +15,8 @@ from easypipe.stages.discover import discover as look
 from easypipe.stages.discovery import Discovery
 from easypipe.stages.proposal import Proposal
 
+UNDECIDED = 3  # exit code: all that was found is printed, but of some part no config, as columns or roles are to be decided first
+
 
 def discover(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file, glob, folder or URL, or hf://datasets/owner/name.")],
@@ -35,7 +37,10 @@ def discover(
     as_json: AsJson = False,
     cache_dir: Annotated[Path | None, typer.Option(help="Where indexes of counted files are kept.")] = None,
 ) -> None:
-    """Tell what PATH holds: splits, columns, types, rows, what kind of rows they are, and the config that would read them."""
+    """Tell what PATH holds: splits, columns, types, rows, what kind of rows they are, and the config that would read them.
+
+    Exit code 3: all is told, but of some part no config, as something has to be decided first.
+    """
     options: dict[str, Any] = {
         "type": kind,
         "split": split,
@@ -50,18 +55,21 @@ def discover(
         "columns": dict(_decision(text, "--column prompt=question") for text in columns or ()) or None,
         "roles": dict(_decision(text, "--role bot=assistant") for text in roles or ()) or None,
     }
+    proposals = _proposals(found, decided)
     if as_json:
         shown = found.to_json()
-        for part, made in zip(shown["parts"], _proposals(found, decided), strict=True):
+        for part, made in zip(shown["parts"], proposals, strict=True):
             part["refused" if isinstance(made, ConfigError) else "proposal"] = str(made)
         typer.echo(json.dumps(shown, default=str))
-        return
-    _say(str(found))
-    for part, made in zip(found.parts, _proposals(found, decided), strict=True):
-        refused = isinstance(made, ConfigError)
-        of = f" ({part.files[0]})" if part.files else ""
-        _say(f"\nTo read {part.name}{of}{', decide first' if refused else ''}:", style="bold")
-        _say(str(made).rstrip())
+    else:
+        _say(str(found))
+        for part, made in zip(found.parts, proposals, strict=True):
+            refused = isinstance(made, ConfigError)
+            of = f" ({part.files[0]})" if part.files else ""
+            _say(f"\nTo read {part.name}{of}{', decide first' if refused else ''}:", style="bold")
+            _say(str(made).rstrip())
+    if any(isinstance(made, ConfigError) for made in proposals):
+        raise typer.Exit(UNDECIDED)
 
 
 def _say(text: str, style: str | None = None) -> None:

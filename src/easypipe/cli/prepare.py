@@ -9,7 +9,7 @@ import typer
 
 from easypipe.cli.show import console, progress, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.jobs import chains, prepare_data, with_tokenizer_of
 from easypipe.pipeline import PipelineConfig
 from easypipe.train.models.config import PretrainedConfig
@@ -47,7 +47,7 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     known = ("data", "model", "train", "eval")
     for key in values:
         if key not in known:
-            raise ConfigError(at=key, problem="unknown key", have=known)
+            raise ConfigError(at=key, problem="unknown key", have=known, fix=did_you_mean(str(key), known))
     held_out = values.get("eval") or {}
     if not isinstance(held_out, dict):
         raise ConfigError(at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}")

@@ -58,7 +58,9 @@ def config(cls: type[T]) -> type[T]:
         for key in values:
             if key not in hints:
                 names = _field_names(made)
-                raise ConfigError(at=key, problem="unknown key", have=names, fix=did_you_mean(key, names))
+                within = [f"{name}.{key}" for name, hint in hints.items() if any(key in _field_names(part) for part in _configs_of(hint))]
+                fix = f"Did you mean {' or '.join(map(repr, within))}?" if within else did_you_mean(key, names)
+                raise ConfigError(at=key, problem="unknown key", have=names, fix=fix)
         values = {key: _structure(value, hints[key], key) for key, value in values.items()}
         try:
             validate(self, **values)
@@ -199,16 +201,19 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
+def _configs_of(hint: Any) -> list[Any]:
+    """The config classes that a field of this type may hold."""
+    return [kind for kind in (typing.get_args(hint) if _is_union(hint) else [hint]) if is_config(kind)]
+
+
 def _structure(value: Any, hint: Any, at: str) -> Any:
     """Mappings become nested configs and lists become tuples where the field asks for them; all else is left to validation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
         if value is None and type(None) in arguments:
             return None
-        if isinstance(value, Mapping):
-            configs = [a for a in arguments if is_config(a)]
-            if configs:
-                return from_dict(_meant(configs, value), value, at)
+        if isinstance(value, Mapping) and (configs := _configs_of(hint)):
+            return from_dict(_meant(configs, value), value, at)
         for argument in arguments:
             if typing.get_origin(argument) in (tuple, dict) and isinstance(value, list | tuple | Mapping):
                 value = _structure(value, argument, at)

@@ -55,6 +55,11 @@ class Padding:
         rule = CollateConfig() if self.max_length is None else CollateConfig(padding="max_length", max_length=self.max_length)
         return row_width(np.asarray(lengths, np.int64), rule)
 
+    def laid_out(self, rows: Rows, *, next_token: bool = True) -> tuple[dict[str, list[NDArray[np.int64]]], int]:
+        """(columns of each row, width of the batch). Raises what `token_columns` and `width` raise."""
+        columns = token_columns(rows, next_token=next_token)
+        return columns, self.width([ids.size for ids in columns[INPUT_IDS]])
+
     def fill(self, values: Sequence[NDArray[Any]], width: int, filler: int) -> NDArray[np.int64]:
         """Int64[B, width]."""
         out = np.full((len(values), width), filler, np.int64)
@@ -83,9 +88,8 @@ class PaddingCollator:
         """`input_ids`, `attention_mask`, `labels` Int32[B, T] (Int32[B] where a row has one label); further columns as long as their row's
         tokens, filled with 0; others stacked.
         """
-        columns = token_columns(rows, next_token=False)
         rule = self.padding
-        width = rule.width([ids.size for ids in columns[INPUT_IDS]])
+        columns, width = rule.laid_out(rows, next_token=False)
         attended = rule.fill(columns[ATTENTION_MASK], width, 0)
         batch: dict[str, Any] = {INPUT_IDS: rule.fill(columns[INPUT_IDS], width, rule.pad_token_id), ATTENTION_MASK: attended}
         label = rows[0].get(LABELS)
@@ -121,9 +125,8 @@ class CausalLMCollator:
         return "causal_lm", self.padding
 
     def __call__(self, rows: Rows) -> dict[str, Any]:
-        columns = token_columns(rows)
         rule = self.padding
-        width = rule.width([ids.size for ids in columns[INPUT_IDS]])
+        columns, width = rule.laid_out(rows)
         at_rest = {
             INPUT_IDS: rule.fill(columns[INPUT_IDS], width, rule.pad_token_id),
             SEGMENT_IDS: rule.fill(columns[SEGMENT_IDS], width, 0),

@@ -17,7 +17,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, place
 from easypipe.core.random import fold, mix64
 from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, OutputSchema
-from easypipe.faces.collators import Padding, Rows, Side, Tensors, integers, token_columns
+from easypipe.faces.collators import Padding, Rows, Side, Tensors, integers
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from easypipe.transforms.words import word_starts
 
@@ -47,11 +47,10 @@ class MaskedLMCollator:
         return "masked_lm", self.padding, self.mask_token_id, self.vocab_size, special, self.probability, words, self.seed
 
     def __call__(self, rows: Rows, *, keys: Sequence[int] | None = None) -> dict[str, Any]:
-        columns = token_columns(rows)
         rule = self.padding
+        columns, width = rule.laid_out(rows)
         if keys is None:  # called by hand: the same row is masked the same way wherever it stands
             keys = [fold(self.seed, digest(ids.tolist())) for ids in columns[INPUT_IDS]]
-        width = rule.width([ids.size for ids in columns[INPUT_IDS]])
         hidden, labels = [], []
         for i, (row, key) in enumerate(zip(rows, keys, strict=True)):  # every row has draws of its own
             ids, attended = columns[INPUT_IDS][i], columns[ATTENTION_MASK][i]

@@ -14,7 +14,7 @@ from easypipe.core.protocols import Reject, ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.stages.text_rows import Texts
 from easypipe.stages.token_rows import Documents, encode_spans
-from easypipe.transforms.chat import HostileTemplateError, Refused, Rendered, check_date
+from easypipe.transforms.chat import HostileTemplateError, Refused, Rendered, check_date, check_whole
 from easypipe.transforms.fields import BENIGN
 from easypipe.transforms.lengths import TOO_LONG, Lengths
 from easypipe.transforms.messages import plain_of
@@ -44,6 +44,7 @@ def check_prompts(dataset: Any) -> None:
                 raise ConfigError(at=name, problem="has no effect on prompts and completions", fix="Leave it out.")
         if dataset.train_on in ("assistant", "last_assistant"):
             raise ConfigError(at="train_on", problem="prompts have no assistant", have=["completion", "all"], fix="Use 'completion'.")
+    check_whole(dataset.chat_template, "chat_template")
     if dataset.template_date is not None:
         check_date(dataset.template_date)
 

@@ -25,6 +25,7 @@ from easypipe.transforms.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer_files import find_chat_template
 
 ENGINE_VERSION = 3  # counts up when the same conversation gives other text or other spans
+OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
 
 
 class HostileTemplateError(TokenizerError):
@@ -85,7 +86,7 @@ def answers_of(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | Writt
 def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None, train_on: str, date: str | None) -> ChatTemplate:
     """The tokenizer's own template, or the given one: a file, the text itself, or the name of a built-in one.
 
-    Raises TokenizerError where there is none, ConfigError for a file that is not there or a date that is none.
+    Raises TokenizerError where there is none, ConfigError for a file that is not there, a date that is none, and what `check_whole` raises.
     """
     if date is not None:
         check_date(date)
@@ -94,6 +95,8 @@ def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None
         source, tool_use, origin = find_chat_template(tokenizer.name)
     else:
         source, origin = given_template(chat_template, at="chat_template", names=CHAT_TEMPLATES)
+    for text in (source, tool_use):
+        check_whole(text, "chat_template", origin)
     return ChatTemplate(
         source=source,
         tool_use=tool_use,
@@ -114,6 +117,27 @@ def check_date(date: str) -> None:
 
 def is_jinja(text: str) -> bool:
     return "{%" in text or "{{" in text or "{#" in text
+
+
+def check_whole(template: Any, at: str, origin: str | None = None) -> None:
+    """Raises ConfigError for Jinja that asks for other files, which no template is given.
+
+    Anything but Jinja is passed over. origin: of the template.
+    """
+    if not isinstance(template, str) or not is_jinja(template):
+        return
+    import jinja2
+
+    try:
+        tokens = list(jinja2.Environment(autoescape=True).lex(template))  # read, not compiled: what is hostile is for the worker processes
+    except jinja2.TemplateSyntaxError:
+        return  # which they tell of
+    code = [(line, kind, text) for line, kind, text in tokens if kind != "whitespace"]
+    for (_, begins, _), (line, _, word) in itertools.pairwise(code):
+        if begins == "block_begin" and word in OTHER_FILES:
+            where = f"line {line}" if origin in (None, at) else f"{origin}, line {line}"
+            problem = f"{where}: asks for another file ({{% {word} %}}), and a template is given none"
+            raise ConfigError(at=at, problem=problem, fix="Write it as one template.")
 
 
 def given_template(template: str | Path, *, at: str, names: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, WrittenTalk, is_jinja
+from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, WrittenTalk, check_whole, is_jinja
 from easypipe.transforms.chat_spans import FLAG
 from easypipe.transforms.few_shot import FewShot
 from easypipe.transforms.fields import AlpacaTemplate, FieldTemplate, Writer, pieces_of, text_of
@@ -244,6 +244,7 @@ def _writer(config: PromptConfig, names: Mapping[str, str], *, everything: bool)
                 texts.append(FieldTemplate(pieces, needed, label, everything=everything))
         return AlpacaTemplate(*texts) if len(texts) == 2 else texts[0]
     source, origin = config.source()
+    check_whole(source, "template", origin)
     if not is_jinja(source):
         if config.template_date is not None:
             raise ConfigError(at="template_date", problem="has no effect on a template of {column}s", fix="Leave it out.")

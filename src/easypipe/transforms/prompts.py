@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat import check_date, given_template
+from easypipe.transforms.chat import check_date, check_whole, given_template
 from easypipe.transforms.fields import pieces_of
 
 FormatType = Literal["chat", "openai", "sharegpt", "alpaca", "custom", "prompt_completion", "text"]
@@ -110,6 +110,7 @@ class PromptConfig:
                 raise ConfigError(at=name, problem=f"has no effect on format_type {kind!r}", fix="Leave it out.")
         if kind == "custom" and self.template is None:
             raise ConfigError(at="template", problem="format_type 'custom' needs one", fix="Write '{question}\\n{answer}', or name a file.")
+        check_whole(self.template, "template")
         wanted = {"alpaca": (1, 2), "custom": (0, None)}.get(kind, (1, 1))
         given = len(self.inputs)
         if given < wanted[0] or (wanted[1] is not None and given > wanted[1]):
