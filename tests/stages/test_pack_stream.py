@@ -12,7 +12,6 @@ import pytest
 import laws
 from easypipe import ConfigError, DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, SaveStageConfig, load_tokenizer
 from easypipe.core.schema import INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, SEGMENT_IDS
-from easypipe.stages.stream import require_streamable
 from easypipe.stages.verify import verify
 from pipelines import config, texts, tokenizer, two_datasets
 
@@ -140,12 +139,6 @@ def test_refusals(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PackStageConfig(**values)
     assert str(caught.value).startswith(message)
-
-
-def test_streaming_refuses_it() -> None:
-    with pytest.raises(ConfigError, match=r"pack.strategy: 'stream' is not there in streaming.*Take another strategy, or leave"):
-        require_streamable("pack", PackStageConfig(strategy="stream"))
-    require_streamable("pack", PackStageConfig(strategy="first_fit"))
 
 
 def test_joined_documents_have_no_provenance_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

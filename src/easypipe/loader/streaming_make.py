@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import BudgetError
-from easypipe.core.schema import INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
-from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, with_asked
+from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
+from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, shift_labels, with_asked
 from easypipe.loader.gather import Tables, write_rows
+from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.placement import Placement
 from easypipe.loader.steps import Steps
 from easypipe.loader.streaming_books import Books
@@ -239,26 +240,28 @@ class Maker:
         return _Block(batch, batch + count, columns, padding.tolist())
 
     def _fill(self, stream: Stream, rows: NDArray[np.int64], part: dict[str, NDArray[np.int32]]) -> None:
-        done = np.zeros(len(rows), np.bool_)
+        spec, pad = self._job.spec, self._job.pad_token_id
+        ids, labels, segments, positions = (part[name] for name in (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS))
+        runs = spec.pack is not None and spec.pack.strategy == "stream"
+        eos = -1 if spec.eos is None else spec.eos
+        done, ahead = np.zeros(len(rows), np.bool_), np.full(len(rows), IGNORE, np.int32)
         last = int(rows.max())
-        for window in stream.windows:
-            if window.first_row > last:
+        windows = [window for window in stream.windows if window.first_row <= last]
+        masked = any(int(window.tables.mask[0]) for window in windows)
+        mask = np.empty(ids.shape if masked else (0, 0), np.uint8)
+        for window in (*windows, _EMPTY):
+            if done.all():
                 break
-            self._write(window, rows, done, part)
-        if not done.all():
-            self._write(_EMPTY, rows, done, part)
+            _, bad = write_rows(window.view, rows, done, window.tables, eos, pad, not spec.joined, ids, labels, segments, positions, mask)
+            assert bad < 0, f"piece {bad} of a window is not in its tokens"
+            if runs and isinstance(window, Window):
+                last_labels(window.view, window.length, rows, window.tables, eos, spec.joined, ids.shape[1], ahead)
         assert done.all(), "a row stands in no window"
-
-    def _write(self, window: Window | _Empty, rows: NDArray[np.int64], done: NDArray[np.bool_], part: dict[str, NDArray[np.int32]]) -> None:
-        job = self._job
-        eos = -1 if job.spec.eos is None else job.spec.eos
-        masked = int(window.tables.mask[0]) != 0
-        mask = np.empty(part[INPUT_IDS].shape if masked else (0, 0), np.uint8)
-        _, bad = write_rows(
-            window.view, rows, done, window.tables, eos, job.pad_token_id, True,
-            part[INPUT_IDS], part[LABELS], part[SEGMENT_IDS], part[POSITION_IDS], mask,
-        )  # fmt: skip
-        assert bad < 0, f"piece {bad} of a window is not in its tokens"
+        if spec.joined:
+            join_segments(segments, positions)
+            shift_labels(ids, segments, mask, labels)
+        if runs:
+            labels[:, -1] = ahead
 
     def _lengths(self, rows: NDArray[np.int64], rows_of: Mapping[int, NDArray[np.int64]]) -> NDArray[np.int32]:
         """Tokens of each of a single batch's local rows, which are documents."""

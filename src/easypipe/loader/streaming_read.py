@@ -249,6 +249,11 @@ class Cursor:
             self._pass_empty()
         return taken
 
+    def look(self) -> tuple[Loaded, int, int]:
+        """The next document as `take(1)` gives it, but it goes on waiting. It must have been filled."""
+        place, loaded = self._held[0]
+        return loaded, place.taken, place.taken + 1
+
     def lengths(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """(tokens, whether it ends with EOS) of the documents `start` to `stop` of those that wait. They must have been filled."""
         lengths, ends, at = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], 0

@@ -24,6 +24,7 @@ class StreamSpec:
 
     num_streams: canonical streams; each gives `batch_size // num_streams` rows of every batch. shuffle: ranges per pass, and documents
     within a window. window_docs: of a window; None takes WINDOW_DOCS, or fewer long ones. eos: id that ends documents, None adds none.
+    joined: rows of pack strategy "stream" are one segment each, over the ends of documents.
     """
 
     seed: int
@@ -40,6 +41,7 @@ class StreamSpec:
     unit: Unit = "rows"
     block: int | None = None
     max_epochs: tuple[int | None, ...] | None = None
+    joined: bool = False
 
     @property
     def endless_parts(self) -> bool:
@@ -64,7 +66,7 @@ class StreamSpec:
 
     def fingerprint(self) -> str:
         choices = {key: value for key, value in to_dict(self).items() if key != "num_epochs"}
-        for key, default in {"schedule": None, "unit": "rows", "block": None, "max_epochs": None}.items():
+        for key, default in {"schedule": None, "unit": "rows", "block": None, "max_epochs": None, "joined": False}.items():
             if choices[key] == default:
                 del choices[key]  # streams without them keep the fingerprints that they had before these choices existed
         return digest("streams", STREAM_VERSION, choices)

@@ -2,7 +2,7 @@
 
 Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first, the whole in base64 without padding:
 first_row, epoch, then for every dataset: deficit, active, and its place (epoch, entry, chunk, taken); then, where there are any, the
-bad rows of every dataset.
+bad rows of every dataset; and behind those, even where there are none, the document that is cut.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class StreamState:
     """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits, active: of the mixture (`plan.mix`).
 
     bad: bad rows of every dataset before its place, in the first pass; none where it is empty.
+    cut: under pack strategy "stream", the dataset whose next document the window begins with, and how many of its tokens stand before.
     """
 
     first_row: int
@@ -29,12 +30,16 @@ class StreamState:
     active: tuple[bool, ...]
     places: tuple[Place, ...]
     bad: tuple[int, ...] = ()
+    cut: tuple[int, int] | None = None
 
     def to_text(self) -> str:
         numbers = [self.first_row, self.epoch]
         for deficit, active, place in zip(self.deficits, self.active, self.places, strict=True):
             numbers += [2 * deficit if deficit >= 0 else -2 * deficit - 1, int(active), place.epoch, place.entry, place.chunk, place.taken]
-        numbers += self.bad if any(self.bad) else ()
+        if self.cut is not None:
+            numbers += [*(self.bad or (0,) * len(self.places)), *self.cut]
+        elif any(self.bad):
+            numbers += self.bad
         return base64.b64encode(b"".join(_leb128(number) for number in numbers)).decode().rstrip("=")
 
     @classmethod
@@ -43,8 +48,11 @@ class StreamState:
         try:
             numbers = list(_numbers(base64.b64decode(text + "=" * (-len(text) % 4), validate=True)))
             first_row, epoch, *rest = numbers
-            if len(rest) not in (6 * num_datasets, 7 * num_datasets):
+            if len(rest) not in (6 * num_datasets, 7 * num_datasets, 7 * num_datasets + 2):
                 raise ValueError(f"{len(rest)} numbers for {num_datasets} datasets")
+            bad, cut = rest[6 * num_datasets : 7 * num_datasets], tuple(rest[7 * num_datasets :])
+            if cut and cut[0] >= num_datasets:
+                raise ValueError(f"a document of dataset {cut[0]} of {num_datasets}")
         except (binascii.Error, TypeError, ValueError) as error:
             raise StateError(at="loader state", problem=f"{text!r} is no state of a stream: {error}") from None
         parts = [rest[i : i + 6] for i in range(0, 6 * num_datasets, 6)]
@@ -54,7 +62,8 @@ class StreamState:
             deficits=tuple(-(part[0] + 1 >> 1) if part[0] & 1 else part[0] >> 1 for part in parts),
             active=tuple(bool(part[1]) for part in parts),
             places=tuple(Place(*part[2:]) for part in parts),
-            bad=tuple(rest[6 * num_datasets :]),
+            bad=tuple(bad) if any(bad) else (),
+            cut=(cut[0], cut[1]) if cut else None,
         )
 
 

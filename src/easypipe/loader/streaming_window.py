@@ -20,7 +20,7 @@ from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
 from easypipe.loader.streaming_state import StreamState
 from easypipe.plan import mix, tally
 from easypipe.plan.order import permute
-from easypipe.plan.pack import OVERSIZE, Layout, PackSpec, one_row_each, pack_window
+from easypipe.plan.pack import OVERSIZE, Layout, PackSpec, cut_stream, one_row_each, pack_window
 from easypipe.plan.schedule import normalized
 from easypipe.plan.stairs import fit
 
@@ -34,6 +34,7 @@ class Window(NamedTuple):
     layout: Layout
     dataset: NDArray[np.int32]  # Int32[draws]; all 0: the window's documents are one table
     doc: NDArray[np.int64]  # Int64[draws], numbers within the table
+    length: NDArray[np.int32]  # Int32[draws], tokens, with an EOS that is added
     tables: Tables
     kept: tuple[NDArray, ...]
     before: StreamState
@@ -94,6 +95,8 @@ class Windows:
                 docs, tokens = spec.window_docs or WINDOW_DOCS, spec.window_tokens if spec.window_docs is None else None
                 cursor.wish(docs * weight // sum(spec.weights) if active else 0, tokens)
         self._end_row = -1  # where the last epoch ended that was seen to
+        # Tokens of the document that is cut where this begins, which whoever saved the state has placed.
+        self._placed_before = self.state.cut[1] if self.state.cut is not None else 0
 
     def make(self) -> Window:
         """The window behind `state`, and that moves on."""
@@ -109,7 +112,9 @@ class Windows:
         before, spec = self.state, self.spec
         shares, rows = self._shares(before.first_row)
         limit, enough = spec.window_docs or WINDOW_DOCS, spec.window_tokens if spec.window_docs is None else None
-        if rows is None:
+        if spec.pack is not None and spec.pack.strategy == "stream":
+            drawn = self._draw_run(rows, spec.pack, limit, enough, shares)
+        elif rows is None:
             drawn = self._draw(limit, enough, shares)
         elif spec.pack is None:
             drawn = self._draw(min(limit, rows), enough, shares)
@@ -117,18 +122,19 @@ class Windows:
             drawn = self._draw_rows(rows, spec.pack, limit, enough, shares)
         for cursor, part in zip(self._cursors, drawn.taken, strict=True):
             cursor.wish(0 if drawn.ended else sum(b - a for _, a, b in part))
-        lengths, doc, tables, kept = self._lay(drawn.dataset, drawn.taken, before)
-        layout = self._layout(lengths, before)
+        lengths, doc, tables, kept = self._lay(drawn)
+        layout = self._layout(lengths, before, drawn)
         bad = tuple(tuple(cursor.bad_chunks()) for cursor in self._cursors)
-        self._enter(drawn.dataset, lengths, layout)
+        self._enter(drawn, lengths, layout)
         after = self._after(before, layout.num_rows, drawn)
-        for i, cursor in enumerate(self._cursors):
-            self._books.waiting[i] = cursor.waiting
+        for i, cursor in enumerate(self._cursors):  # a document that is cut was counted as drawn, and waits to be read again
+            self._books.waiting[i] = cursor.waiting - (drawn.cut is not None and drawn.cut[1] > 0 and drawn.cut[0] == i)
         return Window(
             first_row=before.first_row,
             layout=layout,
             dataset=np.zeros_like(drawn.dataset),
             doc=doc,
+            length=lengths,
             tables=tables,
             kept=kept,
             before=before,
@@ -144,25 +150,68 @@ class Windows:
             return spec.schedule.shares(spec.schedule.step_of(row)), spec.schedule.rows_left(row)
         return (normalized(spec.weights) if spec.unit == "tokens" else None), None
 
-    def _draw(self, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> _Drawn:
-        """The next documents, taken: at most `limit`, or those of the first blocks that hold `enough` tokens."""
+    def _draw(self, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None, *, leave_last: bool = False) -> _Drawn:
+        """The next documents, taken: at most `limit`, or those of the first blocks that hold `enough` tokens.
+
+        Before them the one that is cut where the window begins. leave_last: document number `limit` is looked at, and waits.
+        """
         before = self.state
         deficits, active = np.array(before.deficits, np.int64), np.array(before.active, np.bool_)
         taken: list[list[tuple[Loaded, int, int]]] = [[] for _ in self._cursors]
-        drawn: list[NDArray[np.int32]] = []
+        drawn = [np.zeros(0, np.int32)]
         made = tokens = 0
         ended = False
+        if before.cut is not None:
+            cursor = self._cursors[before.cut[0]]
+            cursor.fill(1)
+            taken[before.cut[0]] += [cursor.look()] if leave_last and not limit else cursor.take(1)
+            drawn.append(np.array(before.cut[:1], np.int32))
         while not ended and made < limit and (enough is None or tokens < enough):
             draws = self._drawer.draw(min(BLOCK_DOCS, limit - made), deficits, active, shares)
-            for i, count in enumerate(draws.counts.tolist()):
-                if count:
-                    pieces = self._cursors[i].take(count)
-                    taken[i] += pieces
-                    tokens += sum(int(loaded.offsets[b] - loaded.offsets[a]) for loaded, a, b in pieces)
-            drawn.append(draws.dataset)
             made += draws.dataset.shape[0]
+            left = int(draws.dataset[-1]) if leave_last and made == limit else -1
+            for i, count in enumerate(draws.counts.tolist()):
+                pieces = self._cursors[i].take(count - (i == left)) if count else []
+                taken[i] += pieces
+                tokens += sum(int(loaded.offsets[b] - loaded.offsets[a]) for loaded, a, b in pieces)
+                if i == left:
+                    taken[i].append(self._cursors[i].look())
+            drawn.append(draws.dataset)
             deficits, active, ended = draws.deficits, draws.active, draws.ended
         return _Drawn(np.concatenate(drawn), taken, deficits, active, ended)
+
+    def _draw_run(self, left: int | None, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> _Drawn:
+        """The next documents of one continuous run, as many as end in a row's last slot or behind it; at the end of an epoch all.
+
+        left: rows until the shares change. A token behind the last row has to be known, as its last label, unless the epoch ends.
+        """
+        cut, length = self.state.cut, pack.seq_length
+        start = 0 if cut is None else cut[1]
+        for cursor in self._cursors:
+            cursor.mark()
+        if left is not None:
+            enough = min((left + 1) * length, enough or (left + 1) * length)
+        while True:
+            drawn = self._draw(limit, enough, shares)
+            lengths = self._lengths(drawn, shuffle=False)[0]
+            ends = np.cumsum(lengths, dtype=np.int64) - start  # tokens behind the window's first, up to the end of each document
+            tokens = int(ends[-1]) if ends.size else 0
+            rows = -(-tokens // length) if drawn.ended else max(0, tokens - 1) // length
+            if rows or drawn.ended:
+                break
+            limit, enough = 2 * limit, None if enough is None else 2 * enough
+            for cursor in self._cursors:
+                cursor.give_back()
+        if drawn.ended and (left is None or rows <= left):
+            return drawn._replace(start=start, rows=rows)
+        rows = rows if left is None else min(rows, left)
+        last = int(np.searchsorted(ends, rows * length, side="right"))  # the document that the next row begins in, and where
+        at = rows * length - int(ends[last] - lengths[last])
+        goes_on = at > 0 or self.spec.joined
+        for cursor in self._cursors:
+            cursor.give_back()
+        chosen = self._draw(last + goes_on - (cut is not None), None, shares, leave_last=goes_on)
+        return chosen._replace(start=start, rows=rows, cut=(int(drawn.dataset[last]), at) if goes_on else None)
 
     def _draw_rows(self, rows: int, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> _Drawn:
         """The next documents, as many as fill up to `rows` rows, and not more. Some more are drawn, and given back."""
@@ -178,7 +227,8 @@ class Windows:
         def rows_of(count: int) -> int:
             counts = np.bincount(drawn.dataset[:count], minlength=len(drawn.taken)).tolist()
             taken = [_first(part, wanted) for part, wanted in zip(drawn.taken, counts, strict=True)]
-            return self._layout(self._lengths(drawn.dataset[:count], taken, self.state)[0], self.state).num_rows
+            fewer = drawn._replace(dataset=drawn.dataset[:count], taken=taken)
+            return self._layout(self._lengths(fewer)[0], self.state, fewer).num_rows
 
         lengths = [np.diff(loaded.offsets[a : b + 1]) for part in drawn.taken for loaded, a, b in part]
         tokens = int(placed_tokens(np.concatenate(lengths), pack).sum())
@@ -189,16 +239,20 @@ class Windows:
             cursor.give_back()
         return self._draw(chosen, None, shares)
 
-    def _layout(self, lengths: NDArray[np.int32], before: StreamState) -> Layout:
-        pack = self.spec.pack
-        return one_row_each(lengths) if pack is None else pack_window(lengths, pack, child(self._row_key, before.first_row))
+    def _layout(self, lengths: NDArray[np.int32], before: StreamState, drawn: _Drawn) -> Layout:
+        pack, key = self.spec.pack, child(self._row_key, before.first_row)
+        if pack is None:
+            return one_row_each(lengths)
+        return (
+            pack_window(lengths, pack, key)
+            if drawn.rows is None
+            else cut_stream(lengths, pack, key, start=drawn.start, num_rows=drawn.rows)
+        )
 
-    def _lay(
-        self, dataset: NDArray[np.int32], taken: list[list[tuple[Loaded, int, int]]], before: StreamState
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], Tables, tuple[NDArray, ...]]:
+    def _lay(self, drawn: _Drawn) -> tuple[NDArray[np.int32], NDArray[np.int64], Tables, tuple[NDArray, ...]]:
         """All documents of the window side by side, and which of them each draw is."""
-        lengths, doc, offsets, lacks = self._lengths(dataset, taken, before)
-        pieces = [piece for part in taken for piece in part]
+        lengths, doc, offsets, lacks = self._lengths(drawn)
+        pieces = [piece for part in drawn.taken for piece in part]
         masked = any(loaded.mask is not None for loaded, _, _ in pieces)
         ids, masks = [], []
         for loaded, a, b in pieces:
@@ -209,11 +263,13 @@ class Windows:
         flat = np.concatenate(ids) if ids else np.zeros(1, np.uint16)
         mask = np.concatenate(masks) if masks else np.zeros(0, np.uint8)
         if self.spec.eos is not None:
-            for i in range(len(taken)):
-                self._books.added[i] += int(lacks[doc[dataset == i]].sum())
+            again = int(drawn.start > self._placed_before)  # a first document that was counted when it was drawn
+            added = lacks[doc[again : drawn.counted]]
+            for i in range(len(drawn.taken)):
+                self._books.added[i] += int(added[drawn.dataset[again : drawn.counted] == i].sum())
         tables = Tables(
             first_part=np.array([0, 1], np.int64),
-            first_doc=np.array([0, len(dataset)], np.int64),
+            first_doc=np.array([0, len(drawn.dataset)], np.int64),
             ids=np.array([flat.ctypes.data], np.uint64),
             offsets=np.array([offsets.ctypes.data], np.uint64),
             mask=np.array([mask.ctypes.data if masks else 0], np.uint64),
@@ -222,9 +278,13 @@ class Windows:
         return lengths, doc, tables, (flat, offsets, mask)
 
     def _lengths(
-        self, dataset: NDArray[np.int32], taken: list[list[tuple[Loaded, int, int]]], before: StreamState
+        self, drawn: _Drawn, *, shuffle: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Of each draw its length and its document; of all documents side by side their offsets, and which lack EOS."""
+        """Of each draw its length and its document; of all documents side by side their offsets, and which lack EOS.
+
+        Documents of a dataset are permuted, but the one that is cut where the window begins stays first, the one where it ends last.
+        """
+        dataset, taken, before = drawn.dataset, drawn.taken, self.state
         doc = np.empty(dataset.shape[0], np.int64)
         offsets = np.zeros(len(dataset) + 1, np.int64)
         lacks = np.zeros(len(dataset), np.bool_)
@@ -237,8 +297,10 @@ class Windows:
         for i, part in enumerate(taken):
             here = np.flatnonzero(dataset == i)
             order = np.arange(len(here), dtype=np.int64)
-            if self.spec.shuffle_window and len(here) > 1:
-                order = permute(order, len(here), child(self._keys[i], before.first_row + before.epoch))
+            first = int(before.cut is not None and before.cut[0] == i)
+            free = len(here) - first - (drawn.cut is not None and drawn.cut[0] == i)
+            if shuffle and self.spec.shuffle_window and free > 1:
+                order[first : first + free] = first + permute(order[:free], free, child(self._keys[i], before.first_row + before.epoch))
             doc[here] = base + order
             base += sum(b - a for _, a, b in part)
         extra = lacks.astype(np.int64) if self.spec.eos is not None else 0
@@ -247,7 +309,7 @@ class Windows:
     def _after(self, before: StreamState, num_rows: int, drawn: _Drawn) -> StreamState:
         first_row, bad = before.first_row + num_rows, tuple(cursor.bad for cursor in self._cursors)
         bad = bad if any(bad) else ()
-        if not drawn.ended:
+        if not drawn.ended or drawn.cut is not None:
             return StreamState(
                 first_row=first_row,
                 epoch=before.epoch,
@@ -255,6 +317,7 @@ class Windows:
                 active=tuple(drawn.active.tolist()),
                 places=tuple(cursor.place for cursor in self._cursors),
                 bad=bad,
+                cut=drawn.cut,
             )
         last = self.spec.last_epoch
         if first_row == self._end_row and last is None:
@@ -285,25 +348,45 @@ class Windows:
         last = self.spec.last_epoch
         return last is not None and state.epoch >= last
 
-    def _enter(self, dataset: NDArray[np.int32], lengths: NDArray[np.int32], layout: Layout) -> None:
+    def _enter(self, drawn: _Drawn, lengths: NDArray[np.int32], layout: Layout) -> None:
         books, pack = self._books, self.spec.pack
         if not books.table.shape[0]:
             books.table = np.zeros((len(self._cursors), tally.COUNTERS), np.int64)
         rule = tally.WHOLE if pack is None else (tally.SPLIT, tally.TRUNCATE, tally.DROP, tally.SPLIT)[OVERSIZE.index(pack.oversize)]
         seq_length = 0 if pack is None else pack.seq_length
-        num_pieces = layout.table.shape[1]
-        tally.count(dataset, lengths, layout.table, num_pieces, layout.num_rows, seq_length, rule, books.table)
+        num_pieces, segments = layout.table.shape[1], books.table[:, tally.SEGMENTS].copy()
+        dataset, lengths = drawn.dataset[: drawn.counted], lengths[: drawn.counted].copy()
+        lengths[:1] -= self._placed_before
+        cut = None if drawn.rows is None else drawn.start - self._placed_before
+        tally.count(dataset, lengths, layout.table, num_pieces, layout.num_rows, seq_length, rule, books.table, cut)
+        if self.spec.joined:  # only the first token of an epoch is nobody's next
+            books.table[:, tally.SEGMENTS] = segments
+            if self.state.cut is None and self.state.places == (Place(self.state.epoch),) * len(segments):
+                books.table[dataset[np.flatnonzero(lengths)[:1]], tally.SEGMENTS] += 1
+        if drawn.cut is None or len(drawn.dataset) > 1:
+            self._placed_before = 0  # that document is through
         books.packed_rows += layout.num_rows
 
 
 class _Drawn(NamedTuple):
-    """dataset: Int32[draws]. taken: of each dataset, ranges of what was loaded. deficits, active, ended: of the mixture behind them."""
+    """dataset: Int32[draws]. taken: of each dataset, ranges of what was loaded. deficits, active, ended: of the mixture behind them.
+
+    Of a run: start, tokens of the first document that stand in rows before these; rows, how many there are; cut, as in StreamState.
+    """
 
     dataset: NDArray[np.int32]
     taken: list[list[tuple[Loaded, int, int]]]
     deficits: NDArray[np.int64]
     active: NDArray[np.bool_]
     ended: bool
+    start: int = 0
+    rows: int | None = None
+    cut: tuple[int, int] | None = None
+
+    @property
+    def counted(self) -> int:
+        """The draws that books count: all but a last one of which no token stands in these rows."""
+        return len(self.dataset) - (self.cut is not None and self.cut[1] == 0)
 
 
 def _first(pieces: list[tuple[Loaded, int, int]], count: int) -> list[tuple[Loaded, int, int]]:

@@ -78,6 +78,7 @@ FIELDS = (
     "segments",
 )
 COUNTERS = len(FIELDS)
+SEGMENTS = FIELDS.index("segments")
 
 SPLIT, TRUNCATE, DROP, WHOLE = 0, 1, 2, 3  # what happens to documents over the row length; WHOLE: rows have no length
 

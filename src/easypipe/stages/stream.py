@@ -56,6 +56,7 @@ KNOWN = {
         "strategy",
         "num_packers",
         "oversize",
+        "segments",
         "eos_token_id",
         "pad_token_id",
         "shuffle_packed",
@@ -78,7 +79,6 @@ KNOWN = {
     },
 }
 WHY = {
-    "pack.segments": "documents of a row stay apart",
     "pack.shuffle_buffer_factor": "documents are shuffled in the windows of load.shuffle_buffer_size",
     "load.group_by_length": "rows come in the order in which they are read",
     "tokenize.remove_columns": "nothing is saved, so no column stays beside tokens",
@@ -142,9 +142,6 @@ def require_streamable(at: str, config: Any) -> None:
         return
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if (at, field.name, value) == ("pack", "strategy", "stream"):
-            problem = "'stream' is not there in streaming: its rows go on from window to window, and windows of a stream are packed alone"
-            raise ConfigError(at="pack.strategy", problem=problem, fix="Take another strategy, or leave streaming out.")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name not in KNOWN[at] and value != default:
             why = WHY.get(f"{at}.{field.name}", "it needs rows that are counted first")
@@ -308,6 +305,7 @@ def open_stream(
         unit=mixture.unit,
         block=None if mixture.schedule is None else mixture.schedule.block,
         max_epochs=mixture.max_epochs,
+        joined=packed and source.joined,
     )
     workers = [source.num_workers for source in mixture.parts.values() if isinstance(source, TokenizedShardedSource)]
     return StreamLoader(
