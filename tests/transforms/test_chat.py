@@ -278,6 +278,15 @@ def test_the_sandbox_gives_what_that_of_jinja2_gives(value: Any, name: str) -> N
     assert seen(_Sandbox(), loops[0]) == seen(ImmutableSandboxedEnvironment(), loops[1])
 
 
+def test_answers_much_longer_than_what_was_asked() -> None:
+    """They go out before all rows are written, to one who has sent all of them."""
+    rows = [{"messages": talk(f"{i} " * 3000, "b"), "tools": None} for i in range(100)]
+    found = template("{% for i in range(30) %}{{ messages[0].content }}{% endfor %}<|im_end|>", "all").render(rows)
+    for i, one in enumerate(found):
+        assert isinstance(one, Rendered)
+        assert one.text == f"{i} " * 90000 + "<|im_end|>"
+
+
 def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from easypipe.transforms import chat_pool
 

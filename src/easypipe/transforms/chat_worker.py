@@ -42,12 +42,13 @@ def main() -> None:
         if spec not in writers:
             writers[spec] = _Writer(json.loads(spec))
         write = writers[spec]
+        rows = [[source.read(size) for size in sizes] for sizes in json.loads(source.readline())]  # all: who asks reads nothing before
         answers: list[list[Any]] = []
         texts: list[bytes] = []
         held = 0
-        for number, sizes in enumerate(json.loads(source.readline())):
+        for number, cells in enumerate(rows):
             os.pwrite(number_file, number.to_bytes(8, "little"), 0)
-            row = write.read([source.read(size) for size in sizes])
+            row = write.read(cells)
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             answer, text = write.answer(row)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
