@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipelines
-from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline
-from easypipe.core.errors import BudgetError, ConfigError
+from easypipe import DatasetConfig, LengthPolicy, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, TokenizerConfig
+from easypipe.core.errors import BudgetError, ConfigError, SourceError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.streaming import StreamLoader
 from easypipe.loader.streaming_read import Place
@@ -290,3 +290,20 @@ def test_a_state_with_everything_in_it_is_small() -> None:
     worst = StreamState(1 << 40, 1000, ((1 << 61) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),), (1 << 20,))
     assert len(worst.to_text()) <= 48
     assert StreamState.from_text(worst.to_text(), 1) == worst
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_pass_without_a_batch_is_an_error_and_not_the_end_of_data(tmp_path: Path, drop_last: bool) -> None:
+    """As a plan says it before anything is read: here all texts are longer than the policy allows, or too few fill a batch."""
+    tokenizer = TokenizerConfig(name_or_path=pipelines.tokenizer(), max_length=2 if not drop_last else None)
+    policy = None if drop_last else LengthPolicy(policy="drop")
+    rows = [{"text": "the quick brown fox"}] * (1 if drop_last else 9)
+    dataset = DatasetConfig(name="d", data_files=rows, tokenizer=tokenizer, length=policy)
+    config = pipelines.config(tmp_path, datasets=(dataset,), streaming=True, num_streams=1)
+    loader = Pipeline(config).source().tokenize().load(LoadStageConfig(batch_size=2, drop_last=drop_last)).build()
+    for _ in range(2):
+        with pytest.raises(
+            SourceError, match=r"not one batch came of what was read, of 'd': " + ("1 documents" if drop_last else "9 too_long")
+        ):
+            next(iter(loader))
+    assert loader.state().batch == 0

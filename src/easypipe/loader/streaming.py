@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, PlacementError, StallError, StateError
+from easypipe.core.errors import ConfigError, PlacementError, SourceError, StallError, StateError
 from easypipe.core.ledger import Ledger
 from easypipe.loader.collate import CollateConfig, known_width
 from easypipe.loader.options import LoadStageConfig
@@ -250,12 +250,25 @@ def _cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
+def _no_batch(loader: StreamLoader, books: Books | None) -> SourceError:
+    """Training would end before it begins, as if the data had."""
+    entries = ledger_of(books or Books(), [source.name for source in loader.job.sources], loader.spec).entries
+    read = [
+        f"{one.dataset!r}: {', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
+        for one in entries
+        if (one.stage, one.unit) == ("stream", "rows")
+    ]
+    fix = "Check the columns that are named and the files; with drop_last=False a batch need not be full."
+    return SourceError(at=loader.name, problem=f"not one batch came of what was read, of {'; '.join(read)}", fix=fix)
+
+
 class StreamBatches(Iterator[dict[str, Any]]):
     """One iteration over a StreamLoader. `close()` ends its threads; so does dropping it."""
 
     def __init__(self, loader: StreamLoader, entry: After, number: int) -> None:
         settings = loader.config
         self._loader, self._number = loader, number
+        self._none_yet = entry.batch == 0
         maker = Maker(loader.job, entry)
         self._maker = maker
         self._end = weakref.finalize(self, maker.close)
@@ -279,6 +292,8 @@ class StreamBatches(Iterator[dict[str, Any]]):
             if newest and self._maker.last is not None:
                 self._loader._latest = self._loader._latest._replace(books=self._maker.last)
             self._end()
+            if self._none_yet:
+                raise _no_batch(self._loader, self._maker.last) from None
             raise
         except StallError:
             self._maker.abandoned = True  # whoever hangs is not waited for
@@ -287,6 +302,7 @@ class StreamBatches(Iterator[dict[str, Any]]):
         except BaseException:  # Ctrl-C as well: whoever gets no batch gets no further one, and no thread stays behind
             self._end()
             raise
+        self._none_yet = False
         if newest:
             self._loader._latest = after
         return batch
