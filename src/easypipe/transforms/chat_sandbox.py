@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 25  # of one rendered conversation
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; the first is what templates read
+KEYS_OF_REASONING = frozenset(REASONING)
 
-_REASONING = frozenset(REASONING)
 _OF_DICT = frozenset(dir(dict))
 _OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))  # the sandbox writes those itself
 _OF_LOOP = frozenset(["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"])
@@ -113,7 +113,7 @@ def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     for message in messages:
         if None in message.values():
             message = {key: value for key, value in message.items() if value is not None}
-        if not _REASONING.isdisjoint(message):
+        if not KEYS_OF_REASONING.isdisjoint(message):
             reasoning = next(message[key] for key in REASONING if key in message)
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         result.append(message)

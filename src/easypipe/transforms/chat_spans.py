@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from easypipe.transforms.chat_sandbox import REASONING, RenderError, Template
+from easypipe.transforms.chat_sandbox import KEYS_OF_REASONING, REASONING, RenderError, Template
 
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2  # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
 FLAG = "train"  # a message's own word on whether it is trained
@@ -263,15 +263,16 @@ class _Words:
     def replace(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with a word in place of each text in it. Empty texts stay, for templates ask whether there is any."""
         said = message.get("content")
-        thinks = any(message.get(key) for key in REASONING)
+        thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(message.get(key) for key in REASONING)
         alone = not message.get("tool_calls") and not thinks
         result = dict(message)
         if isinstance(said, str) and said.strip():
-            pieces = _THINK.split(said)
-            result["content"] = "".join(
+            pieces = _THINK.split(said) if "think>" in said else [said]
+            new = [
                 piece if n % 2 or not piece.strip() else self.fresh(piece, i, whole=alone and len(pieces) == 1)
                 for n, piece in enumerate(pieces)
-            )
+            ]
+            result["content"] = "".join(new)
         elif isinstance(said, list):
             result["content"] = [
                 {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)} if part["text"].strip() else part
@@ -280,7 +281,7 @@ class _Words:
         if message.get("role") != "assistant":
             return result
         thought: dict[str, str] = {}
-        for key in REASONING:
+        for key in REASONING if thinks else ():
             value = message.get(key)
             if isinstance(value, str) and value.strip():
                 thought[value] = result[key] = thought.get(value) or self.fresh(value, i)
@@ -308,11 +309,19 @@ class _Words:
 
 def unused_stem(text: str, values: Any) -> str:
     """A word that stands neither in `text` nor in any text of `values`."""
-    everything = text + json.dumps(values, ensure_ascii=False, default=str)
     stem = "Sentinel"
-    while stem in everything:
+    while stem in text or _holds(values, stem):
         stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
     return stem
+
+
+def _holds(value: Any, word: str) -> bool:
+    """Whether a text within a value of JSON, or a key, holds the word."""
+    if isinstance(value, str):
+        return word in value
+    if isinstance(value, dict):
+        return any(word in key or _holds(item, word) for key, item in value.items())
+    return isinstance(value, list) and any(_holds(item, word) for item in value)
 
 
 def _shared(one: str, two: str) -> int:
