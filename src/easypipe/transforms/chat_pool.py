@@ -25,12 +25,10 @@ BATCH_BYTES = 1 << 20  # at most, where it is of more than one conversation
 LARGE_CALL = 1000  # conversations for which a second worker process is worth its start
 STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second of processor time
 
-MASKED_END, TRAINED_END = 1, 2  # see chat_spans.py
-
 
 class Rendered(NamedTuple):
     """spans: ascending character ranges that are trained. end: 0 where the template ended the last turn, else the EOS token has to
-    (MASKED_END or TRAINED_END). lost: tokens that a LengthPolicy took before the text was written."""
+    (MASKED_END or TRAINED_END, see chat_spans.py). lost: tokens that a LengthPolicy took before the text was written."""
 
     text: str
     spans: list[list[int]]
