@@ -1,7 +1,7 @@
 """Conversations to text with the characters that are trained: chat templates, run in processes that may not take long nor much.
 
 A template is a program of strangers, and a thread that runs one cannot be stopped. So templates run in a few worker processes
-(chat_pool.py, chat_worker.py), whose processor time and memory the system limits; one that goes too far ends alone, and is an error that names the row.
+(chat_pool.py), whose processor time and memory the system limits; one that goes too far ends alone, and is an error that names the row.
 """
 
 from __future__ import annotations
