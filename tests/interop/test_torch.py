@@ -115,3 +115,32 @@ def test_f26_a_streaming_dataset_shares_itself_over_workers_as_printed():
             for row in DataLoader(TorchRows(dataset), batch_size=None, num_workers=num_workers, timeout=60 if num_workers else 0)
         ]
         assert sorted(seen) == sorted(rows)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_that_shares_its_rows_over_workers_is_not_shared_twice(world_size: int):
+    """As those of `datasets` do: two files for two workers, of which each would have lost every other row."""
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"prompt": texts(30), "completion": [" yes"] * 30})
+    engine = PromptEngine(tokenizer(), PromptConfig(format_type="prompt_completion"))
+    wanted = sorted(tuple(engine.encode(row)["input_ids"].tolist()) for row in table)
+    seen = []
+    for rank in range(world_size):
+        rows = StreamingPreprocessedDataset(table.to_iterable_dataset(num_shards=2), engine, rank=rank, world_size=world_size)
+        data = DataLoader(TorchRows(rows), batch_size=None, num_workers=2, timeout=60)
+        seen += [tuple(row["input_ids"].tolist()) for row in data]
+    assert sorted(seen) == wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_of_a_stream_are_refused_to_workers(monkeypatch: pytest.MonkeyPatch, world_size: int):
+    stream = DataLoaderFactory().create_dataloader(IterableRows(), DataLoaderConfig(batch_size=3, world_size=world_size))
+    assert len(list(TorchBatches(stream))) == (8 if world_size == 1 else 4)
+    monkeypatch.setattr("easypipe.interop.torch.torch_worker", lambda: (0, 2))
+    with pytest.raises(ConfigError, match="2 workers, but streams are read forward"):
+        next(iter(TorchBatches(stream)))
+
+
+class IterableRows:
+    def __iter__(self):
+        return iter(ROWS)

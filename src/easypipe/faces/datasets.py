@@ -17,7 +17,7 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.faces.collators import create_causal_lm_collate
 from easypipe.faces.text_rows import tokenizer_config
-from easypipe.interop.workers import known_to_torch, torch_worker
+from easypipe.interop.workers import known_to_torch, shares_rows, torch_worker
 from easypipe.loader.items import fingerprint_of
 from easypipe.loader.ranks import check_rank
 from easypipe.plan.order import permute
@@ -101,7 +101,8 @@ class StreamingPreprocessedDataset:
     buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the order); they are held in memory.
     skip_errors: leave out rows that are no sample, counted by reason in `skipped`; else the first one raises SourceError.
     rank, world_size: of every world_size neighbouring rows the one that this process reads; a torch DataLoader's workers share these
-    further, so that each row appears once over all ranks and workers. Ranks that skip rows are not equally long.
+    further, so that each row appears once over all ranks and workers; a torch IterableDataset, as the streams of `datasets` are, gives
+    workers rows of their own itself. Ranks that skip rows are not equally long.
     """
 
     def __init__(
@@ -131,7 +132,10 @@ class StreamingPreprocessedDataset:
     def __iter__(self) -> Iterator[Encoded]:
         worker, workers = torch_worker()
         skipped = self.skipped = Counter[str]()
-        mine = itertools.islice(enumerate(self._data), self.rank + self.world_size * worker, None, self.world_size * workers)
+        first, step = self.rank, self.world_size
+        if not shares_rows(self._data):
+            first, step = first + step * worker, step * workers
+        mine = itertools.islice(enumerate(self._data), first, None, step)
         for number, row in _shuffled(mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker)):
             try:
                 made = _encode(self._engine, row, number)

@@ -11,6 +11,7 @@ import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.interop.workers import torch_worker
+from easypipe.loader.items import ForwardRows
 from easypipe.loader.loader import Loader
 from easypipe.loader.streaming import StreamLoader
 
@@ -83,7 +84,7 @@ class TorchBatches(data.IterableDataset):
     def _by_number(self, workers: int) -> Loader:
         """The loader, where worker processes can share it."""
         loader = self._loader
-        if isinstance(loader, StreamLoader):
+        if isinstance(loader, StreamLoader) or isinstance(getattr(loader.rows, "below", loader.rows), ForwardRows):
             problem, fix = "streams are read forward, so workers would all read everything", "Set num_workers=0: the loader has threads."
         elif loader.config.mesh is not None or loader.config.prefetch_to_device:
             problem, fix = "its batches lie on devices, which processes do not share", "Set num_workers=0, or leave mesh out."

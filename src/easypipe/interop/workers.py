@@ -18,3 +18,9 @@ def torch_worker() -> tuple[int, int]:
     data: Any = sys.modules.get("torch.utils.data")
     info = None if data is None else data.get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def shares_rows(data: Any) -> bool:
+    """Whether it gives each of a DataLoader's workers rows of its own, as torch asks of its iterable datasets: those of `datasets` do."""
+    torch: Any = sys.modules.get("torch.utils.data")
+    return torch is not None and isinstance(data, torch.IterableDataset)
