@@ -10,6 +10,7 @@ from option_effects import Effect
 _LOADERS = "faces/test_loaders.py::"
 _YAML = "faces/test_document_000.py::"
 _CHECKS = _YAML + "test_three_views_of_one_check"
+_IMAGES = "faces/test_classify.py::"
 _REGISTRY = "faces/test_registry.py::"
 
 OPTIONS: dict[str, dict[str, Effect]] = {
@@ -60,6 +61,36 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "modality": Effect("output", _REGISTRY + "test_f32_tasks_find_their_collators", "which collators are looked at"),
         "task_type": Effect("output", _REGISTRY + "test_f32_tasks_find_their_collators", "which of them is taken"),
         "options": Effect("output", _REGISTRY + "test_options_of_a_task_are_its_collators", "options of the collator"),
+    },
+    "ClassifyConfig": {
+        "task": Effect("output", _IMAGES + "test_what_rows_may_hold", "which collator makes batches, and its options"),
+        "data": Effect("output", _IMAGES + "test_the_command_and_python_train_the_same_and_go_on_when_killed", "see ImagesConfig"),
+        "model": Effect("output", _IMAGES + "test_options_of_the_network", "see ClassifierConfig"),
+        "train": Effect("output", _IMAGES + "test_the_command_and_python_train_the_same_and_go_on_when_killed", "see TrainConfig"),
+    },
+    "ImagesConfig": {
+        "data_files": Effect("output", _IMAGES + "test_what_rows_may_hold", "which rows"),
+        "val_files": Effect("output", _IMAGES + "test_options_of_the_data", "rows that are evaluated on"),
+        "val_split": Effect("output", _IMAGES + "test_options_of_the_data", "a share of data_files that is evaluated on"),
+        "type": Effect("output", _IMAGES + "test_options_of_the_data", "the format, where file names do not tell it"),
+        "split": Effect("output", _IMAGES + "test_options_of_the_data", "a part of the rows, as DatasetConfig has it"),
+        "image_column": Effect("output", _IMAGES + "test_options_of_the_data", "where images stand"),
+        "label_column": Effect("output", _IMAGES + "test_options_of_the_data", "where labels stand"),
+        "classes": Effect("output", _IMAGES + "test_labels_may_be_names", "the numbers of labels that are names"),
+        "batch_size": Effect("output", _IMAGES + "test_options_of_the_data", "rows of a batch"),
+        "num_epochs": Effect("output", _IMAGES + "test_options_of_the_data", "passes over the rows"),
+        "num_workers": Effect("threads", _IMAGES + "test_options_of_the_data", "threads that make batches ahead"),
+        "seed": Effect("output", _IMAGES + "test_options_of_the_data", "order and split"),
+        "cache_dir": Effect("files", _IMAGES + "test_rows_of_files_are_copied_once_and_mapped", "where rows are copied to"),
+    },
+    "ClassifierConfig": {
+        option: Effect("output" if option != "image_shape" else "error", _IMAGES + "test_options_of_the_network", of)
+        for option, of in {
+            "kind": "convolutions, or layers over all pixels",
+            "hidden_sizes": "how many layers, and how wide",
+            "num_classes": "logits of a row",
+            "image_shape": "the size that is trained on; others are refused",
+        }.items()
     },
     "OutputSchema": {
         "dtypes": Effect(

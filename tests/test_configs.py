@@ -8,6 +8,7 @@ import pytest
 
 import easypipe
 from easypipe.core.config import from_dict, load_yaml
+from easypipe.faces.classify import ClassifyConfig
 from easypipe.run import RunConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -15,13 +16,17 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_example_loads(path: Path) -> None:
-    run = from_dict(RunConfig, load_yaml(path), at=path.name)
+    values = load_yaml(path)
+    if "task" in values:
+        assert from_dict(ClassifyConfig, values, at=path.name).data.data_files
+        return
+    run = from_dict(RunConfig, values, at=path.name)
     assert run.data.datasets
     assert run.data.validate() == []
 
 
-def test_there_is_a_quickstart_a_pretraining_and_fine_tuning() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"quickstart", "pretrain", "sft", "sft_lora"}
+def test_there_is_one_for_each_kind_of_run() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"quickstart", "pretrain", "sft", "sft_lora", "dpo", "classify"}
 
 
 def test_fine_tuning_with_adapters_has_the_same_data() -> None:

@@ -29,6 +29,7 @@ from easypipe import (
 )
 from easypipe.core.config import is_config
 from easypipe.core.schema import INPUT_IDS, OutputSchema, TaskSpec
+from easypipe.faces.classify import ClassifyConfig
 from easypipe.faces.data_pipeline import DataPipelineConfig
 from easypipe.pipeline import PipelineConfig
 from easypipe.run import RunConfig
@@ -60,9 +61,9 @@ OF_PIPELINES = config_classes()
 OF_RUNS = {name: cls for name, cls in config_classes(RunConfig).items() if name not in OF_PIPELINES}
 OF_FACES = {
     name: cls
-    for root in (DataPipelineConfig, TaskSpec, OutputSchema)
+    for root in (DataPipelineConfig, ClassifyConfig, TaskSpec, OutputSchema)
     for name, cls in config_classes(root).items()
-    if name not in OF_PIPELINES
+    if name not in OF_PIPELINES and name not in OF_RUNS
 }
 TABLES = {
     "option_effects.py": (OPTIONS, OF_PIPELINES),

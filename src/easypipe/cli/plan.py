@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from easypipe.cli.configs import Described, described
-from easypipe.cli.prepare import ConfigFile, Overrides
+from easypipe.cli.prepare import ConfigFile, Overrides, of_images
 from easypipe.cli.show import console, progress
-from easypipe.core.errors import EasypipeError
+from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.protocols import ProgressListener, silent
 
 if TYPE_CHECKING:
+    from easypipe.faces.classify import ClassifyPlan
     from easypipe.stages.plan_report import PlanReport
     from easypipe.train.aot import StepPlan
 
@@ -37,6 +38,10 @@ def plan(
     overrides: Overrides = None,
 ) -> None:
     """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk; and on which devices it fits."""
+    if of_images(config, overrides or []):
+        planned = _images_plan(config, overrides or [], steps, topology)
+        _show(json.dumps(planned.to_json(), indent=1) if as_json else str(planned), as_json)
+        return
     run = described(config, overrides or [])
     if topology is None:
         report = _data_plan(run, steps, prepare, as_json)
@@ -53,6 +58,14 @@ def plan(
         data, missing = None, str(error)
     found = {"step": compiled.to_json(), "data": data and data.to_json(), "data_missing": missing}
     _show(json.dumps(found, indent=1) if as_json else str(data or f"  not known: {missing}"), as_json)
+
+
+def _images_plan(config: Path, overrides: list[str], steps: int | None, topology: str | None) -> ClassifyPlan:
+    from easypipe.faces import classify  # jax
+
+    if topology is not None:
+        raise ConfigError(at="--topology", problem="is for runs on text, and this one is on images", fix="Leave it out.")
+    return classify.plan(classify.ClassifyConfig.load(config, overrides), steps)
 
 
 def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) -> PlanReport:

@@ -14,6 +14,8 @@ from easypipe.jobs import chains, prepare_data, with_tokenizer_of
 from easypipe.pipeline import PipelineConfig
 from easypipe.train.models.config import PretrainedConfig
 
+TASK = "task"  # the key by which a run on images is told from one on text
+
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a value of the config; may be repeated.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="A run config (data, model, train, eval), or a pipeline config.")]
 
@@ -40,8 +42,16 @@ def prepare(config: ConfigFile, overrides: Overrides = None, shard: Part = None,
     console.print("prepared; train with: easypipe train " + str(config), highlight=False)
 
 
+def of_images(config: Path, overrides: list[str]) -> bool:
+    """Whether it is a config of ClassifyConfig, and not one of text."""
+    return TASK in apply_overrides(load_yaml(config), overrides)
+
+
 def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
     """The data of a run config, or a pipeline config on its own. The model is not looked at: no jax is needed to prepare data."""
+    if TASK in values:
+        problem = "a run on images, of which this command knows nothing"
+        raise ConfigError(at=TASK, problem=problem, fix="For such runs there are `easypipe train` and `easypipe plan`.")
     if "data" not in values:
         return from_dict(PipelineConfig, values), {}
     known = ("data", "model", "train", "eval")

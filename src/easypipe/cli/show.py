@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -71,9 +72,7 @@ def training() -> Iterator[TrainListener]:
             line = training_line(event)
             bars.update(task, line=line)
             if "eval" in event.record or not bars.console.is_terminal:
-                held_out = "  ".join(
-                    f"{name} {seen['loss']:.3f} (ppl {seen['ppl']:.1f})" for name, seen in event.record.get("eval", {}).items()
-                )
+                held_out = "  ".join(f"{name} {seen['loss']:.3f} ({quality(seen)})" for name, seen in event.record.get("eval", {}).items())
                 if held_out or event.step % 10 == 0:
                     bars.console.print(
                         f"step {event.step:>5}  {line}" + (f"  held out: {held_out}" if held_out else ""), highlight=False, soft_wrap=True
@@ -83,15 +82,23 @@ def training() -> Iterator[TrainListener]:
         yield listen
 
 
+def quality(seen: Mapping[str, Any]) -> str:
+    """What else an evaluation came to: of classes the share that is right, of tokens the perplexity."""
+    return f"accuracy {seen['accuracy']:.2%}" if "accuracy" in seen else f"ppl {seen['ppl']:.1f}"
+
+
 def training_line(event: TrainEvent) -> str:
-    """Loss, perplexity, gradient norm, learning rate, real tokens a second, MFU where the peak is known, time spent waiting for data."""
+    """Loss, perplexity (of classes: what share is right), gradient norm, learning rate, real tokens (images) a second, MFU where the
+    peak is known, time spent waiting for data.
+    """
     r = event.record
     parts = ["skipped: not finite" if r["loss"] is None else f"loss {r['loss']:.4f}"]
+    of_classes = "accuracy" in r
     for key, text in (
-        ("ppl", "ppl {:.1f}"),
+        ("accuracy", "accuracy {:.1%}") if of_classes else ("ppl", "ppl {:.1f}"),
         ("grad_norm", "grad {:.2f}"),
         ("learning_rate", "lr {:.2e}"),
-        ("tokens_per_second", "{:,.0f} tok/s"),
+        ("tokens_per_second", f"{{:,.0f}} {'images' if of_classes else 'tok'}/s"),
         ("mfu", "MFU {:.1%}"),
         ("data_wait", "wait {:.1%}"),
     ):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from easypipe.cli.prepare import ConfigFile, Overrides
-from easypipe.cli.show import console, progress, show_report, training
+from easypipe.cli.prepare import ConfigFile, Overrides, of_images
+from easypipe.cli.show import console, progress, quality, show_report, training
 from easypipe.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,9 +24,20 @@ def train(
     prompt: Annotated[str, typer.Option(help="What they begin with; without it, as documents begin.")] = "",
 ) -> None:
     """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint with the same batches."""
+    if of_images(config, overrides or []):
+        _train_classifier(config, overrides or [])
+        return
     run = load(config, overrides or [])
     result = run_training(run)
     show_result(run, result, samples, prompt)
+
+
+def _train_classifier(config: Path, overrides: list[str]) -> None:
+    from easypipe.faces import classify
+
+    run = classify.ClassifyConfig.load(config, overrides)
+    with training() as heard:
+        show_measured(classify.train(run, listener=heard))
 
 
 def load(config: Path, overrides: list[str]) -> RunConfig:
@@ -51,16 +62,21 @@ def run_training(run: RunConfig) -> TrainResult:
 def show_result(run: RunConfig, result: TrainResult, samples: int, prompt: str = "") -> None:
     from easypipe.train.distributed import several
 
+    show_measured(result)
+    if samples and not several():
+        for text in sample(run, result, samples, prompt):
+            console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_measured(result: TrainResult) -> None:
+    """Losses, and where the files of the run are."""
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
     console.print(f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last", highlight=False)
     for name, seen in last.get("eval", {}).items():
-        console.print(f"held out {name}: loss {seen['loss']:.4f}, ppl {seen['ppl']:.1f}", highlight=False)
+        console.print(f"held out {name}: loss {seen['loss']:.4f}, {quality(seen)}", highlight=False)
     for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
         console.print(f"{what}: {where.absolute()}", highlight=False, soft_wrap=True)
-    if samples and not several():
-        for text in sample(run, result, samples, prompt):
-            console.print(f"  » {text!r}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _loss(record: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
 from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.classifier_config import ClassifierConfig
 from easypipe.train.config import TrainConfig
 from easypipe.train.lora import fingerprint
 from easypipe.train.mesh import make_mesh
@@ -80,7 +81,10 @@ def _origin(saved: Any, config: TrainConfig, base: Model | None, at: str) -> Ori
     if saved["identity"]["model"] is None:
         fix = "Give the same as `base`: load_trained(run, base=...)."
         raise ConfigError(at=at, problem="its model was a module or a function from Python, which is not known here", fix=fix)
-    shape = from_dict(ModelConfig, saved["identity"]["model"])
+    described = saved["identity"]["model"]
+    if "num_classes" in described:
+        return origin_of(from_dict(ClassifierConfig, described), config.seed, config.lora)
+    shape = from_dict(ModelConfig, described)
     if saved.get("origin") is None:
         return origin_of(shape, config.seed, config.lora)
     named = from_dict(PretrainedConfig, saved["origin"]["config"])

@@ -22,6 +22,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
 from easypipe.train.axes import BATCH_AXES, on_mesh, rules, vocab_axes
+from easypipe.train.classifier import Classifier
 from easypipe.train.config import LossConfig
 from easypipe.train.mesh_config import axes_of
 
@@ -90,7 +91,22 @@ def logits_loss_sums(model: Any, batch: Mapping[str, Array], *, z_loss: float = 
     """
     taken = {name: batch[name] for name in call_names(model) if name in ("segment_ids", "position_ids") and name in batch}
     logits_BSV = model(batch["input_ids"], **taken).astype(jnp.float32)
-    labels_BS, vocab = batch["labels"], logits_BSV.shape[-1]
+    return _sums(logits_BSV, batch["labels"], z_loss, label_smoothing)
+
+
+def classification_sums(model: Any, batch: Mapping[str, Array], *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> LossOutput:
+    """As logits_loss_sums, of a module that gives logits of classes, [B, N], for `pixel_values`, [B, H, W, C]; `labels` are Int[B].
+
+    Rows with label -100 do not count. `more` has accuracy: how many of the others have their label's logit as the largest one.
+    """
+    logits_BN = model(batch["pixel_values"]).astype(jnp.float32)
+    hits_B = (jnp.argmax(logits_BN, axis=-1) == batch["labels"]) & (batch["labels"] != IGNORE)
+    out = _sums(logits_BN, batch["labels"], z_loss, label_smoothing)
+    return out._replace(more={"accuracy": hits_B.sum().astype(jnp.float32)})
+
+
+def _sums(logits_BSV: Array, labels_BS: Array, z_loss: float, label_smoothing: float) -> LossOutput:
+    vocab = logits_BSV.shape[-1]
     counted_BS = labels_BS != IGNORE
     outside = (counted_BS & ((labels_BS < 0) | (labels_BS >= vocab))).any()
     lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
@@ -122,6 +138,9 @@ def default_loss(model: Any, config: LossConfig) -> tuple[Callable[..., LossOutp
         if option in options:
             problem = "has no effect on a module without `hidden` and `lm_head`, whose logits are all held"
             raise ConfigError(at=f"train.loss.{option}", problem=problem, fix="Leave it out, or give the module these two.")
+    if isinstance(model, Classifier):
+        plain = functools.partial(classification_sums, **options)
+        return plain, plain
     if "segment_ids" not in call_names(model):
         kind = type(getattr(model, "to_nnx__module", model)).__name__
         logger.warning("model: %s takes no segment_ids: documents that are packed into one row see each other", kind)

@@ -15,6 +15,8 @@ from flax import nnx
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
+from easypipe.train.classifier import Classifier
+from easypipe.train.classifier_config import ClassifierConfig
 from easypipe.train.lora import add_lora
 from easypipe.train.lora_config import LoraConfig
 from easypipe.train.loss import call_names
@@ -23,7 +25,9 @@ from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import Pretrained, find_pretrained
 from easypipe.train.optim import Optimizer
 
-Model = ModelConfig | PretrainedConfig | str | Path | nnx.Module | Callable[[nnx.Rngs], nnx.Module]  # or a linen.Module, also a callable
+Model = (
+    ModelConfig | ClassifierConfig | PretrainedConfig | str | Path | nnx.Module | Callable[[nnx.Rngs], nnx.Module]
+)  # or a linen.Module, also a callable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +36,15 @@ class Origin:
 
     build: Callable[[], nnx.Module]
     config: ModelConfig | None = None  # of a Decoder
+    classifier: ClassifierConfig | None = None  # of a Classifier
     is_module: bool = False  # `build` gives arrays that belong to somebody else
     pretrained: Pretrained | None = None
     trained: type[nnx.Variable] = nnx.Param
+
+    @property
+    def shape(self) -> ModelConfig | ClassifierConfig | None:
+        """What checkpoints tell models apart by; None of a module from Python."""
+        return self.config or self.classifier
 
     def record(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of a published model: its name, its commit, its config.json."""
@@ -62,6 +72,9 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
     trained, adapted = _adapting(seed, lora)
     if isinstance(model, ModelConfig):
         return Origin(build=lambda: adapted(Decoder(model, nnx.Rngs(seed))), config=model, trained=trained)
+    if isinstance(model, ClassifierConfig):
+        classifier = model
+        return Origin(build=lambda: adapted(Classifier(classifier, nnx.Rngs(seed))), classifier=classifier, trained=trained)
     if isinstance(model, PretrainedConfig):
         return from_pretrained(find_pretrained(model, has_adapters=lora is not None), seed, lora)
     if isinstance(model, nnx.Module):
@@ -75,7 +88,15 @@ def origin_of(model: Any, seed: int, lora: LoraConfig | None = None) -> Origin:
     if callable(model):
         return Origin(build=lambda: adapted(model(nnx.Rngs(seed))), trained=trained)
     problem = f"{type(model).__name__} is no model"
-    have = ("ModelConfig", "PretrainedConfig", "a folder or Hub name", "nnx.Module", "linen.Module", "a function of nnx.Rngs")
+    have = (
+        "ModelConfig",
+        "ClassifierConfig",
+        "PretrainedConfig",
+        "a folder or Hub name",
+        "nnx.Module",
+        "linen.Module",
+        "a function of nnx.Rngs",
+    )
     raise ConfigError(at="model", problem=problem, have=have)
 
 

@@ -92,9 +92,9 @@ class TrainResult:
 class Trainer:
     """`Trainer(ModelConfig(...), TrainConfig(...), loader, {"held_out": other}).run()`.
 
-    model: a ModelConfig; or a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are read onto the mesh
-    when the run begins; or a function of nnx.Rngs that builds an nnx.Module; or such a module, whose arrays are copied; or a Flax Linen
-    module, through nnx.bridge.
+    model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are
+    read onto the mesh when the run begins; a function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied; or a
+    Flax Linen module, through nnx.bridge.
     train, evals: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and segment_ids and position_ids
     where rows are packed. A batch is the batch of one optimizer step.
     loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`; for
@@ -220,7 +220,7 @@ class Trainer:
             if self._reference is not None:
                 self._reference.keep(state.params if begun is None else self.fresh().params)
             if self.writes:
-                write_config(self.output_dir, self._run_config or {"model": self.origin.config, "train": self.config})
+                write_config(self.output_dir, self._run_config or {"model": self.origin.shape, "train": self.config})
                 write_versions(self.output_dir, step)
                 write_fingerprints(self.output_dir, self.train, {one.name: one.loader for one in self.evals})
             metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=self.writes)))
@@ -379,7 +379,7 @@ class Trainer:
         for name in ("lora", "preference"):  # only where there is one, so that it is told whether there was
             if (value := getattr(self.config, name)) is not None:
                 train[name] = to_dict(value)
-        return {"model": to_dict(self.origin.config), "train": train, "loader": {"batch_size": self.train.batch_size}}
+        return {"model": to_dict(self.origin.shape), "train": train, "loader": {"batch_size": self.train.batch_size}}
 
     def meter(self) -> Meter:
         """What reads this run's steps."""
