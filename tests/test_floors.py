@@ -41,7 +41,7 @@ ROOMS = {
     "grain": ("interop",),  # importing it loads jax
     "torch": ("interop",),
     "datasets": ("interop",),
-    "numba": ("plan", "loader", "sources"),
+    "numba": ("core/jit.py", "sources"),
     "matplotlib": ("train", "cli"),
     "rich": ("cli",),
     "typer": ("cli",),

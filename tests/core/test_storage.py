@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from easypipe.core import storage
 from easypipe.core.errors import MissingFileError, StorageError
@@ -70,6 +71,13 @@ def test_stamp_and_object_stores() -> None:
     assert storage.read_bytes("memory://bucket/x") == b"hello"
     assert storage.exists("memory://bucket/x")
     assert not storage.exists("memory://bucket/y")
+
+
+@pytest.mark.parametrize("size", [0, 1, storage.HASHED_BYTES - 1, storage.HASHED_BYTES, 2 * storage.HASHED_BYTES + 7])
+def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path, size: int) -> None:
+    content = bytes(i * 37 % 251 for i in range(size))
+    stamp = storage.commit_bytes(tmp_path / "x", content)
+    assert stamp == storage.checksum(tmp_path / "x") == storage.Stamp(num_bytes=size, checksum=xxhash.xxh3_128_hexdigest(content))
 
 
 def test_errors_name_the_path(tmp_path: Path) -> None:

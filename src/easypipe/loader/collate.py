@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.jit import jit
 from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
-from easypipe.plan.jit import jit
 from easypipe.transforms.tokenizer_config import PaddingSide, check_padding
 
 ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy

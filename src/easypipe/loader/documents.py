@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.jit import jit
 from easypipe.loader.gather import copy, part_of, tables
 from easypipe.loader.staged import staged
-from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
 from easypipe.sources.cache import TokenCache
 

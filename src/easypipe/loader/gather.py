@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.jit import jit
 from easypipe.loader.collate import shift_labels
-from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
 
 CACHE_LINE = 64  # bytes that memory is read by

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from easypipe.core.jit import jit
 from easypipe.core.schema import IGNORE
 from easypipe.loader.gather import part_of
-from easypipe.plan.jit import jit
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
 
 

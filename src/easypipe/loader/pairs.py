@@ -6,8 +6,8 @@ SEGMENT_BREAK; in rows they are two segments, of which neither sees the other.
 
 from __future__ import annotations
 
+from easypipe.core.jit import jit
 from easypipe.core.schema import SEGMENT_BREAK
-from easypipe.plan.jit import jit
 
 
 @jit

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
 from easypipe.loader.gather import part_of, tables
 from easypipe.loader.staged import staged
-from easypipe.plan.jit import jit
 from easypipe.plan.windows import Plan, Window
 from easypipe.sources.address import int64_at, uint8_at
 from easypipe.sources.cache import TokenCache

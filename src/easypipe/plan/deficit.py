@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.plan.jit import jit
+from easypipe.core.jit import jit
 from easypipe.plan.mix import MAX_DRAWS, Draws
 from easypipe.plan.schedule import apportion
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
-from easypipe.plan.jit import jit
+from easypipe.core.jit import jit
 
 Stop = Literal["restart", "first_exhausted", "all_exhausted"]
 

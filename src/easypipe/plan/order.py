@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
+from easypipe.core.jit import jit
 from easypipe.core.random import MAX_ROWS, ROUNDS
-from easypipe.plan.jit import jit
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
-from easypipe.plan.jit import jit
+from easypipe.core.jit import jit
 from easypipe.plan.order import permute
 
 Strategy = Literal["greedy", "pool", "first_fit", "stream"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.plan.jit import jit
+from easypipe.core.jit import jit
 from easypipe.plan.window import Window
 
 

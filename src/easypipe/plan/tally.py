@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.plan.jit import jit
+from easypipe.core.jit import jit
 
 
 @dataclass(frozen=True, kw_only=True)

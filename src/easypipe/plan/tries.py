@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.plan.jit import jit
+from easypipe.core.jit import jit
 from easypipe.plan.pack import LEVELS, OVERSIZE, Layout, PackSpec, arrange, assign, clear_bit, next_bit, pack_window, set_bit
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import PlanError
+from easypipe.core.jit import jit
 from easypipe.core.random import child, fold
 from easypipe.plan import mix
 from easypipe.plan.deficit import MAX_SIZE, draw_owed_most, first_draws, with_margin
-from easypipe.plan.jit import jit
 from easypipe.plan.order import documents
 from easypipe.plan.pack import Layout, PackSpec, cut_stream, one_row_each, oversize_error, pack_window
 from easypipe.plan.spec import PlanDataset, PlanSpec

@@ -8,32 +8,38 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from easypipe.core.jit import jit, later
 
-def _pointer(kind: Any) -> Any:
-    @intrinsic
-    def at(typing_context: Any, address: Any) -> Any:
-        signature = types.CPointer(kind)(types.uint64)
 
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+def _pointer(kind: str) -> Any:
+    def make() -> Any:
+        from numba import types
+        from numba.extending import intrinsic
 
-        return signature, generate
+        @intrinsic
+        def at(typing_context: Any, address: Any) -> Any:
+            signature = types.CPointer(getattr(types, kind))(types.uint64)
 
-    return at
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+            return signature, generate
+
+        return at
+
+    return later(make)
 
 
 # `int64_at(address)[i]` inside a kernel; `address` is a uint64
-int64_at = _pointer(types.int64)
-uint8_at = _pointer(types.uint8)
-uint16_at = _pointer(types.uint16)
-uint32_at = _pointer(types.uint32)
+int64_at = _pointer("int64")
+uint8_at = _pointer("uint8")
+uint16_at = _pointer("uint16")
+uint32_at = _pointer("uint32")
 
 
-@njit(nogil=True, cache=True)
+@jit
 def list_lengths(
     docs: NDArray[np.int64], first_doc: NDArray[np.int64], offsets_address: NDArray[np.uint64], out: NDArray[np.int32]
 ) -> None:
@@ -48,7 +54,7 @@ def list_lengths(
         out[i] = offsets[local + 1] - offsets[local]
 
 
-@njit(nogil=True, cache=True)
+@jit
 def count_zeros(first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64]) -> int:
     """How many documents have a byte of 0."""
     zeros = 0
@@ -59,7 +65,7 @@ def count_zeros(first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64])
     return zeros
 
 
-@njit(nogil=True, cache=True)
+@jit
 def byte_values(docs: NDArray[np.int64], first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64], out: NDArray[np.bool_]) -> None:
     """out[i] = the byte of docs[i] is not 0."""
     part = 0

@@ -101,6 +101,7 @@ class FileSource(ShardedDataSource):
     """
 
     reader: ClassVar[type[Format]]
+    checks_text: ClassVar[bool] = True  # every string that it returns is UTF-8
 
     def __init__(
         self,

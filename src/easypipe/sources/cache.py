@@ -27,6 +27,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
 from easypipe.sources import mapping
+from easypipe.sources.address import byte_values, count_zeros, list_lengths
 from easypipe.sources.cache_folder import CacheFolder, RemoteFolder
 from easypipe.sources.manifest import Manifest, Part, read_manifest
 from easypipe.sources.staging import AGAIN, Staged
@@ -164,20 +165,14 @@ class TokenCache(ShardedDataSource):
 
     def lengths(self, docs: NDArray[np.int64]) -> NDArray[np.int32]:
         """Stored tokens of each of `docs` (Int64[n]); Int32[n]. Raises IndexError for a document that does not exist."""
-        from easypipe.sources.address import list_lengths  # numba is loaded when tokens are first needed
-
         return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
     def has_eos(self, docs: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of `docs` (Int64[n]) already ends with the tokenizer's EOS; Bool[n]."""
-        from easypipe.sources.address import byte_values
-
         return self._of_each(docs, byte_values, self._buffers.eos_address, np.bool_)
 
     def count_without_eos(self) -> int:
         """Documents that do not end with the tokenizer's EOS."""
-        from easypipe.sources.address import count_zeros
-
         parts, found = np.arange(len(self._parts)), 0
         for here in self._held_in_turn(parts):
             a, b = int(here[0]), int(here[-1]) + 1

@@ -43,7 +43,8 @@ logger = logging.getLogger("easypipe")
 
 SAMPLE_ROWS = 256  # of the data, compared with the reference before the fast backend is used on it
 SAMPLE_BYTES = 64 << 10
-UPLOADS = 8  # ranges that are on their way to a bucket
+SYNCS = 3  # ranges that wait for the disk while others are worked on ...
+UPLOADS = 8  # ... or are on their way to a bucket
 
 
 class Options(TypedDict, total=False):
@@ -239,11 +240,11 @@ def _open(job: _Job) -> TokenCache | None:
 def _run(job: _Job, ranges: Sequence[Range]) -> Generator[Record]:
     """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way.
 
-    One thread more than work at a time, a few for a bucket: committing is waiting for the disk or the store.
+    A few threads more than work at a time: committing is waiting for the disk or the store.
     """
     under_way: deque[Future[Record]] = collections.deque()
     waiting = iter(ranges)
-    threads = job.workers + (UPLOADS if job.folder.remote else 1)
+    threads = job.workers + (UPLOADS if job.folder.remote else SYNCS)
     pool = ThreadPoolExecutor(max(1, min(threads, len(ranges))), thread_name_prefix="easypipe-tokenize")
     try:
         for _ in ranges:

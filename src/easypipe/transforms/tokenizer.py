@@ -104,7 +104,7 @@ class Tokenizer:
         golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
         self.fingerprint: str = digest(
             "tokenizer",
-            hashlib.sha256(self._definition.encode()).hexdigest(),
+            _sha256(self._definition),
             [self.bos_token_id, self.eos_token_id, self.pad_token_id, config.add_special_tokens],
             golden,
         )
@@ -299,6 +299,11 @@ class Tokenizer:
             return None
         logger.warning("tokenizer %s: no tokenizer_config.json names its eos_token; taking %r", self.name, found[0])
         return added[found[0]]
+
+
+@functools.lru_cache(maxsize=1)
+def _sha256(definition: str) -> str:
+    return hashlib.sha256(definition.encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=1)  # a run loads its tokenizer for every dataset and every held-out set; nothing changes it

@@ -148,10 +148,22 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
 def _read(path: Path, folder: Path) -> TokenizerFiles:
     try:
-        definition = path.read_bytes().decode()  # megabytes; reading as text would look for line ends
+        definition = _decoded(path.read_bytes())  # megabytes; reading as text would look for line ends
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(at=str(path), problem=f"cannot be read: {error}", fix="Give a tokenizer.json in UTF-8.") from error
     return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
+
+
+_kept: tuple[bytes, str] = b"", ""
+
+
+def _decoded(raw: bytes) -> str:
+    """The last text is kept: the same object again spares whoever knows it by its content milliseconds of hashing."""
+    global _kept
+    kept = _kept
+    if kept[0] != raw:
+        _kept = kept = raw, raw.decode()
+    return kept[1]
 
 
 def _options(path: Path) -> dict[str, Any]:

@@ -4,9 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import easypipe
+from easypipe.core.jit import jit
 
 PROGRAM = """
 import logging, sys
@@ -42,3 +44,29 @@ def test_kernels_are_kept_in_the_users_cache_where_the_package_is_read_only(tmp_
     (package / "plan" / "__pycache__").write_text("")
     assert "no disk cache" not in run(package, str(home))
     assert list(home.rglob("*.nbi"))
+
+
+def test_numba_is_loaded_by_the_first_kernel_alone() -> None:
+    program = PROGRAM.replace("import numpy", "from easypipe import Pipeline, tokenize_and_save\nprint('numba' in sys.modules)\nimport numpy")
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split() == ["False", "1"]
+
+
+def test_threads_that_call_a_kernel_first_at_the_same_time_get_one() -> None:
+    @jit
+    def twice(x: int) -> int:
+        return 2 * x
+
+    made, start = [], threading.Barrier(4)
+
+    def call() -> None:
+        start.wait()
+        made.append((twice(21), twice.made()))  # pyright: ignore[reportFunctionMemberAccess]
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {result for result, _ in made} == {42}
+    assert len({id(kernel) for _, kernel in made}) == 1

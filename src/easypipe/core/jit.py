@@ -1,0 +1,73 @@
+"""How kernels are compiled: on first call, without the GIL, kept on disk where a folder for it can be written.
+
+Numba is imported by the first kernel that is called: whoever tokenizes, or only looks at a config, does not wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger("easypipe")
+
+_making = threading.RLock()
+
+
+def jit(function: F) -> F:
+    """`numba.njit(nogil=True)` with a disk cache. What it calls by a global name may be a kernel, or `later` made, itself.
+
+    Numba keeps compiled code beside the source, else in the user's cache folder, and raises RuntimeError where neither can be
+    written (a read-only image without a home). There the kernels compile in every process: slower to start, equal in result.
+    """
+    return cast(F, _Kernel(function))
+
+
+def later(make: Callable[[], Any]) -> Any:
+    """Stands for `make()`, called once, in the globals of kernels: for what cannot be made without Numba."""
+    return _Later(make)
+
+
+class _Later:
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._value: Any = None
+
+    def made(self) -> Any:
+        with _making:
+            if self._value is None:
+                self._value = self._make()
+            return self._value
+
+
+class _Kernel(_Later):
+    """A kernel before its first call. From then on its module, and each kernel that calls it, knows it as Numba made it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(functools.partial(_compiled, function))
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._value or self.made())(*arguments)
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    import numba
+
+    known = function.__globals__
+    for name in function.__code__.co_names:
+        named = known.get(name)
+        if isinstance(named, _Later) and name != function.__name__:
+            known[name] = named.made()
+    try:
+        made = numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError as error:
+        logger.debug("no disk cache for %s: %s", function.__name__, error)
+        made = numba.njit(nogil=True)(function)
+    if isinstance(known.get(function.__name__), _Later):
+        known[function.__name__] = made
+    return made
