@@ -47,7 +47,8 @@ def test_kernels_are_kept_in_the_users_cache_where_the_package_is_read_only(tmp_
 
 
 def test_numba_is_loaded_by_the_first_kernel_alone() -> None:
-    program = PROGRAM.replace("import numpy", "from easypipe import Pipeline, tokenize_and_save\nprint('numba' in sys.modules)\nimport numpy")
+    first = "from easypipe import Pipeline, tokenize_and_save\nprint('numba' in sys.modules)\n"
+    program = PROGRAM.replace("import numpy", f"{first}import numpy")
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout.split() == ["False", "1"]
 
