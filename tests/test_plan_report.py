@@ -165,6 +165,16 @@ def test_caps_end_a_mixture_that_restarts(tmp_path: Path) -> None:
     ).plan()
     assert [d.epochs for d in report.datasets] == [2.0, 3.0]
     assert report.steps == report.steps_available
+    assert "code leaves the mixture after 2 passes (mix.max_epochs), the others go on by their weights" in report.notes
+
+
+def test_datasets_that_end_unevenly_are_named(tmp_path: Path) -> None:
+    """60 documents of code take 26 of docs with them; of docs 64 of 90 stand behind the end, in every epoch."""
+    pipeline = mixed(tmp_path, load={"batch_size": 2, "num_epochs": 2})
+    unreached = pipeline.ledger().find("mix", "docs", "documents").out["unreached"]
+    [note] = [note for note in pipeline.plan().notes if "not reached" in note]
+    assert note == f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the mixture before"
+    assert not [note for note in pipeline.plan(3).notes if "not reached" in note], "a run that stops before has not met the end"
 
 
 def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:

@@ -130,6 +130,18 @@ def test_ctrl_c_leaves_what_is_committed(pipeline_yaml: Path, monkeypatch: pytes
     assert "stopped; run the same command again to go on" in capsys.readouterr().err
 
 
+def test_ctrl_c_before_a_command_began_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loading the commands takes a second where the machine is cold."""
+
+    class Loading:
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "easypipe.cli.app", Loading())
+    assert main(["--version"]) == 130
+    assert capsys.readouterr().err == "easypipe: stopped; run the same command again to go on\n"
+
+
 def test_train_and_its_refusals(pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
     data = yaml.safe_load(pipeline_yaml.read_text()) | {"load": {"batch_size": 4, "num_epochs": None}, "seed": None}

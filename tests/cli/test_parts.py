@@ -49,6 +49,9 @@ def test_f15_parts_on_several_machines_make_what_one_machine_makes(tmp_path: Pat
     assert easypipe("prepare", "run.yaml", "--shard", "1/2", cwd=array).returncode == 0
     last = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
     assert last.returncode == 0, last.stderr
+    said = next(line for line in last.stdout.splitlines() if line.startswith("tokenize d:"))
+    assert "5 ranges found finished" in said, "seconds in which nothing was tokenized make no rate"
+    assert "MB/s" not in said
     made = {folder: {f.name: f.read_bytes() for f in (folder / "out").rglob("*") if f.is_file()} for folder in (alone, array)}
     assert made[alone] == made[array]
 

@@ -8,6 +8,9 @@ import re
 import numpy as np
 import pytest
 
+import pipelines
+from easypipe import Pipeline, PipelineConfig
+from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.loader.loader import Loader, LoadStageConfig
@@ -130,6 +133,39 @@ def _refusal(one: Loader, text: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"seed": 8}, "plan.seed was 7, is 8"),
+        ({"mix": {"weights": {"code": 1, "docs": 1}}}, "plan.weights was [7, 3], is [1, 1]"),
+        ({"pack": {"seq_length": 32}}, "plan.pack.seq_length was 64, is 32"),
+        ({"pack": {"strategy": "first_fit"}}, "plan.pack.strategy was 'greedy', is 'first_fit'"),
+        ({"order": {"shuffle": False}}, "plan.order.shuffle was True, is False"),
+        ({"mix": {"stop_strategy": "all_exhausted"}}, "plan.stop was 'first_exhausted', is 'all_exhausted'"),
+        ({"mix": {"max_epochs": {"docs": 3}}}, "plan.max_epochs was None, is [None, 3]"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_choice_that_changed_is_named(tmp_path, now, words, streaming):
+    def make(now):
+        options = {
+            "mix": {"weights": {"code": 7, "docs": 3}, "stop_strategy": "first_exhausted", **now.get("mix", {})},
+            "pack": {"seq_length": 64, **now.get("pack", {})},
+            "load": {"batch_size": 4},
+            **{key: value for key, value in now.items() if key not in ("mix", "pack")},
+        }
+        given = from_dict(PipelineConfig, {**to_dict(pipelines.config(tmp_path)), "streaming": streaming, **options})
+        return Pipeline(given).source().tokenize().mix().pack().load().build()
+
+    text = after(make({}), 2)
+    refusal = _refusal(make(now), text)
+    if streaming:  # the same words for the same things
+        words = words.replace("plan.order.shuffle", "plan.shuffle")
+    assert "plan changed since this state was saved: " in refusal
+    assert words in refusal
+    make({}).restore(text)
+
+
 def test_allowing_what_did_not_change_records_nothing():
     text = after(loader(), 3)
     one = loader()
@@ -156,7 +192,9 @@ def test_only_the_datasets_that_changed_are_named():
     assert "dataset d1 was" in refusal
     assert "dataset d0" not in refusal
     added = _refusal(Loader(plan_rows([CACHE, OTHER, OTHER]), LoadStageConfig(batch_size=4)), text)
-    assert re.search(r"changed since this state was saved: dataset d2 was None, is '\w{8}'\. ", added)
+    assert re.search(
+        r"changed since this state was saved: dataset d2 was None, is '\w{8}'; plan\.weights was \[1, 1\], is \[1, 1, 1\]\. ", added
+    )
 
 
 @pytest.mark.parametrize("datasets", [16, 60])

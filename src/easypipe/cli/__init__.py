@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -9,6 +10,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0 done, 1 a failure of easypipe or the machine, 2 something for the user to correct,
     128 + n stopped by signal n.
     """
-    from easypipe.cli.app import run
+    try:
+        from easypipe.cli.app import run
 
-    return run(arguments)
+        return run(arguments)
+    except KeyboardInterrupt:  # before a command began: a cold import takes its time
+        print("easypipe: stopped; run the same command again to go on", file=sys.stderr)
+        return 130

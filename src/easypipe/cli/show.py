@@ -135,7 +135,8 @@ def show_report(report: SaveReport) -> None:
     facts = report.ledger.facts
     for name in [key.removesuffix(".seconds") for key in facts if key.startswith("tokenize.") and key.endswith(".seconds")]:
         seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")
-        rate_text = "" if rate is None else f", {rate:,.1f} MB/s"
+        found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
+        rate_text = found if rate is None else f", {rate:,.1f} MB/s"
         console.print(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}", highlight=False)
     for name in [key.removesuffix(".fill") for key in facts if key.startswith("pack.") and key.endswith(".fill")]:
         rows, fill = facts[f"{name}.rows"], facts[f"{name}.fill"]

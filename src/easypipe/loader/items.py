@@ -47,7 +47,7 @@ class _Unsized:
     _name: str
 
     @property
-    def datasets(self) -> Mapping[str, str]:
+    def words(self) -> Mapping[str, Any]:
         return {}
 
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -24,7 +24,7 @@ from easypipe.loader.prefetch import InOrder, Prefetcher
 from easypipe.loader.ranks import RankRows
 from easypipe.loader.row_transforms import MappedRows, RowTransform, transforms_of
 from easypipe.loader.rows import Rows
-from easypipe.loader.state import MAX_DATASETS, SHORT, LoaderState
+from easypipe.loader.state import LoaderState
 from easypipe.loader.steps import Steps
 
 __all__ = ["AsyncDataLoader", "Batches", "LoadStageConfig", "Loader"]
@@ -252,11 +252,8 @@ class Loader:
 
     @cached_property
     def _words(self) -> dict[str, Any]:
-        """The settings, and what each dataset is, for whoever reads a refusal."""
-        datasets = self.rows.datasets
-        if len(datasets) > MAX_DATASETS:
-            return self._settings
-        return self._settings | {f"dataset {name}": value[:SHORT] for name, value in datasets.items()}
+        """The settings, and what the rows are made of, for whoever reads a refusal."""
+        return {**self._settings, **self.rows.words}
 
     @cached_property
     def _components(self) -> dict[str, str]:

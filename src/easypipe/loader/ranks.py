@@ -44,8 +44,8 @@ class RankRows:
         return {**below, "plan": digest("ranks", below["plan"], self._ranks, self._even)}  # one for all ranks: any may save the state
 
     @property
-    def datasets(self) -> Mapping[str, str]:
-        return self.below.datasets
+    def words(self) -> Mapping[str, Any]:
+        return self.below.words
 
     def available(self, start: int, stop: int) -> int:
         first = start * self._ranks

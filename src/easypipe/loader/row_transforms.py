@@ -66,8 +66,8 @@ class MappedRows:
         return self._rows.identity
 
     @property
-    def datasets(self) -> Mapping[str, str]:
-        return self._rows.datasets
+    def words(self) -> Mapping[str, Any]:
+        return self._rows.words
 
     def available(self, start: int, stop: int) -> int:
         return self._rows.available(start, stop)

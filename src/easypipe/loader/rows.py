@@ -19,6 +19,8 @@ from easypipe.loader.gather import tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.pairs import open_pairs
 from easypipe.loader.staged import staged_rows
+from easypipe.loader.state import MAX_DATASETS, SHORT
+from easypipe.plan.spec import choices, in_words
 from easypipe.plan.windows import Plan, Window, WindowState
 from easypipe.sources.cache import TokenCache
 
@@ -50,8 +52,8 @@ class Rows(Protocol):
         ...
 
     @property
-    def datasets(self) -> Mapping[str, str]:
-        """A digest per dataset, so that a refused state can say which one changed; {} where they have no names."""
+    def words(self) -> Mapping[str, Any]:
+        """What `identity` is made of, as far as it is short, so that a refused state can say what changed; {} where nothing has a name."""
         ...
 
     def available(self, start: int, stop: int) -> int:
@@ -158,9 +160,10 @@ class PlannedRows:
         }
 
     @property
-    def datasets(self) -> Mapping[str, str]:
+    def words(self) -> Mapping[str, Any]:
         caches = zip(self.plan.datasets, self._caches, strict=True)
-        return {dataset.name: digest(cache.fingerprint, cache.tokenizer_fingerprint) for dataset, cache in caches}
+        each = {f"dataset {dataset.name}": digest(cache.fingerprint, cache.tokenizer_fingerprint)[:SHORT] for dataset, cache in caches}
+        return (each if len(each) <= MAX_DATASETS else {}) | in_words(choices(self.plan.spec))
 
     def available(self, start: int, stop: int) -> int:
         if self._end is None and self.plan.ends:

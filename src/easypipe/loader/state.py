@@ -27,7 +27,8 @@ class LoaderState:
 
     batch: batches that were yielded. row: the first row of the next one, counted over the whole run.
     components: a digest each of sources, tokenizer, config and plan, so that a refusal can say which changed. config: the settings that
-    decide what stands in a batch, and the beginnings of a digest per dataset, in plain words for the same reason.
+    decide what stands in a batch, the choices of the plan (`plan.`), and the beginnings of a digest per dataset, in plain words for the
+    same reason.
     hint: where the plan's scan may start; it changes speed, never a result.
     changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row": 40, "sources": [was, is]}`
     with the beginnings of the two digests. Batches are counted on from the last of them.

@@ -123,7 +123,7 @@ class StoredRows:
         }
 
     @property
-    def datasets(self) -> Mapping[str, str]:
+    def words(self) -> Mapping[str, Any]:
         return {}
 
     @cached_property

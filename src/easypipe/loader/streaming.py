@@ -37,6 +37,7 @@ from easypipe.loader.streaming_make import After, Job, Maker, Numbered, Shape
 from easypipe.loader.streaming_read import Forward
 from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.loader.streaming_state import StreamState
+from easypipe.plan.spec import in_words
 
 log = logging.getLogger("easypipe")
 
@@ -164,7 +165,7 @@ class StreamLoader:
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
         try:
-            state.check(self._components, self._settings)
+            state.check(self._components, self._words)
         except StateError as error:
             error.fix = "Restore into the pipeline that saved it, or start a new run: a stream cannot be entered at another place."
             raise
@@ -189,7 +190,7 @@ class StreamLoader:
         return ledger_of(self._latest.books or Books(), [source.name for source in self.job.sources], self.spec)
 
     def _state(self, batch: int, hint: list[str] | None) -> LoaderState:
-        return LoaderState(batch=batch, row=self._steps.start(batch), components=self._components, config=self._settings, hint=hint)
+        return LoaderState(batch=batch, row=self._steps.start(batch), components=self._components, config=self._words, hint=hint)
 
     def _of_all(self, known: dict[int, str]) -> dict[int, str]:
         """The states of all processes' streams."""
@@ -213,6 +214,11 @@ class StreamLoader:
             **self.collate.settings,
             **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
         }
+
+    @cached_property
+    def _words(self) -> dict[str, Any]:
+        """The settings, and the choices of the streams, for whoever reads a refusal."""
+        return {**self._settings, **in_words(self.spec.choices())}
 
     @cached_property
     def _components(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from easypipe.core.config import digest, to_dict
 from easypipe.plan import mix
@@ -64,9 +65,13 @@ class StreamSpec:
     def window_tokens(self) -> int:
         return max(WINDOW_TOKENS, WINDOW_ROWS * (self.pack.seq_length if self.pack is not None else 0))
 
-    def fingerprint(self) -> str:
+    def choices(self) -> dict[str, Any]:
+        """What decides the rows. Not num_epochs: more epochs only add rows behind the last."""
         choices = {key: value for key, value in to_dict(self).items() if key != "num_epochs"}
         for key, default in {"schedule": None, "unit": "rows", "block": None, "max_epochs": None, "joined": False}.items():
             if choices[key] == default:
                 del choices[key]  # streams without them keep the fingerprints that they had before these choices existed
-        return digest("streams", STREAM_VERSION, choices)
+        return choices
+
+    def fingerprint(self) -> str:
+        return digest("streams", STREAM_VERSION, self.choices())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ PLAN_VERSION = 1  # raise it with every change that moves a document to another 
 WINDOW_TOKENS = 16 << 20
 WINDOW_ROWS = 4096
 MAX_WINDOW_DOCS = 65_536
+
+LONGEST_WORD = 40  # characters of JSON
 
 Unit = Literal["rows", "tokens"]
 UNITS: tuple[Unit, ...] = ("rows", "tokens")
@@ -146,10 +149,29 @@ def check(datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
 
 def fingerprint(datasets: Sequence[PlanDataset], spec: PlanSpec) -> str:
     """Hex digest of everything that decides what stands in a row. Not num_epochs: more epochs only add rows behind the last."""
-    choices: dict[str, Any] = {key: value for key, value in to_dict(spec).items() if key != "num_epochs"}
+    return digest("plan", PLAN_VERSION, choices(spec), [[d.name, d.num_docs, d.total_tokens, d.fingerprint] for d in datasets])
+
+
+def choices(spec: PlanSpec) -> dict[str, Any]:
+    """What of `spec` the fingerprint covers."""
+    found: dict[str, Any] = {key: value for key, value in to_dict(spec).items() if key != "num_epochs"}
     for key, default in {"schedule": None, "unit": "rows", "block": None, "max_epochs": None}.items():
-        if choices[key] == default:
-            del choices[key]  # plans without them keep the fingerprints that they had before these choices existed
+        if found[key] == default:
+            del found[key]  # plans without them keep the fingerprints that they had before these choices existed
     if spec.pack is not None and spec.pack.strategy != "pool":
-        del choices["pack"]["num_packers"]
-    return digest("plan", PLAN_VERSION, choices, [[d.name, d.num_docs, d.total_tokens, d.fingerprint] for d in datasets])
+        del found["pack"]["num_packers"]
+    return found
+
+
+def in_words(choices: Mapping[str, Any], prefix: str = "plan.") -> dict[str, Any]:
+    """`choices`, one key each, for messages about what changed: what is long by the beginning of its digest.
+
+    Not window_docs, which follows from the data and the others.
+    """
+    found: dict[str, Any] = {}
+    for key, value in choices.items():
+        if isinstance(value, Mapping) and key != "schedule":
+            found |= in_words(value, f"{prefix}{key}.")
+        elif value is not None and key != "window_docs":
+            found[prefix + key] = value if len(json.dumps(value)) <= LONGEST_WORD else digest(value)[:8]
+    return found

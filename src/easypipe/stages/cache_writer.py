@@ -144,7 +144,8 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
         facts={
             "seconds": round(seconds, 3),
             "text_bytes": totals.text_bytes,
-            "megabytes_per_second": round(totals.text_bytes / 1e6 / max(seconds, 1e-9), 1),
+            # of all of it; where some was done before, or elsewhere, these seconds say nothing about it
+            **({} if job.done["ranges_reused"] else {"megabytes_per_second": round(totals.text_bytes / 1e6 / max(seconds, 1e-9), 1)}),
             "encoder": ", ".join(sorted(totals.encoders)),
             **{name: job.done[name] for name in ("ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded")},
         },

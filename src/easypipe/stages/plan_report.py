@@ -163,7 +163,7 @@ def plan_report(
     tally = plan.tally(run.rows)
     mixture.remember(plan)
     datasets = _datasets(mixture, tally, drawn, run.rows)
-    notes = [*run.notes(name, load), *_notes(datasets, mixture, plan)]
+    notes = [*run.notes(name, load), *_notes(datasets, mixture, plan, tally, whole=run.steps == run.available)]
     if prepared:
         notes.insert(0, f"{', '.join(prepared)}: tokenized for this report")
     saved = None
@@ -306,14 +306,19 @@ def _dataset(
     )
 
 
-def _notes(datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan) -> list[str]:
+def _notes(datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan, tally: Tally, *, whole: bool) -> list[str]:
+    """whole: the run goes to the end of the data, but for rows that fill no batch."""
     found = []
     length = None if plan.spec.pack is None else plan.spec.pack.seq_length
+    caps = dict(zip(mixture.parts, plan.spec.caps, strict=True))
     for d in datasets:
         if d.never_drawn:
             found.append(f"{d.name} is never drawn in this run, its share is {d.requested:.3g}: raise its weight, or leave it out")
         if d.epochs > 1:
             found.append(f"{d.name} is read {d.epochs:.2f} times")
+        cap = caps.get(d.name)
+        if cap is not None and len(datasets) > 1 and d.epochs >= cap:
+            found.append(f"{d.name} leaves the mixture after {cap} passes (mix.max_epochs), the others go on by their weights")
         if d.documents_dropped:
             found.append(f"{d.name}: {d.documents_dropped:,} documents of {d.tokens_dropped:,} tokens are longer than {length} and dropped")
         if d.documents_truncated:
@@ -325,6 +330,11 @@ def _notes(datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan) -> lis
         if sum(d.rejected.values()):
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in d.rejected.items())
             found.append(f"{d.name}: rows of the source that became no document: {reasons}")
+    if whole and mixture.stop == "first_exhausted":
+        for name, part in tally.datasets.items():
+            if part.unreached:
+                every = part.draws + part.unreached
+                found.append(f"{name}: {part.unreached:,} of {every:,} documents are not reached: another dataset ends the mixture before")
     if len(datasets) > 1 and mixture.stop == "all_exhausted":
         found.append("stop_strategy all_exhausted draws every document of an epoch once: weights say how early, not how often")
     return found
