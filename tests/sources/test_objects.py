@@ -110,6 +110,16 @@ def test_datasets_in_memory(tmp_path: Path) -> None:
         source_of(tmp_path, data_files=plain.to_iterable_dataset())
 
 
+def test_rows_that_a_dataset_makes_when_they_are_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is optional")
+    made = datasets.Dataset.from_list(ROWS).with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
+    for data in ({"data_files": made}, {"data_files": datasets.DatasetDict(train=made), "split": "train"}):
+        source = source_of(tmp_path, **data)
+        assert_stateless_reads(source, [1, 50])
+        assert source.read(0, 7, 9).column("text").to_pylist() == ["ROW 7", "ROW 8"]
+        assert "n" not in source.schema.names
+
+
 def test_saved_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is optional")
     plain = datasets.Dataset.from_list(ROWS)

@@ -61,7 +61,7 @@ def open_object(data: Any, *, name: str = "memory", split: str | None = None) ->
             raise ConfigError(
                 at="split", problem=problem, have=data, fix=(did_you_mean(split, data) if split else None) or "Name one by split=."
             )
-        return ArrowDatasetSource(data[split], name=name)
+        return _opened(data[split], name)
     if split is not None:
         raise ConfigError(at="split", problem=f"{split!r}, but {type(data).__name__} has no splits", fix="Leave it out.")
     if is_streamed(data):
@@ -70,7 +70,13 @@ def open_object(data: Any, *, name: str = "memory", split: str | None = None) ->
             problem=f"{type(data).__name__} gives no rows by number",
             fix="Give the dataset itself, not a stream of it, or its files.",
         )
-    return ArrowDatasetSource(data, name=name) if is_arrow_dataset(data) else RandomAccessSource(data, name=name)
+    return _opened(data, name)
+
+
+def _opened(data: Any, name: str) -> ArrowDatasetSource | RandomAccessSource:
+    """By its tables, unless its rows are made when they are read (`with_transform`): no table holds those."""
+    made = (getattr(data, "format", None) or {}).get("type") == "custom" if is_arrow_dataset(data) else True
+    return RandomAccessSource(data, name=name) if made else ArrowDatasetSource(data, name=name)
 
 
 class ArrowDatasetSource(ShardedDataSource):
