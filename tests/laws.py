@@ -246,6 +246,22 @@ def assert_one_way(face: Any, spelling: Any, *, what: str) -> None:
     assert len(face) == len(spelling), what
 
 
+def assert_fewest_slots(counts: np.ndarray, widths: Sequence[int], buckets: int) -> None:
+    """Widths hold every row, are no more than asked for, and no other choice among the lengths has fewer slots."""
+
+    def slots(chosen: Sequence[int]) -> int:
+        return sum(
+            int(count) * min(width for width in chosen if width >= length) for length, count in enumerate(counts) if length and count
+        )
+
+    lengths = [length for length, count in enumerate(counts) if length and count]
+    assert list(widths) == sorted(set(widths))
+    assert len(widths) <= buckets
+    assert widths[-1] == lengths[-1]
+    others = ((*more, lengths[-1]) for size in range(min(buckets, len(lengths))) for more in itertools.combinations(lengths[:-1], size))
+    assert slots(widths) == min(slots(sorted(other)) for other in others)
+
+
 def assert_json_is_values(render: Callable[[Sequence[Mapping[str, Any]]], Sequence[Any]], rows: Sequence[Mapping[str, Any]]) -> None:
     """Rows whose columns are JSON become what rows of the values themselves become: the same texts, the same spans, the same refusals."""
     written = [{name: json.dumps(value) for name, value in row.items()} for row in rows]

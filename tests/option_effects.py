@@ -335,7 +335,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "length_buckets": Effect(
             "output+error",
             "loader/test_lengths.py::test_an_epoch_has_no_more_shapes_than_buckets",
-            "the only widths that batches have; refused where rows are packed",
+            "the only widths that batches have, or how many are chosen; refused where rows are packed",
         ),
         "add_special_tokens": Effect(
             "output", "transforms/test_tokenizer.py::test_special_tokens_come_from_the_post_processor", "what the post-processor adds"

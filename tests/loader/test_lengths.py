@@ -16,7 +16,8 @@ from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, POSI
 from easypipe.loader.collate import CollateConfig, collate, row_width, with_asked
 from easypipe.loader.loader import Loader
 from easypipe.loader.order import ReadingOrder
-from laws import assert_exact_resume, assert_labels, assert_same_batch, assert_same_batches
+from easypipe.plan.buckets import bucket_widths, length_counts
+from laws import assert_exact_resume, assert_fewest_slots, assert_labels, assert_same_batch, assert_same_batches
 from loader_support import MemoryCache, plan_rows, some_docs
 from pipelines import config, texts, tokenizer
 from strategies import examples
@@ -99,6 +100,38 @@ def test_an_epoch_has_no_more_shapes_than_buckets(group: int | None) -> None:
     seen = [(batch[INPUT_IDS].shape[1], int((batch[SEGMENT_IDS] > 0).sum(axis=1).max())) for batch in bucketed]
     assert all(width == next(b for b in buckets if b >= longest) for width, longest in seen)
     assert 1 < len({width for width, _ in seen}) <= len(buckets) < len(set(widths(documents(group_by_length=group))))
+
+
+@examples(60)
+@given(counts=st.lists(st.integers(0, 5), min_size=2, max_size=9).filter(lambda counts: any(counts[1:])), buckets=st.integers(1, 10))
+def test_law_a_number_of_buckets_chooses_the_widths_with_the_fewest_slots(counts: list[int], buckets: int) -> None:
+    assert_fewest_slots(np.array(counts), bucket_widths(np.array(counts), buckets), buckets)
+
+
+def test_widths_of_many_lengths_are_chosen_in_time() -> None:
+    lengths = np.random.Generator(np.random.PCG64(3)).lognormal(7.0, 1.5, 100_000).astype(np.int64)
+    counts = length_counts([lengths[:60_000], lengths[60_000:]])
+    np.testing.assert_array_equal(counts, np.bincount(lengths))
+    widths = bucket_widths(counts, 6)
+    assert len(widths) == 6
+    assert widths[-1] == lengths.max()
+    evenly = np.quantile(lengths, np.arange(1, 7) / 6, method="higher")
+    slots = [np.asarray(chosen)[np.searchsorted(chosen, lengths)].sum() for chosen in (widths, evenly)]
+    assert slots[0] < 0.8 * slots[1]
+    assert bucket_widths(np.array([7]), 3) == ()
+
+
+def test_a_number_of_buckets_reaches_the_batches(tmp_path: Path) -> None:
+    plain, three = build(tmp_path), build(tmp_path, length_buckets=3)
+    lengths = three.rows.lengths(np.arange(30))
+    assert three.collate.length_buckets == bucket_widths(np.bincount(lengths), 3)
+    seen = set(widths(three))
+    assert seen <= set(three.collate.length_buckets)
+    assert 1 < len(seen) <= 3 < len(set(widths(plain)))
+    assert assert_same_batches(three, build(tmp_path, length_buckets=three.collate.length_buckets)) == 7
+    assert_exact_resume(lambda: build(tmp_path, {"group_by_length": 3}, length_buckets=3), 7, stops=[0, 2, 7])
+    with pytest.raises(ConfigError, match=r"length_buckets: 3 widths cannot be chosen: lengths are not known before rows are read"):
+        build(tmp_path, streaming=True, length_buckets=3)
 
 
 # Groups
@@ -228,6 +261,9 @@ def test_no_option_leaves_batches_as_they_were(tmp_path: Path) -> None:
         ({"load": {"group_by_length": 0}}, "group_by_length: 0 is too few"),
         ({"length_buckets": (64, 16)}, r"length_buckets: \[64, 16\] do not ascend.*ascending order"),
         ({"length_buckets": (0, 16)}, "do not ascend"),
+        ({"length_buckets": 0}, "length_buckets: 0 widths hold nothing"),
+        ({"length_buckets": 2, "pack": True}, r"length_buckets: \[2\], but the rows are packed"),
+        ({"length_buckets": 2, "pad_to_multiple_of": 8}, "length_buckets say every width already"),
         ({"length_buckets": (16,), "pad_to_multiple_of": 8}, "length_buckets say every width already"),
         ({"length_buckets": (16,), "padding": False}, "length_buckets: padding=False leaves it nothing to do"),
         ({"pad_to_multiple_of": 8, "padding": "max_length", "max_length": 9}, "'max_length' leaves it nothing to do"),

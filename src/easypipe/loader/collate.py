@@ -30,7 +30,7 @@ class CollateConfig:
 
     padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to `max_length`; False pads nothing and
     refuses a batch of rows of several lengths.
-    padding_side, pad_to_multiple_of, length_buckets: as in TokenizerConfig.
+    padding_side, pad_to_multiple_of, length_buckets: as in TokenizerConfig, of the last the widths.
     """
 
     padding: Literal["longest", "max_length"] | bool = "longest"

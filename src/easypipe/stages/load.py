@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
@@ -13,6 +17,8 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.rows import PlannedRows, Rows
 from easypipe.loader.stored import StoredRows
 from easypipe.loader.streaming import StreamLoader
+from easypipe.plan.buckets import bucket_widths, length_counts
+from easypipe.sources.cache import TokenCache
 from easypipe.stages.decoding import decoder_of
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
@@ -20,6 +26,8 @@ from easypipe.stages.pack import PackedShardedSource, single
 from easypipe.stages.stream import open_stream
 from easypipe.stages.tokens import token_info, tokenizer_of
 from easypipe.transforms.tokenizer import TokenizerConfig
+
+DOCUMENTS_AT_A_TIME = 1 << 20  # whose lengths are looked at, where all are
 
 __all__ = ["LoadStage", "LoadStageConfig", "require_a_batch"]
 
@@ -44,7 +52,7 @@ class LoadStage(BaseStage):
         document that is longer than a row is an error.
         """
         if context.config.streaming:
-            return open_stream(name, source, context, self._options(name, source), self._collate(name, source, context))
+            return open_stream(name, source, context, self._options(name, source), self._collate(name, source, context, None))
         options = self._options(name, source)
         rows = self._rows(name, source, context, options.num_epochs)
         require_a_batch(name, rows, options)
@@ -58,7 +66,7 @@ class LoadStage(BaseStage):
             rows,
             options,
             seed=context.seed,
-            collate=self._collate(name, source, context),
+            collate=self._collate(name, source, context, rows),
             name=f"loader of {name!r}",
             decoder=decoder_of(source),
             remember=remember,
@@ -96,7 +104,7 @@ class LoadStage(BaseStage):
         mixture = _mixture(name, source, context)
         return mixture.documents(num_epochs)
 
-    def _collate(self, name: str, source: ShardedSource, context: PipelineContext) -> CollateConfig:
+    def _collate(self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None) -> CollateConfig:
         inner = source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
         first, origin = next(iter(({name: source} if inner is None else inner.parts).items()))
         options = _tokenizer_options(first, origin, context)
@@ -107,7 +115,7 @@ class LoadStage(BaseStage):
                 "attention_mask": options.return_attention_mask,
                 "padding_side": options.padding_side,  # these three are refused where rows are packed
                 "pad_to_multiple_of": options.pad_to_multiple_of,
-                "length_buckets": options.length_buckets,
+                "length_buckets": _widths(options.length_buckets, rows),
             }
             if not packed and SEGMENT_IDS not in source.schema.names:  # else rows are full already
                 rule |= {"padding": options.padding, "max_length": options.max_length if options.padding == "max_length" else None}
@@ -122,6 +130,23 @@ def _tokenizer_options(name: str, source: ShardedSource, context: PipelineContex
     own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
     named = own or context.config.default_tokenizer
     return named if isinstance(named, TokenizerConfig) else None
+
+
+def _widths(buckets: int | tuple[int, ...], rows: Rows | None) -> tuple[int, ...]:
+    """The widths of batches. rows: None where they are read forward."""
+    if not isinstance(buckets, int):
+        return buckets
+    if isinstance(rows, PlannedRows):
+        if rows.seq_length is not None:
+            return (buckets,)  # refused by the loader: such rows have one width
+        return bucket_widths(length_counts(piece for cache in rows.caches for piece in _lengths_of(cache)), buckets)
+    why = "lengths are not known before rows are read" if rows is None else "the lengths of saved rows are not recorded"
+    raise ConfigError(at="length_buckets", problem=f"{buckets} widths cannot be chosen: {why}", fix="Give the widths: [128, 256, 512].")
+
+
+def _lengths_of(cache: TokenCache) -> Iterator[NDArray[np.int32]]:
+    for start in range(0, cache.num_docs, DOCUMENTS_AT_A_TIME):
+        yield cache.lengths(np.arange(start, min(cache.num_docs, start + DOCUMENTS_AT_A_TIME)))
 
 
 def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:

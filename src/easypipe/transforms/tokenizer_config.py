@@ -25,7 +25,7 @@ class Padding(Protocol):
     def pad_to_multiple_of(self) -> int | None: ...
 
     @property
-    def length_buckets(self) -> tuple[int, ...]: ...
+    def length_buckets(self) -> int | tuple[int, ...]: ...
 
 
 def check_padding(rule: Padding) -> None:
@@ -33,7 +33,9 @@ def check_padding(rule: Padding) -> None:
     multiple, buckets = rule.pad_to_multiple_of, rule.length_buckets
     if multiple is not None and multiple < 1:
         raise ConfigError(at="pad_to_multiple_of", problem=f"{multiple} is no number of slots", fix="Give at least 1.")
-    if any(b <= a for a, b in itertools.pairwise((0, *buckets))):
+    if isinstance(buckets, int) and buckets < 1:
+        raise ConfigError(at="length_buckets", problem=f"{buckets} widths hold nothing", fix="Give at least 1, or the widths themselves.")
+    if not isinstance(buckets, int) and any(b <= a for a, b in itertools.pairwise((0, *buckets))):
         fix = "Give widths of at least 1 in ascending order, for example [128, 256, 512]."
         raise ConfigError(at="length_buckets", problem=f"{list(buckets)} do not ascend", fix=fix)
     if multiple is not None and buckets:
@@ -59,7 +61,8 @@ class TokenizerConfig:
     padding_side: "left" puts padding before the tokens of such rows, as generation wants it, in every column.
     pad_to_multiple_of: the "longest" row, rounded up to a multiple of this; longest rows of many lengths then make few shapes.
     length_buckets: every batch gets the first of these widths (ascending) that holds its longest row, so there are no more shapes than
-        widths. A row that is longer than the last of them is an error.
+        widths. A row that is longer than the last of them is an error. A number in place of widths: so many are chosen, from the lengths
+        of all documents, so that rows of batches of their own would have the least padding; the last is the longest document's.
     add_special_tokens: add what the tokenizer's own post-processor adds.
     special_strings: what becomes of strings such as "<|endoftext|>" in raw text: "allow" makes them special tokens, which are counted in
         the ledger; "escape" takes them for ordinary text; "error" makes a bad row of theirs.
@@ -74,7 +77,7 @@ class TokenizerConfig:
     padding: Literal["longest", "max_length"] | bool = "longest"
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int | None = None
-    length_buckets: tuple[int, ...] = ()
+    length_buckets: int | tuple[int, ...] = ()
     add_special_tokens: bool = True
     special_strings: SpecialPolicy = "allow"
     return_attention_mask: bool = False
