@@ -52,6 +52,7 @@ class ListsWriter:
         self._footer, self._paths = _template(schema)
         self._groups: list[bytes] = []
         self._rows = self._at = 0
+        self._page_bytes = np.empty(0, np.uint8)  # of the page that is being written
         self._put(b"PAR1")
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -77,7 +78,11 @@ class ListsWriter:
 
     def _page(self, parts: list[Any], kind: tuple[int, int, _Struct]) -> int:
         """Writes a page; its bytes before compression, header included. kind: of page, and its own header with the field it stands in."""
-        data = np.concatenate([np.frombuffer(part, np.uint8) if isinstance(part, bytes) else part.view(np.uint8) for part in parts])
+        plain = [np.frombuffer(part, np.uint8) if isinstance(part, bytes) else part.view(np.uint8) for part in parts]
+        size = sum(map(len, plain))
+        if size > len(self._page_bytes):
+            self._page_bytes = np.empty(size, np.uint8)
+        data = np.concatenate(plain, out=self._page_bytes[:size])
         packed = self._compressor.compress(data.data)
         number, field, own = kind
         header = _Struct().int(1, number).int(2, data.nbytes).int(3, len(packed)).struct(field, own).done()
@@ -127,9 +132,9 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
     for a, b in itertools.pairwise(edges):
         piece, part = lengths[a:b], values.slice(int(ends[a]), int(ends[b] - ends[a]))
         entries = np.maximum(piece, 1)  # an empty or null list is one entry without a value
-        twice = np.empty(2 * len(piece), np.int64)
-        twice[0::2], twice[1::2] = 1, entries - 1
-        repetition = _runs(twice, np.tile(np.array([0, 1], np.uint8), len(piece)))
+        twice = np.empty((len(piece), 2), np.int64)
+        twice[:, 0], twice[:, 1] = 1, entries - 1
+        repetition = _runs(twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(piece)))
         definition = _definition(piece, entries, column.slice(a, b - a), part, field)
         levels = b"".join(struct.pack("<I", len(one)) + one for one in (repetition, definition))
         present = part.drop_null() if part.null_count else part
@@ -140,7 +145,7 @@ def _definition(lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: A
     empty = int(field.nullable)
     full = empty + 1 + int(field.type.value_field.nullable)
     if lengths.all() and not values.null_count:
-        return _runs(entries.sum(keepdims=True), np.array([full], np.uint8))
+        return _varint(int(entries.sum()) << 1) + bytes([full]) if len(entries) else b""
     if not values.null_count and not lists.null_count:
         return _runs(entries, np.where(lengths > 0, full, empty).astype(np.uint8))
     levels = np.repeat(np.where(lists.is_valid().to_numpy(zero_copy_only=False), empty, 0).astype(np.uint8), entries)
@@ -151,18 +156,19 @@ def _definition(lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: A
 
 def _runs(lengths: NDArray[np.int64], levels: NDArray[np.uint8]) -> bytes:
     """Runs of `lengths` (Int64[n]) with a level each; those of no length are left out."""
-    there = lengths > 0
-    rest = lengths[there] << 1
-    code, taken = np.zeros((len(rest), 11), np.uint8), np.ones(len(rest), np.int64)
-    for place in range(10):
+    there = np.flatnonzero(lengths)
+    rest, level = lengths[there] << 1, levels[there]
+    width, most = np.full(len(rest), 2), int(rest.max(initial=0))
+    for bits in range(7, most.bit_length(), 7):
+        width += rest >> bits > 0
+    ends = np.cumsum(width)
+    place, code = ends - width, np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
+    while rest.size:  # a byte of each, and the level behind those that end with it
         more = rest > 127
-        code[:, place] = (rest & 127) | (more.astype(np.int64) << 7)
-        taken += more
-        rest >>= 7
-        if not more.any():
-            break
-    code[np.arange(len(taken)), taken] = levels[there]
-    return code[np.arange(11) <= taken[:, None]].tobytes()
+        code[place] = rest & 127 | more.astype(np.int64) << 7
+        code[place[~more] + 1] = level[~more]
+        place, rest, level = place[more] + 1, rest[more] >> 7, level[more]
+    return code.tobytes()
 
 
 # the footer

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 
 def truncate(
-    offsets: NDArray[np.int64], ids: NDArray[np.uint32], limit: int | None
-) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.int64]]:
+    offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger], limit: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger], NDArray[np.int64]]:
     """(offsets, ids, Int64[n] how many were cut off) of lists that keep their first `limit` ids; None keeps all."""
     lengths = np.diff(offsets)
     cut = np.zeros_like(lengths) if limit is None else np.maximum(lengths - limit, 0)
@@ -24,14 +24,14 @@ def truncate(
 
 
 def surround(
-    offsets: NDArray[np.int64], ids: NDArray[np.uint32], prefix: Sequence[int], suffix: Sequence[int]
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger], prefix: Sequence[int], suffix: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger]]:
     """(offsets, ids) of lists with `prefix` before and `suffix` behind each."""
     room = len(prefix) + len(suffix)
     if not room:
         return offsets, ids
     wide = offsets + np.arange(len(offsets), dtype=np.int64) * room
-    out = np.empty(int(wide[-1]), np.uint32)
+    out = np.empty(int(wide[-1]), ids.dtype)
     content = np.ones(len(out), np.bool_)
     for places, tokens in ((wide[:-1], prefix), (wide[1:] - len(suffix), suffix)):
         for i, token in enumerate(tokens):

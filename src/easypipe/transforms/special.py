@@ -26,7 +26,7 @@ class Settled(NamedTuple):
     """Tokens under a policy. found: Int64[n], special strings in each text."""
 
     offsets: NDArray[np.int64]
-    ids: NDArray[np.uint32]
+    ids: NDArray[np.unsignedinteger]
     found: NDArray[np.int64]
 
 
@@ -73,7 +73,7 @@ class SpecialStrings:
         """The reference that takes special strings for ordinary text."""
         return _escaping(self._definition)
 
-    def settle(self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.uint32]) -> Settled:
+    def settle(self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger]) -> Settled:
         """offsets, ids: tokens of the texts as they come, without what surrounds them."""
         found, doubtful = self.look(offsets, ids)
         if self.policy == "error":
@@ -85,20 +85,20 @@ class SpecialStrings:
         encoded = self.escaped.encode_batch_fast(texts.take(pa.array(which)).to_pylist(), add_special_tokens=False)
         pieces, lengths, at = [], np.diff(offsets), 0
         for i, one in zip(which, encoded, strict=True):  # few
-            new = np.asarray(one.ids, np.uint32)
+            new = np.asarray(one.ids, ids.dtype)
             found[i] += max(0, self.unknown_in(ids[offsets[i] : offsets[i + 1]]) - self.unknown_in(new))
             pieces += [ids[at : offsets[i]], new]
             lengths[i], at = len(new), int(offsets[i + 1])
         return Settled(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), np.concatenate([*pieces, ids[at:]]), found)
 
-    def look(self, offsets: NDArray[np.int64], ids: NDArray[np.uint32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def look(self, offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """(Int64[n] special tokens, Bool[n] doubtful) of texts. What the model writes for unknown text is doubtful and not counted."""
         found = _in_each(offsets, _places(ids, self._runs, self._table))
         if self.policy == "allow" or not self._unknown:
             return found, found > 0
         return found, (found > 0) | (_in_each(offsets, np.flatnonzero(np.isin(ids, list(self._unknown)))) > 0)
 
-    def unknown_in(self, ids: NDArray[np.uint32]) -> int:
+    def unknown_in(self, ids: NDArray[np.unsignedinteger]) -> int:
         return int(np.isin(ids, list(self._unknown)).sum()) if self._unknown else 0
 
     def first_in(self, text: str) -> str | None:
@@ -125,7 +125,7 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], NDArray[np.bool_] | No
     return [(a, b) for a, b in edges], table if len(edges) > MOST_RUNS else None
 
 
-def _places(ids: NDArray[np.uint32], runs: list[tuple[int, int]], table: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+def _places(ids: NDArray[np.unsignedinteger], runs: list[tuple[int, int]], table: NDArray[np.bool_] | None) -> NDArray[np.int64]:
     """Where ids lie in one of the ranges."""
     if not ids.size or not runs:
         return np.zeros(0, np.int64)

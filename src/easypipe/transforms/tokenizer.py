@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import TokenizerError
+from easypipe.core.schema import token_dtype
 from easypipe.transforms import proof
 from easypipe.transforms.fast import FastEngine, engine_of
 from easypipe.transforms.fast import version as fast_version
@@ -55,12 +56,12 @@ class Backend(NamedTuple):
 class Encoded(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
-    offsets Int64[n+1] from 0 · ids UInt32[total] · added: special tokens in all · truncated Int64[n]: content tokens cut off each
-    document · special Int64[n]: special strings in the text of each
+    offsets Int64[n+1] from 0 · ids `token_dtype(vocab_size)`[total] · added: special tokens in all · truncated Int64[n]: content tokens
+    cut off each document · special Int64[n]: special strings in the text of each
     """
 
     offsets: NDArray[np.int64]
-    ids: NDArray[np.uint32]
+    ids: NDArray[np.unsignedinteger]
     added: int
     truncated: NDArray[np.int64]
     special: NDArray[np.int64]
@@ -153,7 +154,9 @@ class Tokenizer:
         if column.null_count:
             raise TokenizerError(at=self.name, problem=f"{column.null_count} of {len(column)} texts are null", fix="Drop them first.")
         _, engine = self._decide()
-        offsets, ids = engine.encode(column) if engine is not None else self._encode_reference(column)
+        offsets, wide = engine.encode(column) if engine is not None else self._encode_reference(column)
+        ids = wide.astype(token_dtype(self.vocab_size), copy=False)  # at once: what follows reads half the bytes
+        del wide
         offsets, ids, special = self.special.settle(column, offsets, ids)
         offsets, ids, truncated = truncate(offsets, ids, None if whole else self._limit)
         offsets, ids = surround(offsets, ids, self._prefix, self._suffix)
