@@ -68,6 +68,42 @@ def test_steps_count_only_what_they_read(tmp_path: Path, steps: int) -> None:
     assert report.slots - report.padding == seen["tokens"]
 
 
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+@pytest.mark.parametrize("pack", [None, {"seq_length": 24}])
+@pytest.mark.parametrize("steps", [3, 130])
+def test_shares_by_step_are_those_of_the_rows_of_these_steps(tmp_path: Path, unit: str, pack: dict | None, steps: int) -> None:
+    mix = {"weights": {"code": 0.7, "docs": 0.3}, "unit": unit, "stop_strategy": "restart"}
+    load = {"batch_size": 2, "num_epochs": None, "batch_size_schedule": [[2, 4]]}
+    pipeline = Pipeline.from_config(to_dict(config(tmp_path)) | {"mix": mix, "pack": pack, "load": load, "seed": 5})
+    chain(pipeline, "source", "tokenize", "mix", *(["pack"] if pack else []), "load")
+    report = pipeline.plan(steps, by_step=True)
+    loader = pipeline.build()
+    names, begin = [dataset.name for dataset in report.datasets], 0
+    assert [one.step for one in report.by_step] == (list(range(1, 4)) if steps == 3 else [round(1.3 * i) for i in range(1, 101)])
+    for one in report.by_step:
+        seen = Counter()
+        for step in range(begin, one.step):
+            for row in loader.rows_of(step):
+                pieces = loader.rows.plan.locate(row).pieces
+                for dataset, start, length in zip(pieces.dataset, pieces.start, pieces.length, strict=True):
+                    seen[names[dataset]] += int(length) if unit == "tokens" else int(start == 0)
+        assert one.realised == pytest.approx({name: seen[name] / max(1, seen.total()) for name in names})
+        assert one.requested == pytest.approx({"code": 0.7, "docs": 0.3})
+        begin = one.step
+    assert not pipeline.plan(steps).by_step, "only where it is asked for"
+
+
+def test_what_is_asked_for_follows_a_schedule_of_weights(tmp_path: Path) -> None:
+    schedule = [
+        {"step": 0, "weights": {"code": 0.8, "docs": 0.2}},
+        {"step": 4, "weights": {"code": 0.1, "docs": 0.9}},
+    ]
+    mix = {"weight_schedule": schedule, "stop_strategy": "restart"}
+    pipeline = mixed(tmp_path, mix=mix, load={"batch_size": 2, "num_epochs": None})
+    asked = [one.requested["docs"] for one in pipeline.plan(8, by_step=True).by_step]
+    assert asked == pytest.approx([0.2] * 4 + [0.9] * 4)
+
+
 def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None:
     pipeline = mixed(tmp_path, mix={"weights": {"code": 0.5, "docs": 0.5}})
     with pytest.raises(ConfigError, match="steps: this data never ends"):

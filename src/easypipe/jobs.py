@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,10 +157,19 @@ def chains(
 
 
 def prepare_data(
-    data: PipelineConfig, held_out: Mapping[str, PipelineConfig] | None = None, *, progress: ProgressListener = silent
+    data: PipelineConfig,
+    held_out: Mapping[str, PipelineConfig] | None = None,
+    *,
+    progress: ProgressListener = silent,
+    check: Callable[[Pipeline, Mapping[str, Pipeline]], None] | None = None,
 ) -> Prepared:
-    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs no jax."""
+    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs no jax.
+
+    check: sees the chains before any row is read, and raises where there is no need to.
+    """
     pipeline, others = chains(data, held_out, progress=progress)
+    if check is not None:
+        check(pipeline, others)
     return Prepared(pipeline, others, _joined([each.write() for each in (pipeline, *others.values())]))
 
 

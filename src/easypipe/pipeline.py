@@ -266,11 +266,12 @@ class Pipeline:
         books.check()
         return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
 
-    def plan(self, steps: int | None = None, *, prepare: bool = True) -> PlanReport:
+    def plan(self, steps: int | None = None, *, prepare: bool = True, by_step: bool = False) -> PlanReport:
         """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and why, disk. From lengths; reads no tokens.
 
         steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet (`report.prepared` names it); False
-        raises CacheError there. Batches are those of `load()`, or of the config's `load` where the chain has no load() yet.
+        raises CacheError there. by_step: also what each part of the run draws of each dataset. Batches are those of `load()`, or of the
+        config's `load` where the chain has no load() yet.
         """
         self._require_source()
         last, context = self._plan[-1], self._context
@@ -279,7 +280,7 @@ class Pipeline:
         saves = any(isinstance(step.stage, SaveStage) for step in self._plan) or (
             context.config.save is not None and context.config.save.enabled
         )
-        return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves)
+        return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves, by_step=by_step)
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
         """Makes again what is broken of a token cache or saved folder that this chain makes; returns what verifying it says afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
@@ -12,13 +13,14 @@ from typing import Any
 from easypipe.core import storage
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
-from easypipe.core.protocols import ProgressListener, silent
+from easypipe.core.protocols import BatchLoader, ProgressListener, silent
 from easypipe.jobs import Prepared, prepare_data, with_tokenizer_of
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info
 from easypipe.train.aot import StepPlan, plan_step
+from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainConfig
 from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
@@ -53,9 +55,39 @@ class RunConfig:
 
 
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
-    """Tokenizes and plans all data of the run, held-out data too, and saves where the config says so."""
+    """Tokenizes and plans all data of the run, held-out data too, and saves where the config says so.
+
+    Raises what preparing raises, and, before a row is read, what `train` would raise here for what can be known without: see `refuse`.
+    """
+    _check_mesh(run)
+    initialize(run.train.distributed)
     run = _completed(run)
-    return prepare_data(run.data, run.eval, progress=progress)
+    return prepare_data(run.data, run.eval, progress=progress, check=functools.partial(refuse, run, run.model))
+
+
+def refuse(
+    run: RunConfig,
+    model: Any,
+    data: Pipeline,
+    held_out: Mapping[str, Pipeline],
+    *,
+    evals: Mapping[str, BatchLoader] | None = None,
+    **options: Any,
+) -> None:
+    """Raises what training `model` on these chains would raise on this machine: for mesh, model, adapters, optimizer, callbacks, tokenizers
+    and the newest checkpoint. Reads no row and makes no array. evals: held-out loaders besides. options: of the Trainer.
+    """
+    info = _check_data(run, data, held_out)
+    shapes: dict[str, Any] = dict(evals or {})
+    for name in held_out:
+        shapes[name] = Shapes((run.eval[name].load or run.data.load or LoadStageConfig()).batch_size, 1, batches=1)
+    if isinstance(model, ModelConfig | PretrainedConfig):
+        model = with_vocabulary(model, info)
+    load = run.data.load or LoadStageConfig()
+    config = run.train if run.train.steps is not None else dataclasses.replace(run.train, steps=MANY_STEPS)
+    given = {"mesh": make_mesh(run.train.mesh, at="train.mesh"), **options}
+    trainer = Trainer(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
+    trainer.check_checkpoint(unknown=() if run.train.steps is not None else ("train.steps",))
 
 
 def train(
@@ -100,29 +132,32 @@ class Inputs:
         if not data.streaming and len(data.datasets) > 1 and writes:
             # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
             options = dataclasses.replace(data.load or LoadStageConfig(), mesh=None)
-            drawn = self.prepared.data.copy().load(options).plan(result.steps, prepare=False)
+            drawn = self.prepared.data.copy().load(options).plan(result.steps, prepare=False, by_step=True)
             storage.commit_json(folder / PLAN, drawn.to_json())
             plot_run(folder, ["mixture"])
         return result
 
 
-def inputs_of(run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent) -> Inputs:
-    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what preparing raises."""
+def inputs_of(
+    run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent, model: Any = None, **trainer: Any
+) -> Inputs:
+    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what preparing raises, and what `refuse` raises.
+
+    model: what is trained on them; None: that of `run`. trainer: its options.
+    """
     _check_mesh(run)
     initialize(run.train.distributed)
-    run, mesh = _completed(run), make_mesh(run.train.mesh)
-    prepared = prepare_data(run.data, run.eval, progress=progress) if prepared is None else prepared
-    _check_pairs(run, "data", prepared.data)
-    for name, pipeline in prepared.held_out.items():
-        _check_pairs(run, f"eval.{name}", pipeline)
+    run, mesh = _completed(run), make_mesh(run.train.mesh, at="train.mesh")
+    check = functools.partial(refuse, run, run.model if model is None else model, **trainer)
+    if prepared is None:
+        prepared = prepare_data(run.data, run.eval, progress=progress, check=check)
+    info = _check_data(run, prepared.data, prepared.held_out)
     options = run.data.load or LoadStageConfig()
     loader = _loader(prepared.data, options, mesh)
-    info = tokens_of(prepared.data)
     evals = {}
     for name, pipeline in prepared.held_out.items():
         own = run.eval[name].load or options
         evals[name] = _loader(pipeline, _held_out(own), mesh)
-        _same_tokens(f"eval.{name}", info, tokens_of(pipeline))
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=prepared.data.get_context().seed))
     return Inputs(run, prepared, mesh, loader, evals, info)
 
@@ -160,6 +195,16 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
         if info is not None:
             return info
     raise ConfigError(at="data", problem="nobody knows whose tokens these are", fix="Name a tokenizer, or call tokenize().")
+
+
+def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]) -> TokenInfo:
+    """Whose tokens these are. Raises ConfigError for what this run cannot train on."""
+    _check_pairs(run, "data", data)
+    info = tokens_of(data)
+    for name, pipeline in held_out.items():
+        _check_pairs(run, f"eval.{name}", pipeline)
+        _same_tokens(f"eval.{name}", info, tokens_of(pipeline))
+    return info
 
 
 def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:

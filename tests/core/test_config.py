@@ -20,6 +20,11 @@ class Inner:
 
 
 @config
+class Section:
+    steps: int | None = None
+
+
+@config
 class Outer:
     inner: Inner
     many: tuple[Inner, ...] = ()
@@ -27,6 +32,8 @@ class Outer:
     either: Inner | str | None = None
     files: str | tuple[str, ...] = ""
     anything: Any = None
+    section: Section | None = None
+    flag: bool = False
     token: str | None = dataclasses.field(default=None, metadata={"secret": True})
 
 
@@ -35,18 +42,31 @@ GOOD: dict[str, Any] = {"inner": {"seq_length": 8}}
 REFUSED = [
     ({"inner": {"seq_lenght": 8}}, "inner.seq_lenght: unknown key (have: seq_length, strategy). Did you mean 'seq_length'?"),
     ({**GOOD, "seq_length": 8}, "seq_length: unknown key (have: KEYS). Did you mean 'inner.seq_length' or 'either.seq_length'?"),
-    ({"inner": {"seq_length": "8"}}, "inner.seq_length: input should be a valid integer, got '8' (str)"),
-    ({"inner": {"seq_length": True}}, "inner.seq_length: input should be a valid integer, got True (bool)"),
+    ({"inner": {"seq_length": "8"}}, "inner.seq_length: wants a whole number, got '8' (str)"),
+    ({"inner": {"seq_length": True}}, "inner.seq_length: wants a whole number, got True (bool)"),
     ({"inner": {"seq_length": 0}}, "inner.seq_length: 0 is no row length. Give at least 1."),
     ({**GOOD, "many": [GOOD["inner"], {"seq_length": 0}]}, "many[1].seq_length: 0 is no row length. Give at least 1."),
     (
         {**GOOD, "many": [{"seq_length": 1, "strategy": "gredy"}]},
         "many[0].strategy: 'gredy' is not an option (have: greedy, pool). Did you mean 'greedy'?",
     ),
-    ({**GOOD, "weights": {"code": "much"}}, "weights.code: input should be a valid number, got 'much' (str)"),
+    ({**GOOD, "weights": {"code": "much"}}, "weights.code: wants a number, got 'much' (str)"),
     ({**GOOD, "either": {"seq_length": 0}}, "either.seq_length: 0 is no row length. Give at least 1."),
-    ({**GOOD, "either": 3}, "either: input should be an instance of Inner or input should be a valid string, got 3 (int)"),
-    ({**GOOD, "files": ["a", 3]}, "files[1]: input should be a valid string, got 3 (int)"),
+    (
+        {**GOOD, "either": 3},
+        "either: wants a mapping of options or a text, got 3 (int) (have: seq_length, strategy). "
+        "Give at least seq_length; null leaves it out.",
+    ),
+    ({**GOOD, "inner": True}, "inner: wants a mapping of options, got True (bool) (have: seq_length, strategy). Give at least seq_length."),
+    (
+        {**GOOD, "section": True},
+        "section: wants a mapping of options, got True (bool) (have: steps). {} takes all defaults; null leaves it out.",
+    ),
+    ({**GOOD, "section": {"steps": 1e3}}, "section.steps: wants a whole number, got 1000.0 (float). Write 1000."),
+    ({**GOOD, "section": {"steps": "None"}}, "section.steps: wants a whole number, got 'None' (str). Write null for none."),
+    ({**GOOD, "flag": "maybe"}, "flag: wants true or false, got 'maybe' (str)"),
+    ({**GOOD, "many": "a"}, "many: wants a list, got 'a' (str). Write [a]."),
+    ({**GOOD, "files": ["a", 3]}, "files[1]: wants a text, got 3 (int)"),
     ({}, "inner: required, but not given. Set 'inner'."),
 ]
 
@@ -55,7 +75,7 @@ REFUSED = [
 def test_refusals_name_the_key_path_and_the_fix(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         from_dict(Outer, values)
-    message = message.replace("KEYS", "inner, many, weights, either, files, anything, token")
+    message = message.replace("KEYS", "inner, many, weights, either, files, anything, section, flag, token")
     assert str(refusal.value) == message
     with pytest.raises(ConfigError) as refusal:
         from_dict(Outer, values, at="data")

@@ -63,6 +63,7 @@ def test_perplexity_of_what_no_float_holds():
 def test_plot_is_a_png_of_its_size(tmp_path):
     path = written(tmp_path / "metrics.jsonl", range(1, 5))
     plan = {"unit": "rows", "steps": 5, "datasets": [{"name": name, "requested": 0.5, "realised": 0.5} for name in "ab"]}
+    plan["by_step"] = [{"step": step, "requested": {"a": 0.5, "b": 0.5}, "realised": {"a": 0.4, "b": 0.6}} for step in (2, 5)]
     with path.open("a") as file:
         file.write(json.dumps({"step": 5, "loss": 0.1, "eval": {"held": {"loss": 0.3}}}) + "\n")
     (tmp_path / "plan.json").write_text(json.dumps(plan))

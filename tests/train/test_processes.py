@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -123,6 +124,65 @@ def test_who_does_not_meet_the_others_says_so_in_time():
     assert late.startswith(
         "ConfigError train.distributed: cannot be joined to other processes: JAX has made devices already. Call easypipe."
     )
+
+
+MET = """
+import jax
+from easypipe.train import initialize
+from easypipe.train.distributed import shared_seed
+initialize()
+print(jax.process_index(), jax.process_count(), shared_seed())
+"""
+
+
+def _slurm(process: int, nodes: str) -> dict[str, str]:
+    """What `srun` tells a task; jax takes the coordinator's port from the job's number, here one that is free."""
+    job = next(number for number in range(os.getpid(), os.getpid() + 4096) if _is_free(number % 4096 + 61440))
+    told = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": nodes, "SLURM_NTASKS": 2, "SLURM_PROCID": process, "SLURM_LOCALID": process}
+    return {name: str(value) for name, value in told.items()}
+
+
+def _openmpi(process: int) -> dict[str, str]:
+    """What `mpirun` tells a rank; the port follows from the first number of the address."""
+    job = next(number for number in range(os.getpid() + 2048, os.getpid() + 6144) if _is_free(number % 4096 + 61440))
+    uri = f"{job * 4096}.0;tcp://127.0.0.1:34911"
+    ranks = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(process), "OMPI_COMM_WORLD_LOCAL_RANK": str(process)}
+    return {"OMPI_MCA_orte_hnp_uri": uri, **ranks}
+
+
+def _tpu_pod(process: int) -> dict[str, str]:
+    """What GKE tells a worker of a TPU slice, on a machine that jax is made to take for one."""
+    slices = {"MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1", "MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"}
+    hosts = {"TPU_WORKER_HOSTNAMES": "127.0.0.1,127.0.0.1", "TPU_WORKER_ID": str(process), "TPU_SKIP_MDS_QUERY": "1"}
+    return {"JAX_FORCE_TPU_INIT": "1", "JAX_COORDINATOR_PORT": str(_PORT), **slices, **hosts}
+
+
+_PORT = free_port()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "told"),
+    [
+        ("slurm", lambda i: _slurm(i, "127.0.0.1")),
+        ("slurm, several nodes", lambda i: _slurm(i, "localhost,other")),
+        ("open mpi", _openmpi),
+        ("tpu pod", _tpu_pod),
+    ],
+)
+def test_processes_that_a_scheduler_has_started_find_each_other(scheduler, told):
+    others = ("SLURM_", "OMPI_", "JAX_", "KUBERNETES_", "TPU_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(others)} | {"JAX_PLATFORMS": "cpu"}
+    each = [environment | told(i) for i in range(2)]
+    command = [sys.executable, "-c", MET]
+    done = finish([subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for env in each])
+    (first, count, seed), (second, _, other) = (out.splitlines()[-1].split() for out, _ in done)
+    assert (first, second, count) == ("0", "1", "2")
+    assert seed == other, "they have spoken with each other"
 
 
 LOST = """

@@ -112,7 +112,8 @@ def test_the_page_holds_everything_and_fetches_nothing(folder, capsys):
         json.dumps({"entries": [{"stage": "pack", "dataset": "<code>", "unit": "tokens", "in": {"drawn": 1234}, "out": {"placed": 1234}}]})
     )
     dataset = {"name": "code", "requested": 0.5, "realised": 0.25, "drawn": 7, "epochs": 0.5, "tokens_placed": 99}
-    (folder / "plan.json").write_text(json.dumps({"unit": "rows", "steps": 6, "datasets": [dataset]}))
+    by_step = [{"step": 6, "requested": {"code": 1.0}, "realised": {"code": 1.0}}]
+    (folder / "plan.json").write_text(json.dumps({"unit": "rows", "steps": 6, "datasets": [dataset], "by_step": by_step}))
     skipped = {"dataset": "code", "file": "a.txt", "row": 77}
     (folder / "rollbacks.jsonl").write_text(json.dumps({"step": 5, "to": 2, "batch_of_step": 4, "documents": [skipped]}) + "\n")
     assert main(["report", str(folder)]) == 0

@@ -54,10 +54,11 @@ def generate(
 def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None]:
     """The model, and the name of its tokenizer."""
     from easypipe.train import load_pretrained
-    from easypipe.train.finished import FOLDER, load_trained
+    from easypipe.train.checks import CHECKPOINTS
+    from easypipe.train.finished import load_trained
     from easypipe.train.models.config import PretrainedConfig
 
-    if (Path(name).expanduser() / FOLDER).is_dir():
+    if (Path(name).expanduser() / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)
         return trained.model, trained.tokenizer
     if step is not None:

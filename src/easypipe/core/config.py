@@ -232,13 +232,8 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
 
 def _meant(configs: list[Any], values: Mapping[Any, Any]) -> Any:
     """Of several config classes the first that has required options, all of which are given; else the first that has none."""
-
-    def required(cls: Any) -> set[str]:
-        nothing = dataclasses.MISSING
-        return {f.name for f in dataclasses.fields(cls) if f.default is nothing and f.default_factory is nothing}
-
-    named = [cls for cls in configs if required(cls) and required(cls) <= values.keys()]
-    return (named or [cls for cls in configs if not required(cls)] or configs)[0]
+    named = [cls for cls in configs if _required(cls) and _required(cls) <= values.keys()]
+    return (named or [cls for cls in configs if not _required(cls)] or configs)[0]
 
 
 def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
@@ -255,18 +250,65 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if first["type"] == "missing":
         return ConfigError(at=at, problem="required, but not given", fix=f"Set {at!r}.")
-    wanted = list(dict.fromkeys(_lower(c["msg"]) for c in same_field))
+    wanted = _wanted(same_field)
     value = first["input"]
     if any(f.metadata.get("secret") and f.name == str(loc[0]) for f in dataclasses.fields(cls)):
-        return ConfigError(
-            at=at, problem=f"{' or '.join(dict.fromkeys(_lower(c['msg']) for c in same_field))}, got a value of another type"
-        )
+        return ConfigError(at=at, problem=f"{wanted}, got a value of another type")
     if first["type"] == "literal_error" and len(same_field) == 1:
         options = re.findall(r"'([^']*)'", str((first.get("ctx") or {}).get("expected", "")))
         fix = did_you_mean(value, options) if isinstance(value, str) else None
         return ConfigError(at=at, problem=f"{value!r} is not an option", have=options, fix=fix)
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    return ConfigError(at=at, problem=f"{' or '.join(wanted)}, got {shown} ({type(value).__name__})")
+    section, fix = _spelled(value, _hints(cls).get(str(loc[0]))) if len(loc) == 1 else (None, None)
+    options = None if section is None else _field_names(section)
+    return ConfigError(at=at, problem=f"{wanted}, got {shown} ({type(value).__name__})", have=options, fix=fix)
+
+
+_WANTED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+}
+
+
+def _wanted(complaints: Sequence[Any]) -> str:
+    """What pydantic says, in the words of YAML."""
+
+    def one(complaint: Any) -> str:
+        instance = re.fullmatch(r"Input should be (?:a dictionary or )?an instance of (\w+)", complaint["msg"])
+        if instance is not None:
+            return "a path" if instance[1] == "Path" else "a mapping of options"
+        return _WANTED.get(complaint["type"], "")
+
+    said = list(dict.fromkeys(map(one, complaints)))
+    return f"wants {' or '.join(said)}" if all(said) else " or ".join(dict.fromkeys(_lower(c["msg"]) for c in complaints))
+
+
+def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
+    """(the config class that `value` stands in the place of, how what was meant is written), each None where there is none."""
+    branches = typing.get_args(hint) if _is_union(hint) else (hint,)
+    section = next((branch for branch in branches if is_config(branch)), None)
+    none = type(None) in branches
+    if isinstance(value, str) and value.lower() == "none" and none:
+        return None, "Write null for none."
+    if section is not None:
+        needed = _required(section)
+        given = f"Give at least {', '.join(sorted(needed))}" if needed else "{} takes all defaults"
+        return section, f"{given}; null leaves it out." if none else f"{given}."
+    if isinstance(value, float) and value.is_integer() and int in branches:
+        return None, f"Write {int(value)}."
+    if isinstance(value, str) and any(typing.get_origin(branch) is tuple for branch in branches):
+        return None, f"Write [{value}]."
+    return None, None
+
+
+def _required(cls: Any) -> set[str]:
+    """Options without a default."""
+    nothing = dataclasses.MISSING
+    return {f.name for f in dataclasses.fields(cls) if f.default is nothing and f.default_factory is nothing}
 
 
 def _is_union(hint: Any) -> bool:

@@ -77,17 +77,18 @@ class Trainer(engine.Trainer):
             model = PretrainedConfig(pretrained=model)
         named = {"model": model} if isinstance(model, ModelConfig | PretrainedConfig) else {}
         held_out = {name: one for name, one in (evals or {}).items() if isinstance(one, _DATA)}
+        loaded = {name: one for name, one in (evals or {}).items() if name not in held_out}
         run = RunConfig(
             data=_pipeline("data", data, seq_length, batch_size),
             train=config,
             eval={name: _pipeline(f"evals.{name}", one, None, None) for name, one in held_out.items()},
             **named,
         )
-        inputs = inputs_of(run, progress=ProgressLine() if progress is None else progress)
+        inputs = inputs_of(run, progress=ProgressLine() if progress is None else progress, model=model, evals=loaded, **options)
         if named:
             model = with_vocabulary(model, inputs.tokens)
         resolved = to_dict(dataclasses.replace(inputs.run, model=model)) if named else to_dict(inputs.run) | {"model": None}
-        loaders = {name: inputs.evals.get(name, one) for name, one in (evals or {}).items()}
+        loaders = {name: inputs.evals[name] if name in inputs.evals else loaded[name] for name in evals or {}}
         given = {"run_config": resolved, "mesh": inputs.mesh, "tokenizer": inputs.tokens.tokenizer, **options}
         super().__init__(model, config, inputs.train, loaders, **given)
         if self.origin.config is not None:

@@ -28,6 +28,7 @@ from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
 from easypipe.stages.saved import SavedSource
+from easypipe.stages.shares import StepShares, shares_by_step
 from easypipe.stages.tokens import token_info
 
 
@@ -95,6 +96,7 @@ class PlanReport:
     prepared: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
+    by_step: tuple[StepShares, ...] = ()  # where they were asked for
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers."""
@@ -134,10 +136,12 @@ def plan_report(
     steps: int | None = None,
     prepare: bool = True,
     saves: bool = False,
+    by_step: bool = False,
 ) -> PlanReport:
     """The report of a run that reads `source` as `load` says.
 
     steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet; else that raises CacheError.
+    by_step: also what each part of the run draws, which plans every window once more.
     Raises ConfigError where the data never ends and no steps are given, StageOrderError for text.
     """
     began = time.perf_counter()
@@ -188,6 +192,7 @@ def plan_report(
         prepared=prepared,
         notes=tuple(notes),
         seconds=time.perf_counter() - began,
+        by_step=shares_by_step(plan, mixture, Steps(load.batch_size, load.batch_size_schedule), run.steps, run.rows) if by_step else (),
     )
 
 

@@ -23,6 +23,7 @@ from easypipe.train import state as states
 from easypipe.train.attention import choose
 from easypipe.train.axes import TOKEN_AXES
 from easypipe.train.callbacks.config import CallbacksConfig
+from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainConfig
 from easypipe.train.hlo import Collective, read
 from easypipe.train.memory import advice, on_device
@@ -33,7 +34,6 @@ from easypipe.train.topology import topology
 from easypipe.train.trainer import Trainer
 
 PACKED = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
-MANY_STEPS = 1_000_000  # for a run whose length its data decides: the length of the schedule is a constant of the program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,25 +95,6 @@ class StepPlan:
         return text(self)
 
 
-class _Shapes:
-    """A loader of which only the shapes are asked."""
-
-    def __init__(self, batch_size: int, accumulation_steps: int) -> None:
-        self.batch_size, self.accumulation_steps = batch_size, accumulation_steps
-
-    def __len__(self) -> int:
-        raise TypeError("the data is not looked at")
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Any) -> None:
-        del state
-
-
 def plan_step(
     model: Any,
     train: TrainConfig,
@@ -134,7 +115,7 @@ def plan_step(
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     told = dataclasses.replace(train, steps=train.steps or MANY_STEPS, callbacks=CallbacksConfig())
-    trainer = Trainer(model, told, _Shapes(batch_size, accumulation_steps), mesh=mesh)
+    trainer = Trainer(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
     config, step = trainer.origin.config, trainer.train_step
@@ -198,7 +179,7 @@ def unknowns(plan: StepPlan) -> tuple[str, ...]:
 
 def _mesh(train: TrainConfig, name: str, devices: Sequence[Any]) -> Mesh:
     try:
-        return make_mesh(train.mesh, devices=devices)
+        return make_mesh(train.mesh, devices=devices, at="train.mesh")
     except NotImplementedError as error:  # jax lays each axis over whole dimensions of a torus
         problem = f"{train.mesh} cannot be laid over {name}: {str(error).splitlines()[0]}"
         raise ConfigError(at="train.mesh", problem=problem, fix="Let each axis be a product of dimensions of the topology.") from error

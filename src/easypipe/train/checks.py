@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from easypipe.core.errors import ConfigError, StateError, did_you_mean
 from easypipe.core.protocols import BatchLoader
-from easypipe.train.checkpoint import differences
+from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
 from easypipe.train.config import TrainConfig
 
+CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainConfig: what decides the numbers
+MANY_STEPS = 1_000_000  # for a run whose length its data decides: the length of the schedule is a constant of the program
+
+
+class Shapes:
+    """Stands for a loader where only shapes are asked. batches: None where their number is not known."""
+
+    def __init__(self, batch_size: int, accumulation_steps: int, batches: int | None = None) -> None:
+        self.batch_size, self.accumulation_steps, self._batches = batch_size, accumulation_steps, batches
+
+    def __len__(self) -> int:
+        if self._batches is None:
+            raise TypeError("the data is not looked at")
+        return self._batches
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Any) -> None:
+        del state
 
 
 def resolve_steps(config: TrainConfig, train: BatchLoader) -> int:
@@ -64,6 +88,39 @@ def other_data(error: StateError, at: str, unlike: str) -> StateError:
 
 def is_under(path: str, key: str) -> bool:
     return path == key or path.startswith(f"{key}.")
+
+
+def check_newest(folder: Path, config: TrainConfig, identity: Mapping[str, Any], unknown: Sequence[str] = ()) -> None:
+    """check_resume and check_same of the newest checkpoint in `folder`, where there is one. unknown: key paths that are not compared."""
+    if not folder.is_dir():
+        return
+    with Checkpoints(folder, keep=None) as checkpoints:
+        steps = checkpoints.steps()
+        if not steps:
+            return
+        check_resume(folder, config, steps)
+        try:
+            saved = checkpoints.run(steps[-1])
+        except DamagedCheckpoint:
+            return  # a run goes back to an older one
+    check_same(saved, identity, (*config.resume_changes, *unknown), folder / str(steps[-1]))
+
+
+def check_resume(folder: Path, config: TrainConfig, steps: Sequence[int]) -> None:
+    """Raises ConfigError where `folder` has checkpoints, of `steps`, and the run must not go on from them."""
+    if not config.resume:
+        problem = f"{folder.parent} holds a run at step {steps[-1]}, and resume is false"
+        raise ConfigError(at="train.resume", problem=problem, fix="Set resume: true, or give another train.output_dir.")
+
+
+def check_same(saved: Mapping[str, Any], identity: Mapping[str, Any], allowed: Sequence[str], at: Path) -> dict[str, str]:
+    """What differs from a checkpoint, all of it allowed. Raises StateError with what is not. saved: what it was given as `run`."""
+    unlike = differences(saved["identity"], identity)
+    refused = {path: text for path, text in unlike.items() if not any(is_under(path, key) for key in allowed)}
+    if refused:
+        fix = "Change that back, give another train.output_dir, or list it in train.resume_changes."
+        raise StateError(at=str(at), problem=f"belongs to another run: {listed(refused)}", fix=fix)
+    return unlike
 
 
 def check_changes(changes: tuple[str, ...], identity: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
 from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.checks import CHECKPOINTS
 from easypipe.train.classifier_config import ClassifierConfig
 from easypipe.train.config import TrainConfig
 from easypipe.train.lora import fingerprint
@@ -24,8 +25,6 @@ from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import Pretrained
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.origin import Model, Origin, from_pretrained, origin_of
-
-FOLDER = "checkpoints"  # of a run, in its output_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ def load_trained(run: str | Path, step: int | None = None, *, base: Model | None
     the first device. Raises MissingFileError for a folder without checkpoints; ConfigError for a step that has none, and for a model
     that is not known here; StateError for damage, and for a base that is not the one the adapters were trained on.
     """
-    folder = Path(run).expanduser() / FOLDER
+    folder = Path(run).expanduser() / CHECKPOINTS
     if not folder.is_dir():
         raise MissingFileError(at=str(folder), problem="no such folder", fix="Give the output_dir of a run that has saved a checkpoint.")
     with Checkpoints(folder, keep=None) as checkpoints:

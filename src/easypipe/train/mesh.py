@@ -15,17 +15,17 @@ from easypipe.core.errors import ConfigError, PlacementError, TrainError
 from easypipe.train.mesh_config import BATCH_AXES, MESH_AXES, MeshConfig, mesh_config
 
 
-def make_mesh(mesh: MeshConfig | Mapping[str, Any] | str | None = None, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(mesh: MeshConfig | Mapping[str, Any] | str | None = None, *, devices: Sequence[Any] | None = None, at: str = "mesh") -> Mesh:
     """A mesh of all `devices` (default: every device of the run) with the axes data, fsdp, sequence and tensor.
 
     mesh: a MeshConfig; or the name of a preset; or sizes by axis, of which one may be -1, the devices that remain. Default: all along data.
     Under the preset hybrid, neighbours along every axis but data are devices that no slow link parts.
-    Raises ConfigError for an unknown axis or preset and for sizes that do not use every device exactly once.
+    Raises ConfigError, under the key path `at`, for an unknown axis or preset and for sizes that do not use every device exactly once.
     """
-    config = mesh_config(mesh)
+    config = mesh_config(mesh, at)
     devices = list(jax.devices() if devices is None else devices)
     groups = _groups(devices) if config.preset == "hybrid" else {0: devices}
-    sizes = _fitted(config, devices, groups)
+    sizes = _fitted(config, devices, groups, at)
     kinds = (AxisType.Auto,) * len(MESH_AXES)
     if len(groups) == 1:
         return jax.make_mesh(tuple(sizes.values()), MESH_AXES, axis_types=kinds, devices=devices)
@@ -52,7 +52,7 @@ def _groups(devices: Sequence[Any]) -> dict[int, list[Any]]:
     return groups
 
 
-def _fitted(config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, Sequence[Any]]) -> dict[str, int]:
+def _fitted(config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, Sequence[Any]], at: str) -> dict[str, int]:
     """axis → devices, of all axes. Raises ConfigError where they do not make up `devices`."""
     sizes, count = config.sizes(slow=len(groups)), len(devices)
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -63,7 +63,7 @@ def _fitted(config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, Seq
             rest //= fitting[axis]
         such = _named({"data": rest, **{axis: n for axis, n in reversed(fitting.items()) if n > 1}})
         raise ConfigError(
-            at="mesh",
+            at=at,
             problem=f"{_named(sizes)} does not fit {count} {devices[0].platform} device{'s' if count != 1 else ''}",
             fix=f"Let the sizes multiply to {count}, such as {such}; {{data: -1}} uses them all.",
         )
@@ -71,14 +71,14 @@ def _fitted(config: MeshConfig, devices: Sequence[Any], groups: Mapping[int, Seq
     each = {len(group) for group in groups.values()}
     if len(each) > 1:
         raise ConfigError(
-            at="mesh.preset",
+            at=f"{at}.preset",
             problem=f"hybrid wants hosts alike, and these have {', '.join(map(str, sorted(each)))} devices",
             fix="Choose another preset, or hosts of one kind.",
         )
     if sizes["data"] % len(groups):
         problem = f"hybrid puts data across {len(groups)} hosts or slices, and {_named(sizes)} has {sizes['data']} along it"
         fix = f"Let fsdp x sequence x tensor divide the {count // len(groups)} devices of one."
-        raise ConfigError(at="mesh.data", problem=problem, fix=fix)
+        raise ConfigError(at=f"{at}.data", problem=problem, fix=fix)
     return sizes
 
 

@@ -53,16 +53,19 @@ def _by_step(key: str, title: str, label: str) -> Callable[[Sequence[Record], An
 
 
 def _mixture(records: Sequence[Record], plan: Any) -> bytes | None:
-    """What was drawn of each dataset beside what the weights ask for."""
-    if plan is None:
+    """What was drawn of each dataset by step, beside what the weights ask for (dashed)."""
+    seen = (plan or {}).get("by_step")
+    if not seen:
         return None
-    names = [dataset["name"] for dataset in plan["datasets"]]
+    steps = [one["step"] for one in seen]
     figure, axes = _figure()
-    places = range(len(names))
-    for key, label, shift in (("requested", "asked for", -0.2), ("realised", "drawn", 0.2)):
-        axes.bar([place + shift for place in places], [dataset[key] for dataset in plan["datasets"]], width=0.4, label=label)
-    axes.set(ylabel=f"share of {'documents' if plan['unit'] == 'rows' else plan['unit']}", title=f"mixture over {plan['steps']} steps")
-    axes.set_xticks(list(places), names, rotation=30 if len(names) > 6 else 0)
+    for dataset in plan["datasets"]:
+        name = dataset["name"]
+        [line] = axes.plot(steps, [one["realised"][name] for one in seen], linewidth=1, marker="o" if len(steps) == 1 else None, label=name)
+        axes.plot(steps, [one["requested"][name] for one in seen], linewidth=1, linestyle="--", color=line.get_color())
+    unit = "documents" if plan["unit"] == "rows" else plan["unit"]
+    axes.set(xlabel="step", ylabel=f"share of {unit}", title="mixture: drawn, and asked for (dashed)", ylim=(0, None))
+    axes.grid(alpha=0.3)
     axes.legend()
     return _png(figure)
 

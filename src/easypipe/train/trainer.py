@@ -26,10 +26,14 @@ from easypipe.train.callbacks.make import make_callbacks
 from easypipe.train.callbacks.metric import Known
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
 from easypipe.train.checks import (
+    CHECKPOINTS,
     ENDED,
     LOADER_PARTS,
     MUST_MATCH,
     check_changes,
+    check_newest,
+    check_resume,
+    check_same,
     is_under,
     loader_state,
     micro_batches,
@@ -129,7 +133,7 @@ class Trainer:
         self.config, self.train, self.listener, self.control = config, train, listener, Control()
         self.writes = jax.process_index() == 0  # whether this process writes the files of the run
         laid_out = mesh_config(config.mesh, "train.mesh")
-        self.mesh, self.rules = make_mesh(laid_out) if mesh is None else checked_mesh(mesh), laid_out.rules
+        self.mesh, self.rules = make_mesh(laid_out, at="train.mesh") if mesh is None else checked_mesh(mesh), laid_out.rules
         self.steps = resolve_steps(config, train)
         self.output_dir = Path(config.output_dir).expanduser()
         self.metrics_path, self.plot_path = self.output_dir / "metrics.jsonl", self.output_dir / "loss.png"
@@ -211,7 +215,7 @@ class Trainer:
     def _run(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
             stack.enter_context(states.on(self.mesh, self.rules))
-            checkpoints = stack.enter_context(Checkpoints(self.output_dir / "checkpoints", keep=self.config.checkpoint.keep))
+            checkpoints = stack.enter_context(Checkpoints(self.output_dir / CHECKPOINTS, keep=self.config.checkpoint.keep))
             stop = stack.enter_context(StopSignals())
             watch, self.control = Watch(self.config), Control()
             checkpoints.protected["listeners"] = self.control.kept
@@ -260,12 +264,7 @@ class Trainer:
         steps = checkpoints.steps()
         if not steps:
             return self.fresh(), None
-        if not self.config.resume:
-            raise ConfigError(
-                at="train.resume",
-                problem=f"{self.output_dir} holds a run at step {steps[-1]}, and resume is false",
-                fix="Set resume: true, or give another train.output_dir.",
-            )
+        check_resume(checkpoints.folder, self.config, steps)
         damaged: list[DamagedCheckpoint] = []
         for step in reversed(steps):
             try:
@@ -280,14 +279,13 @@ class Trainer:
 
     def _restore(self, checkpoints: Checkpoints, step: int, watch: Watch) -> states.TrainState:
         saved = checkpoints.run(step)
-        unlike = differences(saved["identity"], self._identity())
-        refused = {path: text for path, text in unlike.items() if not any(is_under(path, key) for key in self.config.resume_changes)}
-        if refused:
-            raise StateError(
-                at=str(checkpoints.folder / str(step)),
-                problem=f"belongs to another run: {listed(refused)}",
-                fix="Change that back, give another train.output_dir, or list it in train.resume_changes.",
-            )
+        unlike = check_same(saved, self._identity(), self.config.resume_changes, checkpoints.folder / str(step))
+        allowed = [part for part in LOADER_PARTS if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)]
+        try:
+            self.train.restore(loader_state(self.train, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
+        except StateError as error:
+            data = differences(saved["config"].get("data", {}), self._run_config.get("data", {}), "data")
+            raise other_data(error, str(checkpoints.folder / str(step)), listed(data)) from error
         state = self.state_of(checkpoints, step)
         if others := [name for name, bits in saved.get("frozen", {}).items() if self._frozen.get(name) != bits]:
             raise StateError(
@@ -295,12 +293,6 @@ class Trainer:
                 problem=f"has adapters of other weights: {short(sorted(others))} differ",
                 fix="Train the model that they belong to, or give another train.output_dir.",
             )
-        allowed = [part for part in LOADER_PARTS if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)]
-        try:
-            self.train.restore(loader_state(self.train, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
-        except StateError as error:
-            data = differences(saved["config"].get("data", {}), self._run_config.get("data", {}), "data")
-            raise other_data(error, str(checkpoints.folder / str(step)), listed(data)) from error
         if ENDED not in self.config.resume_changes:
             self.control.ended = saved.get("ended")
         watch.restore(saved.get("watch"), step, checkpoints.steps())
@@ -314,6 +306,13 @@ class Trainer:
         if unlike:
             logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
         return state
+
+    def check_checkpoint(self, *, unknown: Sequence[str] = ()) -> None:
+        """Raises what `run` would raise for the newest checkpoint in output_dir, as far as it can be told without data and arrays.
+
+        unknown: key paths that are not compared.
+        """
+        check_newest(self.output_dir / CHECKPOINTS, self.config, self._identity(), unknown)
 
     def fresh(self) -> states.TrainState:
         """The state before the first step."""
