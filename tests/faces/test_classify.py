@@ -218,8 +218,8 @@ def test_options_of_the_data(tmp_path: Path) -> None:
     assert len(other(batch_size=10).train) == 2
     assert len(other(num_epochs=3).train) == 15
     assert (other(split="train[:50%]").per_class, other(val_split=0.25).val_rows) == ({"0": 4, "1": 3, "2": 3}, 5)
-    held_out = other(val_files=str(table(tmp_path / "val.parquet", 6)))
-    assert (held_out.val_rows, len(held_out.val), len(held_out.train)) == (6, 2, 5)
+    held_out = other(val_files=str(table(tmp_path / "val.parquet", 6)), split="train[:60%]")
+    assert (held_out.val_rows, len(held_out.val), len(held_out.train)) == (6, 2, 3)
     first, second = plain.train.batch(0), other(seed=2).train.batch(0)
     assert first["pixel_values"].tobytes() != second["pixel_values"].tobytes()
     shutil.copy(tmp_path / "images.parquet", tmp_path / "unnamed")
@@ -331,6 +331,10 @@ def test_commands_know_what_such_a_config_is(tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "run").exists()
     assert main(["plan", str(path), "--topology", "v5p:2x2x1"]) == 2
     assert "--topology: is for runs on text" in capsys.readouterr().err
+    assert main(["plan", str(path), "--no-prepare"]) == 2
+    assert "--no-prepare: images have no tokens to prepare" in capsys.readouterr().err
+    assert main(["train", str(path), "--prompt", "x"]) == 2
+    assert "--prompt: begins texts, and this run is on images" in capsys.readouterr().err
     for command in (["prepare"], ["preview"], ["explain", "--step", "0"]):
         assert main([command[0], str(path), *command[1:]]) == 2
         assert (

@@ -39,6 +39,8 @@ def plan(
 ) -> None:
     """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk; and on which devices it fits."""
     if of_images(config, overrides or []):
+        if not prepare:
+            raise ConfigError(at="--no-prepare", problem="images have no tokens to prepare", fix="Leave it out.")
         planned = _images_plan(config, overrides or [], steps, topology)
         _show(json.dumps(planned.to_json(), indent=1) if as_json else str(planned), as_json)
         return

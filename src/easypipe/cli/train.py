@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=0, help="Lines of text to sample from the model at the end.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Lines of text to sample from a model of text at the end.")] = 3,
     prompt: Annotated[str, typer.Option(help="What they begin with; without it, as documents begin.")] = "",
 ) -> None:
     """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint with the same batches."""
     if of_images(config, overrides or []):
+        if prompt:
+            raise ConfigError(at="--prompt", problem="begins texts, and this run is on images", fix="Leave it out.")
         _train_classifier(config, overrides or [])
         return
     run = load(config, overrides or [])

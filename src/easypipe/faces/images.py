@@ -35,7 +35,8 @@ class ImagesConfig:
 
     data_files, type, split: as DatasetConfig has them: a path, glob or list of parquet, Arrow or JSON files, rows in memory, a dataset of
         the Hub. Images are what VisionCollator takes: encoded bytes, `{bytes, path}`, arrays of 0 to 255 or of floats.
-    val_files: rows of the same kind to evaluate on; val_split: a share of data_files for that, drawn by the seed and not trained on.
+    val_files: rows of the same kind to evaluate on, all of them. val_split: in their place a share of data_files, drawn by the seed and
+        not trained on.
     image_column, label_column: where they stand. Labels are classes from 0, or names.
     classes: names of the classes in the order of their numbers; None takes the names among the labels, sorted.
     batch_size, num_epochs: rows of a batch; passes over the rows, null without end.
@@ -75,19 +76,20 @@ class ImagesConfig:
         """How a Pipeline reads `data_files` or `val_files`."""
         files = getattr(self, name)
         try:
-            return DatasetConfig(name=name, data_files=files, type=self.type, split=self.split)
+            part = self.split if name == "data_files" else None
+            return DatasetConfig(name=name, data_files=files, type=self.type, split=part)
         except ConfigError as error:
             raise (ConfigError(at=name, problem=error.problem, fix=error.fix) if error.at == "data_files" else error) from None
 
 
 class ImageRows:
-    """Map-style: `rows[i]` is {"image": ..., "label": Int}. Thread safe. `fingerprint` is that of what they were read from.
+    """Map-style: `rows[i]` is {"image": ..., "label": int}. Thread safe. `fingerprint` is that of what they were read from.
 
-    classes: names of classes, of labels that are names. Reading raises SourceError naming the row where an image is missing.
+    Reading raises SourceError naming the row where an image is missing.
     """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], labels: NDArray[np.int64], fingerprint: str, name: str) -> None:
-        """batches: a column of images each; all but the last have ROWS_AT_A_TIME rows."""
+        """batches: a column of images each; all but the last have ROWS_AT_A_TIME rows. labels: of all rows, from 0."""
         self._batches, self.labels, self.fingerprint, self._name = batches, labels, fingerprint, name
 
     def __len__(self) -> int:
