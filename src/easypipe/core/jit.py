@@ -51,8 +51,8 @@ class _Kernel(_Later):
         super().__init__(functools.partial(_compiled, function))
         functools.update_wrapper(self, function)
 
-    def __call__(self, *arguments: Any) -> Any:
-        return (self._value or self.made())(*arguments)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return (self._value or self.made())(*arguments, **named)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
