@@ -53,10 +53,15 @@ def columns(draw: st.DrawFn) -> tuple[pa.Schema, list[pa.RecordBatch]]:
     return schema, [whole.slice(0, cut), whole.slice(cut)]
 
 
-@given(case=columns(), page=st.sampled_from([1, 7, 1 << 18]), share=st.sampled_from([0, parquet_lists.DICTIONARY_SHARE]))
-def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int, share: int) -> None:
+@given(
+    case=columns(),
+    page=st.sampled_from([1, 7, 1 << 18]),
+    rows=st.sampled_from([1, 3, parquet_lists.RUN_ROWS]),
+    share=st.sampled_from([0, parquet_lists.DICTIONARY_SHARE]),
+)
+def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int, rows: int, share: int) -> None:
     schema, batches = case
-    with mock.patch.multiple(parquet_lists, PAGE_VALUES=page, DICTIONARY_SHARE=share):
+    with mock.patch.multiple(parquet_lists, PAGE_VALUES=page, RUN_ROWS=rows, DICTIONARY_SHARE=share):
         made = pq.read_table(pa.BufferReader(ours(schema, batches)))
     expected = pq.read_table(pa.BufferReader(theirs(schema, batches)))
     assert made.equals(expected)

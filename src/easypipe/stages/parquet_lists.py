@@ -26,6 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 
 PAGE_VALUES = 1 << 18
+RUN_ROWS = 1 << 13  # lists whose runs are written together
 ZSTD_LEVEL = 1  # pyarrow's own
 
 DICTIONARY_SHARE = 32  # values to one entry of a dictionary, at least: it must not weigh more than it saves
@@ -128,17 +129,26 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     borders = np.searchsorted(ends, np.arange(PAGE_VALUES, ends[-1], PAGE_VALUES))
-    edges = np.unique(np.concatenate([[0], borders, [len(lengths)]])).tolist()
-    for a, b in itertools.pairwise(edges):
-        piece, part = lengths[a:b], values.slice(int(ends[a]), int(ends[b] - ends[a]))
-        entries = np.maximum(piece, 1)  # an empty or null list is one entry without a value
-        twice = np.empty((len(piece), 2), np.int64)
-        twice[:, 0], twice[:, 1] = 1, entries - 1
-        repetition = _runs(twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(piece)))
-        definition = _definition(piece, entries, column.slice(a, b - a), part, field)
+    edges = np.unique(np.concatenate([[0], borders, [len(lengths)]]))
+    entries = np.maximum(lengths, 1)  # an empty or null list is one entry without a value
+    first, stop, runs, places = 0, 0, b"", np.zeros(1, np.int64)
+    for a, b in itertools.pairwise(edges.tolist()):
+        if b > stop:  # a page of long lists has few of them: those of several at once
+            first, stop = a, max(b, int(edges[np.searchsorted(edges, a + RUN_ROWS, side="right") - 1]))
+            runs, places = _runs(*_repetition(entries[first:stop]))
+        repetition = runs[places[2 * (a - first)] : places[2 * (b - first)]]
+        part = values.slice(int(ends[a]), int(ends[b] - ends[a]))
+        definition = _definition(lengths[a:b], entries[a:b], column.slice(a, b - a), part, field)
         levels = b"".join(struct.pack("<I", len(one)) + one for one in (repetition, definition))
         present = part.drop_null() if part.null_count else part
-        yield levels, int(entries.sum()), present.to_numpy(zero_copy_only=False)
+        yield levels, int(entries[a:b].sum()), present.to_numpy(zero_copy_only=False)
+
+
+def _repetition(entries: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """(lengths, levels) of two runs a list: its first entry, and those that follow."""
+    twice = np.empty((len(entries), 2), np.int64)
+    twice[:, 0], twice[:, 1] = 1, entries - 1
+    return twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(entries))
 
 
 def _definition(lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: Any, values: Any, field: pa.Field) -> bytes:
@@ -147,28 +157,30 @@ def _definition(lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: A
     if lengths.all() and not values.null_count:
         return _varint(int(entries.sum()) << 1) + bytes([full]) if len(entries) else b""
     if not values.null_count and not lists.null_count:
-        return _runs(entries, np.where(lengths > 0, full, empty).astype(np.uint8))
+        return _runs(entries, np.where(lengths > 0, full, empty).astype(np.uint8))[0]
     levels = np.repeat(np.where(lists.is_valid().to_numpy(zero_copy_only=False), empty, 0).astype(np.uint8), entries)
     levels[np.repeat(lengths > 0, entries)] = np.where(values.is_valid().to_numpy(zero_copy_only=False), full, full - 1)
     starts = np.flatnonzero(np.diff(levels, prepend=255))
-    return _runs(np.diff(np.append(starts, len(levels))), levels[starts])
+    return _runs(np.diff(np.append(starts, len(levels))), levels[starts])[0]
 
 
-def _runs(lengths: NDArray[np.int64], levels: NDArray[np.uint8]) -> bytes:
-    """Runs of `lengths` (Int64[n]) with a level each; those of no length are left out."""
+def _runs(lengths: NDArray[np.int64], levels: NDArray[np.uint8]) -> tuple[bytes, NDArray[np.int64]]:
+    """Runs of `lengths` (Int64[n]) with a level each, and where each begins, Int64[n + 1]; one of no length takes no bytes."""
     there = np.flatnonzero(lengths)
     rest, level = lengths[there] << 1, levels[there]
     width, most = np.full(len(rest), 2), int(rest.max(initial=0))
     for bits in range(7, most.bit_length(), 7):
         width += rest >> bits > 0
-    ends = np.cumsum(width)
-    place, code = ends - width, np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    starts[there + 1] = width
+    np.cumsum(starts, out=starts)
+    place, code = starts[there], np.empty(starts[-1], np.uint8)
     while rest.size:  # a byte of each, and the level behind those that end with it
         more = rest > 127
         code[place] = rest & 127 | more.astype(np.int64) << 7
         code[place[~more] + 1] = level[~more]
         place, rest, level = place[more] + 1, rest[more] >> 7, level[more]
-    return code.tobytes()
+    return code.tobytes(), starts
 
 
 # the footer
