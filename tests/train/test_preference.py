@@ -19,7 +19,7 @@ from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, PipelineCo
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
-from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, TrainConfig
+from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, SpikeConfig, TrainConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.lora_config import LoraConfig
 from easypipe.train.mesh import make_mesh
@@ -261,3 +261,39 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
 def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+class Swapped(Pairs):
+    """Batches 7 and 8 say the contrary: their answers have changed places."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for given in super().__iter__():
+            if self._done in (7, 8):
+                given[SEGMENT_IDS] = np.array([0, 2, 1, 4, 3], np.int32)[given[SEGMENT_IDS]]
+            yield given
+
+
+def test_preferences_that_turn_round_are_rolled_back_with_the_same_reference(tmp_path):
+    spikes = SpikeConfig(window=4, threshold=6.0, patience=2)
+    options: Any = {"steps": 12, "spikes": spikes, "lora": LoraConfig(rank=2), "preference": PreferenceConfig(beta=0.5)}
+    options |= {"optimizer": OptimizerConfig(learning_rate=0.05, warmup_steps=0), "checkpoint": CheckpointConfig(every=3)}
+    mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+
+    def run(name: str, stop: int | None = None) -> list[tuple[int, float]]:
+        def listener(event: TrainEvent) -> None:
+            if event.kind == "step" and event.step == stop:
+                raise KeyboardInterrupt
+
+        config = TrainConfig(output_dir=tmp_path / name, mesh={"data": 1}, **options)
+        Trainer(CONFIG, config, Swapped(), mesh=mesh, listener=listener).run()
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["loss"]) for line in lines]
+
+    whole = run("whole")
+    went = [json.loads(line) for line in (tmp_path / "whole" / "rollbacks.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["to"], line["batch_of_step"]) for line in went] == [(8, 6, 7), (8, 6, 8)]
+    assert [step for step, _ in whole] == list(range(1, 13))
+    assert whole[-1][1] < whole[5][1] < whole[6][1]
+    with pytest.raises(KeyboardInterrupt):
+        run("cut", stop=10)
+    assert run("cut") == whole

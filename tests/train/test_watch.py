@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig, SpikeConfig, TrainConfig
 from easypipe.train.mesh import make_mesh, place_batch
 from easypipe.train.metrics import read_metrics
+from easypipe.train.report import write_report
 from easypipe.train.trainer import Trainer
 from easypipe.train.watch import Watch
 from train.runs import Arithmetic, Tiny, numbers, settings
@@ -111,6 +113,17 @@ def test_a_spike_rolls_back_and_skips_the_window(rough):
     books = read_metrics(folder / "rollbacks.jsonl")
     assert [(b["step"], b["to"], b["batch_of_step"]) for b in books if b["step"] == 15] == [(15, 12, s) for s in (13, 14, 15)]
     assert records[-1]["loss"] < 1.2 * records[12]["loss"]
+
+
+def test_the_report_of_a_run_that_went_back_tells_where_and_what_it_skipped(rough, tmp_path):
+    text = write_report(rough[0], tmp_path / "page.html").read_text()
+    rows = re.findall(r"<tr>(.*?)</tr>", text[text.index("<h2>Roll-backs</h2>") : text.index("<h2>Mixture</h2>")])
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+    assert [cell[:3] for cell in cells if cell] == [["15", "12", str(i)] for i in (13, 14, 15)] + [
+        ["25", "21", str(i)] for i in range(22, 26)
+    ]
+    assert re.search(r"<td>steps skipped, not finite</td><td[^>]*>\d+</td>", text)
+    assert text.count("data:image/png;base64,") == 4, "loss, learning rate, throughput, waiting"
 
 
 @pytest.mark.parametrize("stop", [9, 15, 20, 25])
