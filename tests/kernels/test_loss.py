@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +141,9 @@ def test_strict_tiles_of_any_size(block, hidden_bytes, monkeypatch):
                 np.testing.assert_allclose(*(np.asarray(g, np.float32) for g in (ours_, theirs)), rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab_block", [None, 7, 19])
+@pytest.mark.parametrize(("vocab_block", "vector"), [(None, 1), (7, 1), (19, 1), (None, 8)])
 @pytest.mark.parametrize("chunk_size", [6, 13])
-def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, chunk_size):
+def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, vector, chunk_size):
     with jax.enable_x64(True), jax.disable_jit():
         given = case()
         hidden, head, labels, bias, weights = map(jnp.asarray, given)
@@ -155,6 +156,7 @@ def test_the_head_gradient_is_whole_whatever_its_blocks(vocab_block, chunk_size)
             objective=Objective(0.1, 0.2, 19),
             chunk_size=chunk_size,
             vocab_block=vocab_block,
+            kernel=SimpleNamespace(VECTOR=vector),  # rows are XLA's; 19 columns are two vectors of 8 and a rest
         )
         want = oracle(given, z_loss=0.1, label_smoothing=0.2, reduction="sum").grads
         for name, grad in zip(("hidden", "head", "bias"), grads, strict=True):

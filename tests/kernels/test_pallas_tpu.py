@@ -39,6 +39,10 @@ def blocks(parts=1, tokens=256, columns=SIDE, back_width=SIDE, back_rows=SIDE, b
     return Blocks(parts, tokens, SIDE, columns, parts, back_rows, back_columns, back_width, resident)
 
 
+def apart(parts: int) -> Blocks:
+    return blocks(parts, back_width=0)._replace(own_tokens=256, own_columns=SIDE)
+
+
 def watched(parts: int, **options: Any) -> pltpu.InterpretParams:
     return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=parts, uninitialized_memory="nan", **options)
 
@@ -88,6 +92,8 @@ def check(
         pytest.param(130, 256, 200, jnp.float32, blocks(tokens=SIDE, back_columns=SIDE), {"bias": True}, id="ragged, streaming"),
         pytest.param(256, 96, 200, jnp.bfloat16, blocks(back_width=96, resident=1), {"layout": "vd", "soft_cap": 2.0}, id="resident"),
         pytest.param(200, 128, 250, jnp.bfloat16, blocks(2, back_columns=SIDE), {"layout": "vd", "bias": True}, id="two cores"),
+        pytest.param(300, 96, 200, jnp.bfloat16, apart(1), {"bias": True}, id="apart"),
+        pytest.param(380, 128, 300, jnp.bfloat16, apart(2), {"layout": "vd", "soft_cap": 2.0}, id="apart, two cores"),
     ],
 )
 def test_stats_and_gradients(tokens, width, vocab, dtype, block, options):
@@ -195,6 +201,8 @@ def test_blocks_that_do_not_fit_the_problem_are_refused():
         assert reason in str(caught.value)
     with pytest.raises(ConfigError, match=r"forward needs [\d.]+ MiB of VMEM; there are 64"):
         pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(tokens=1 << 20, back_width=64))
+    with pytest.raises(ConfigError, match="own_tokens needs back_width 0, a multiple of back_rows 128, and own_columns of 128"):
+        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=apart(1)._replace(own_tokens=200))
     with pytest.raises(ConfigError, match="resident needs back_parts 1, back_width 64 and back_rows that divide 300 tokens"):
         pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(resident=1))
 

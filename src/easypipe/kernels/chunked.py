@@ -12,8 +12,10 @@ T tokens · D width · V vocabulary · C tokens of a chunk or tile · B columns 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ from easypipe.kernels.stats import (
     accumulator_dtype,
     loss_cotangents,
     merge_shards,
+    merged,
     soft_cap_slope,
     soft_capped,
     varying_like,
@@ -200,50 +203,79 @@ def loss_gradients(
 ) -> tuple[LogitStats, Gradients]:
     """The stats over all shards, and the gradients of `sum_t weights[t] * loss[t]`: the whole of *fast*, forward and backward.
 
-    kernel: what of stats.RowKernel it has is used. vocab_axes: manual mesh axes over which the vocabulary lies; `d_hidden` comes back
-    summed over them. grad_dtype: of the head's and the bias's gradient. vocab_block: see VOCAB_BLOCK.
+    kernel: what of stats.RowKernel it has is used. vocab_axes: manual mesh axes over which the vocabulary lies; `d_hidden` is
+    this shard's share. grad_dtype: of the head's and the bias's gradient. vocab_block: see VOCAB_BLOCK.
     """
     hidden, lm_head, bias, labels = inputs
     num_tokens, dtype = hidden.shape[0], accumulator_dtype(hidden, lm_head)
     num_chunks, chunk = chunk_shape(num_tokens, chunk_size)
-    head_dtype = jnp.dtype(grad_dtype or lm_head.dtype)
+    head_dtype, axis = jnp.dtype(grad_dtype or lm_head.dtype), layout.index("v")
     options = kernel.row_options(hidden, lm_head, layout) if hasattr(kernel, "row_options") else {}
+    pieces = _pieces(lm_head, bias, layout, getattr(kernel, "VECTOR", 1))
 
-    def one(hidden_CD: Array, labels_C: Array, weights_C: Array) -> tuple[LogitStats, Array, Array]:
-        logits_CV = _chunk_logits(hidden_CD, lm_head, bias, layout)
-        dx_CV, stats = _row_step(kernel, logits_CV, labels_C, weights_C, objective, vocab_axes, {"soft_cap": soft_cap, **options})
-        # Summed over shards in the dtype of the result, as under *strict*: a float32 copy would be a fourth of a small shard's logits.
-        d_hidden_CD = jnp.einsum(f"cv,{layout}->cd", dx_CV, lm_head, preferred_element_type=dtype).astype(hidden.dtype)
-        return stats, jax.lax.psum(d_hidden_CD, vocab_axes) if vocab_axes else d_hidden_CD, dx_CV
+    def one(hidden_CD: Array, labels_C: Array, weights_C: Array) -> tuple[LogitStats, Array, list[Array]]:
+        logits = [_chunk_logits(hidden_CD, piece.head, piece.bias, layout) for piece in pieces]
+        locals_C = [labels_C - piece.first for piece in pieces]
+        dx, stats = _row_step(kernel, logits, locals_C, weights_C, objective, vocab_axes, {"soft_cap": soft_cap, **options})
+        products = [
+            jnp.einsum(f"cv,{layout}->cd", dx_CV, piece.head, preferred_element_type=dtype) for dx_CV, piece in zip(dx, pieces, strict=True)
+        ]
+        return stats, functools.reduce(jnp.add, products).astype(hidden.dtype), dx
+
+    def gradients(d_hidden: Array, d_heads: list[Array], d_biases: list[Array]) -> Gradients:
+        d_bias = None if bias is None else _joined(d_biases, 0).astype(grad_dtype or bias.dtype)
+        return Gradients(d_hidden, _joined([d_head.astype(head_dtype) for d_head in d_heads], axis), d_bias)
 
     if num_chunks == 1:  # no sum over chunks, so no float32 gradient of the head beside the one returned
-        stats, d_hidden, dx_CV = one(hidden, labels, weights)
-        d_lm_head = jnp.einsum(f"cd,cv->{layout}", hidden, dx_CV, preferred_element_type=head_dtype)
-        d_bias = None if bias is None else dx_CV.sum(axis=0, dtype=dtype).astype(grad_dtype or bias.dtype)
-        return stats, Gradients(d_hidden, d_lm_head, d_bias)
+        stats, d_hidden, dx = one(hidden, labels, weights)
+        d_heads = [jnp.einsum(f"cd,cv->{layout}", hidden, dx_CV, preferred_element_type=head_dtype) for dx_CV in dx]
+        return stats, gradients(d_hidden, d_heads, [dx_CV.sum(axis=0, dtype=dtype) for dx_CV in dx])
 
-    def step(i: Array, out: tuple[LogitStats, Gradients]) -> tuple[LogitStats, Gradients]:
-        all_stats, grads = out
+    def step(i: Array, out: Any) -> Any:
+        all_stats, all_hidden, d_heads, d_biases = out
         first = jnp.minimum(i * chunk, num_tokens - chunk)  # the last chunk is moved back to lie inside; what was seen weighs 0
         fresh_C = first + jnp.arange(chunk) >= i * chunk
         hidden_CD, labels_C, weights_C, old_CD = (
-            jax.lax.dynamic_slice_in_dim(array, first, chunk) for array in (hidden, labels, weights, grads.hidden)
+            jax.lax.dynamic_slice_in_dim(array, first, chunk) for array in (hidden, labels, weights, all_hidden)
         )
-        stats, d_hidden_CD, dx_CV = one(hidden_CD, labels_C, jnp.where(fresh_C, weights_C, 0.0))
-        d_bias = None if grads.bias is None else grads.bias + dx_CV.sum(axis=0, dtype=dtype)
-        d_hidden = _put(grads.hidden, jnp.where(fresh_C[:, None], d_hidden_CD, old_CD), first, 0)
-        d_lm_head = _add_product(grads.lm_head, hidden_CD, dx_CV, layout, vocab_block)
+        stats, d_hidden_CD, dx = one(hidden_CD, labels_C, jnp.where(fresh_C, weights_C, 0.0))
+        d_biases = [total + dx_CV.sum(axis=0, dtype=dtype) for total, dx_CV in zip(d_biases, dx, strict=False)]
+        d_hidden = _put(all_hidden, jnp.where(fresh_C[:, None], d_hidden_CD, old_CD), first, 0)
+        d_heads = [_add_product(total, hidden_CD, dx_CV, layout, vocab_block) for total, dx_CV in zip(d_heads, dx, strict=True)]
         put = (_put(whole, piece, first, 0) for whole, piece in zip(all_stats, stats, strict=True))
-        return LogitStats(*put), Gradients(d_hidden, d_lm_head, d_bias)
+        return LogitStats(*put), d_hidden, d_heads, d_biases
 
     def zeros(shape: tuple[int, ...], of: DTypeLike) -> Array:
         return varying_like(jnp.zeros(shape, of), hidden)
 
-    none = Gradients(zeros(hidden.shape, hidden.dtype), zeros(lm_head.shape, dtype), None if bias is None else zeros(bias.shape, dtype))
-    start = LogitStats(*(zeros((num_tokens,), dtype) for _ in LogitStats._fields)), none
-    stats, grads = _loop(num_chunks, step, start)
-    d_bias = None if bias is None or grads.bias is None else grads.bias.astype(grad_dtype or bias.dtype)
-    return stats, Gradients(grads.hidden, grads.lm_head.astype(head_dtype), d_bias)
+    sums = (
+        [zeros(piece.head.shape, dtype) for piece in pieces],
+        [zeros(piece.bias.shape, dtype) for piece in pieces if piece.bias is not None],
+    )
+    start = LogitStats(*(zeros((num_tokens,), dtype) for _ in LogitStats._fields)), zeros(hidden.shape, hidden.dtype), *sums
+    stats, d_hidden, d_heads, d_biases = _loop(num_chunks, step, start)
+    return stats, gradients(d_hidden, d_heads, d_biases)
+
+
+class _Piece(NamedTuple):
+    """Some columns of the vocabulary."""
+
+    first: int
+    head: Array
+    bias: Array | None
+
+
+def _pieces(lm_head: Array, bias: Array | None, layout: Layout, vector: int) -> list[_Piece]:
+    """The vocabulary, cut after its last whole vector: of one that is no multiple of that, cuBLAS would pad logits, head and gradient."""
+    axis, vocab = layout.index("v"), vocab_size(lm_head, layout)
+    cuts = sorted({0, vocab // vector * vector, vocab})
+    return [
+        _Piece(a, jax.lax.slice_in_dim(lm_head, a, b, axis=axis), None if bias is None else bias[a:b]) for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def _joined(arrays: list[Array], axis: int) -> Array:
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis)
 
 
 def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: Layout) -> Array:
@@ -256,14 +288,22 @@ def _chunk_logits(hidden_CD: Array, lm_head: Array, bias: Array | None, layout: 
 
 
 def _row_step(
-    kernel: Any, logits: Array, labels: Array, weights: Array, objective: Objective, vocab_axes: tuple[str, ...], options: dict[str, Any]
-) -> tuple[Array, LogitStats]:
-    if not vocab_axes:
-        return getattr(kernel, "row_step", rows.row_step)(logits, labels, weights, objective=objective, **options)
-    local = getattr(kernel, "row_stats", rows.row_stats)(logits, labels, **options)
-    stats = merge_shards(local, vocab_axes)
+    kernel: Any,
+    logits: list[Array],
+    labels: list[Array],
+    weights: Array,
+    objective: Objective,
+    vocab_axes: tuple[str, ...],
+    options: dict[str, Any],
+) -> tuple[list[Array], LogitStats]:
+    """dx of every piece of the vocabulary, and the stats over all of them."""
+    if len(logits) == 1 and not vocab_axes:
+        dx, stats = getattr(kernel, "row_step", rows.row_step)(logits[0], labels[0], weights, objective=objective, **options)
+        return [dx], stats
+    row_stats, row_gradients = (getattr(kernel, name, getattr(rows, name)) for name in ("row_stats", "row_gradients"))
+    stats = merge_shards(merged([row_stats(*piece, **options) for piece in zip(logits, labels, strict=True)]), vocab_axes)
     cotangents = loss_cotangents(stats.lse, weights, objective)
-    return getattr(kernel, "row_gradients", rows.row_gradients)(logits, labels, stats.lse, cotangents, **options), stats
+    return [row_gradients(*piece, stats.lse, cotangents, **options) for piece in zip(logits, labels, strict=True)], stats
 
 
 def _add_product(d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None) -> Array:

@@ -4,12 +4,13 @@ The products are cuBLAS's (through XLA); between them stand the row kernels of p
 in the dtype of the inputs:
 
 - forward: a slab is some tokens x all columns. Only rows of `hidden` are sliced, so nothing is copied, and a row's sums are whole.
-- backward: a slab is a group of tokens x some columns. Then the group's share of the head's gradient is final for these columns, and
-  d_hidden adds up in float32, [group, D]. All tokens are one group unless that sum would be too large; with several groups the head's
-  gradient is read, added to and rounded once for each. XLA slices a head of layout "vd" inside the products. Of layout "dv" it copies the
-  slab's columns, of the head and of its gradient, 8·D·V bytes in all: "vd" is the faster one here.
+- backward: a slab is all tokens x some columns. The head's gradient is final for these columns; d_hidden adds up in float32, [T, D].
+  Where that sum would be too large, d_hidden has a pass of its own, over groups of tokens; rounding the head's gradient once for each
+  group instead would make its error, at four groups, up to 1.8 times that of the naive program. XLA slices a head of layout "vd" inside
+  the products. Of layout "dv" it copies the slab's columns, of the head and of its gradient, 8·D·V bytes in all: "vd" is the faster here.
 
-FLOPs: 8·T·D·V, the least with recomputation. Temporaries: `temporary_bytes` of the block sizes, and cuBLAS's workspace (32 MiB on Hopper).
+FLOPs: 8·T·D·V, the least with recomputation; 10 where d_hidden has its own pass. Temporaries: `temporary_bytes` of the block sizes, and
+cuBLAS's workspace (32 MiB on Hopper).
 
 T tokens · D width · V vocabulary · N tokens or columns of a slab · G tokens of a group
 """
@@ -17,8 +18,9 @@ T tokens · D width · V vocabulary · N tokens or columns of a slab · G tokens
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,46 +125,69 @@ def gradients(
     num_tokens, width = hidden.shape
     vocab, axis = vocab_size(lm_head, layout), 1 if layout == "dv" else 0
     row_block = _row_block(sizes)
-    group, columns = group_and_columns(num_tokens, width, vocab, hidden.dtype.itemsize, layout, _budget(sizes, hidden, asked))
+    passes = backward_slabs(num_tokens, width, vocab, hidden.dtype.itemsize, layout, _budget(sizes, hidden, asked))
 
-    def of_group(carry: tuple[Array, Array, Array | None], hidden: Array, start: Any, size: int) -> tuple[Array, Array, Array | None]:
-        d_hidden, d_head, d_bias = carry
-        hidden_GD = jax.lax.dynamic_slice_in_dim(hidden, start, size)
-        labels_G, lse_G, *g_G = (jax.lax.dynamic_slice_in_dim(array, start, size) for array in per_token)
+    def over_columns(sums: _Sums, hidden_GD: Array, per_token_G: tuple[Array, ...], columns: int) -> _Sums:
+        """Of some tokens, by slabs: the gradients that `sums` has a place for."""
+        labels_G, lse_G, *g_G = per_token_G
 
-        def slab(carry: tuple[Array, Array, Array | None], hidden_GD: Array, first: Any, count: int) -> tuple[Array, Array, Array | None]:
-            d_hidden_GD, d_head, d_bias = carry
+        def slab(sums: _Sums, hidden_GD: Array, first: Any, count: int) -> _Sums:
+            d_hidden_GD, d_head, d_bias = sums
             head_N, bias_N = _columns(lm_head, bias, first, count, layout)
-            logits_GN = _logits(hidden_GD, head_N, bias_N, layout)
             dx_GN = rows.row_gradients(
-                logits_GN, labels_G - first, lse_G, Cotangents(*g_G), soft_cap=soft_cap, block=row_block, interpret=interpret
+                _logits(hidden_GD, head_N, bias_N, layout),
+                labels_G - first,
+                lse_G,
+                Cotangents(*g_G),
+                soft_cap=soft_cap,
+                block=row_block,
+                interpret=interpret,
             )
-            d_hidden_GD += jnp.einsum("gn,dn->gd" if axis else "gn,nd->gd", dx_GN, head_N, preferred_element_type=jnp.float32)
-            product = "gd,gn->dn" if axis else "gn,gd->nd"
-            factors = (hidden_GD, dx_GN) if axis else (dx_GN, hidden_GD)
-            d_head_N = jnp.einsum(product, *factors, preferred_element_type=d_head.dtype)
-            if group < num_tokens:
-                d_head_N += jax.lax.dynamic_slice_in_dim(d_head, first, count, axis)
-            d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_head_N, first, axis)
+            if d_hidden_GD is not None:
+                d_hidden_GD += jnp.einsum("gn,dn->gd" if axis else "gn,nd->gd", dx_GN, head_N, preferred_element_type=jnp.float32)
+            if d_head is not None:
+                product, factors = ("gd,gn->dn", (hidden_GD, dx_GN)) if axis else ("gn,gd->nd", (dx_GN, hidden_GD))
+                d_head_N = jnp.einsum(product, *factors, preferred_element_type=d_head.dtype)
+                d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_head_N, first, axis)
             if d_bias is not None:
-                sum_N = jax.lax.dynamic_slice_in_dim(d_bias, first, count) + dx_GN.sum(axis=0, dtype=jnp.float32)
-                d_bias = jax.lax.dynamic_update_slice_in_dim(d_bias, sum_N, first, axis=0)
-            return d_hidden_GD, d_head, d_bias
+                d_bias_N = dx_GN.sum(axis=0, dtype=jnp.float32).astype(d_bias.dtype)
+                d_bias = jax.lax.dynamic_update_slice_in_dim(d_bias, d_bias_N, first, axis=0)
+            return _Sums(d_hidden_GD, d_head, d_bias)
 
-        sums = jnp.zeros((size, width), jnp.float32), d_head, d_bias
-        d_hidden_GD, d_head, d_bias = _pieces(vocab, columns, slab, sums, hidden_GD)
-        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_hidden_GD.astype(d_hidden.dtype), start, axis=0), d_head, d_bias
+        return _pieces(vocab, columns, slab, sums, hidden_GD)
 
-    start_head = jnp.zeros if group < num_tokens else jax.lax.empty
-    empty = (
-        jax.lax.empty(hidden.shape, grad_dtype or hidden.dtype),
-        start_head(lm_head.shape, grad_dtype or lm_head.dtype),
-        None if bias is None else jnp.zeros(bias.shape, jnp.float32),
-    )
-    d_hidden, d_head, d_bias = _pieces(num_tokens, group, of_group, empty, hidden)
-    if d_bias is not None and bias is not None:
-        d_bias = d_bias.astype(grad_dtype or bias.dtype)
-    return Gradients(d_hidden[:asked], d_head, d_bias)
+    def of_group(d_hidden: Array, hidden: Array, start: Any, size: int) -> Array:
+        per_token_G = tuple(jax.lax.dynamic_slice_in_dim(array, start, size) for array in per_token)
+        hidden_GD = jax.lax.dynamic_slice_in_dim(hidden, start, size)
+        sums = over_columns(_Sums(zeros((size, width)), None, None), hidden_GD, per_token_G, passes.group_columns)
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, sums.hidden.astype(d_hidden.dtype), start, axis=0)
+
+    zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
+    one_pass = passes.group == num_tokens
+    d_head = jax.lax.empty(lm_head.shape, grad_dtype or lm_head.dtype)
+    d_bias = None if bias is None else jax.lax.empty(bias.shape, grad_dtype or bias.dtype)
+    sums = over_columns(_Sums(zeros(hidden.shape) if one_pass else None, d_head, d_bias), hidden, per_token, passes.columns)
+    d_hidden = sums.hidden
+    if d_hidden is None:
+        hidden, sums = jax.lax.optimization_barrier((hidden, sums))  # one pass after the other: their slabs share the budget
+        d_hidden = _pieces(num_tokens, passes.group, of_group, jax.lax.empty(hidden.shape, grad_dtype or hidden.dtype), hidden)
+    return Gradients(d_hidden[:asked].astype(grad_dtype or hidden.dtype), sums.head, sums.bias)
+
+
+class _Sums(NamedTuple):
+    """Gradients in the making; None for one that another pass computes."""
+
+    hidden: Any  # float32[G, D]
+    head: Any
+    bias: Any
+
+
+class Slabs(NamedTuple):
+    """Of the backward pass."""
+
+    group: int  # tokens whose d_hidden adds up at once; where these are not all, d_hidden has a pass of its own
+    columns: int  # of a slab of all tokens
+    group_columns: int  # of a slab of a group, in that pass of its own; 0 where there is none
 
 
 def row_options(hidden: Array, lm_head: Array, layout: Layout) -> dict[str, Any]:
@@ -185,41 +210,44 @@ def slab_tokens(num_tokens: int, vocab: int, itemsize: int, budget: int) -> int:
 
 def slab_columns(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> int:
     """Columns of a slab in the forward pass of a vocabulary of no whole vectors; also no more than half."""
-    return _even(vocab, min(budget // _column_bytes(num_tokens, width, itemsize, layout), -(-vocab // 2)))
+    return _even(vocab, min(budget // _column_bytes(num_tokens, 2 * width, itemsize, layout), -(-vocab // 2)))
 
 
-def group_and_columns(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> tuple[int, int]:
-    """`(tokens of a group, columns of a slab)` of the backward pass: groups no more than need be, then columns for the rest of the budget.
-
-    The sum of d_hidden may take half of the budget: a larger one would leave slabs so narrow that reading and writing it, 8·D bytes per
-    token and slab, costs more than adding the head's gradient once more.
-    """
+def backward_slabs(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> Slabs:
+    """Of the backward pass: one, unless the sum of d_hidden would take more than half of the budget, so that slabs would be narrow."""
     most = max(ALIGN, budget // 2 // (4 * width))
     group = _even(num_tokens, most) if num_tokens > most else num_tokens
-    left = budget - _group_bytes(group, num_tokens, width, itemsize)
-    return group, _even(vocab, min(left // _column_bytes(group, width, itemsize, layout), -(-vocab // 2)))
+
+    def columns(tokens: int, sums: int, factors: int) -> int:
+        return _even(vocab, min((budget - sums) // _column_bytes(tokens, factors * width, itemsize, layout), -(-vocab // 2)))
+
+    if group == num_tokens:
+        return Slabs(group, columns(num_tokens, 4 * group * width, 2), 0)
+    return Slabs(group, columns(num_tokens, 0, 2), columns(group, _group_bytes(group, width, itemsize), 1))
 
 
 def temporary_bytes(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> int:
     """What the slabs of one pass take at once, at most; beside it stand cuBLAS's workspace and a few numbers per token."""
-    group, columns = group_and_columns(num_tokens, width, vocab, itemsize, layout, budget)
-    backward = _group_bytes(group, num_tokens, width, itemsize) + columns * _column_bytes(group, width, itemsize, layout)
-    return max(slab_tokens(num_tokens, vocab, itemsize, budget) * vocab * itemsize, backward)
+    group, columns, group_columns = backward_slabs(num_tokens, width, vocab, itemsize, layout, budget)
+    sums = 4 * group * width if group == num_tokens else 0
+    first = sums + columns * _column_bytes(num_tokens, 2 * width, itemsize, layout)
+    second = _group_bytes(group, width, itemsize) + group_columns * _column_bytes(group, width, itemsize, layout)
+    return max(slab_tokens(num_tokens, vocab, itemsize, budget) * vocab * itemsize, first, second if group_columns else 0)
 
 
-def _group_bytes(group: int, num_tokens: int, width: int, itemsize: int) -> int:
-    """The float32 sum of d_hidden, and the group's rows of hidden where there is more than one group: the loop over slabs holds a copy."""
-    return group * width * (4 + (itemsize if group < num_tokens else 0))
+def _group_bytes(group: int, width: int, itemsize: int) -> int:
+    """The float32 sum of d_hidden and the group's rows of hidden, of which the loop over slabs holds a copy."""
+    return group * width * (4 + itemsize)
 
 
-def _column_bytes(group: int, width: int, itemsize: int, layout: Layout) -> int:
-    """A column of the slab; for "dv" also of the head and of its gradient, which lie strided in their arrays and are copied."""
-    return itemsize * (group + (2 * width if layout == "dv" else 0))
+def _column_bytes(tokens: int, strided: int, itemsize: int, layout: Layout) -> int:
+    """A column of the slab; for "dv" also `strided` numbers, of the head and of its gradient, which lie strided in their arrays: copies."""
+    return itemsize * (tokens + (strided if layout == "dv" else 0))
 
 
 def _even(total: int, most: int) -> int:
-    """The size of pieces of `total`: at most `most` (or ALIGN), and even where a few more pieces make it so, so that none is left over."""
-    most = max(min(ALIGN, -(-total // 2)), most)
+    """The size of pieces of `total`: at most `most` (or VECTOR), and even where a few more pieces make it so, so that none is left over."""
+    most = max(min(VECTOR, -(-total // 2)), most)
     fewest = -(-total // most)
     for pieces in range(fewest, fewest + fewest // 4 + 2):
         if total % pieces == 0 and (total // pieces) % VECTOR == 0:

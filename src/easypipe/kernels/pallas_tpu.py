@@ -1,7 +1,8 @@
 """The loss kernels of TPUs (v5e, v5p, v6e, tpu7x), in Pallas. Forward, backward and rows stand in files of their own; here is the door.
 
 *strict*: no logits beyond a tile in VMEM. 8·T·D·V FLOPs, forward and backward; bytes: see pallas_tpu_blocks.py. Besides its results the
-backward pass has 2·T·D bytes in HBM (for bfloat16), and on two TensorCores one block of columns of the head's gradient in float32.
+backward pass has 2·T·D bytes in HBM (for bfloat16), and on two TensorCores one block of columns of the head's gradient in float32. Beyond
+256 MiB of these it has none, and 10·T·D·V FLOPs (pallas_tpu_apart.py).
 *fast*: the matrix products are XLA's (chunked.py); between them `row_step` turns a chunk of logits into its gradient, in place, in one
 reading and one writing.
 

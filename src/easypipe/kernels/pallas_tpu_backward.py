@@ -6,11 +6,12 @@ by each block. Stored as float32 it would be an array that nobody asked for, of 
 halves: the output's own bfloat16, rounded to nearest, and 16 bits beside it that say where within the rounding the sum stands (`_split`,
 `_joined`).
 
-Two schedules:
+Three schedules:
 - *resident*: hidden states and their gradient stay in VMEM and the head streams past them, once. Grid (block of columns j, rows k).
 - *streaming*: one call for each group of column blocks, one for each TensorCore; grid (core c, tile of tokens k, part w of the width). On
   two cores the tokens are passed in two halves, the second core always in the other half than the first: no core adds to what the other
   adds to. Between the halves the head's gradient of the group, [cores, ...] in float32, stands in HBM.
+- *apart* (pallas_tpu_apart.py), where even those 16 bits of every hidden state are too many: each gradient has a pass of its own.
 
 T tokens · D width · V vocabulary · R rows of a tile · C columns of a block
 """
@@ -25,26 +26,12 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from easypipe.kernels.pallas_tpu_blocks import COLUMN_STEP, LANES, SLACK, WIDTH_STEP, Blocks, backward_vmem, cdiv, sizes_of
+from easypipe.kernels import pallas_tpu_apart
+from easypipe.kernels.pallas_tpu_blocks import LANES, SLACK, WIDTH_STEP, Blocks, backward_vmem, cdiv, sizes_of
 from easypipe.kernels.pallas_tpu_forward import ROWS
-from easypipe.kernels.pallas_tpu_loops import in_steps, logits, product, shape_like
-from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, soft_cap_slope, varying_like
-
-LABEL, LSE, G_LSE, G_TARGET, G_SUM = range(5)  # rows of what is known of each token
-
-
-class Problem(NamedTuple):
-    """What the kernel is compiled for."""
-
-    tokens: int
-    width: int
-    vocab: int
-    layout: Layout
-    soft_cap: float | None
-    has_bias: bool
-    split: bool  # the gradient of hidden is two halves of a float32; else it is float32
-    blocks: Blocks
-    vmem: int  # bytes
+from easypipe.kernels.pallas_tpu_loops import in_steps, shape_like
+from easypipe.kernels.pallas_tpu_tiles import At, Problem, Refs, add_to_head, head_block, of_hidden, scratch, tile_dz
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, varying_like
 
 
 def gradients(
@@ -61,7 +48,7 @@ def gradients(
     nothing = jnp.zeros_like(lse)
     known_8T = jnp.stack([local, lse, *g, nothing, nothing, nothing]).astype(jnp.float32)
     bias_1V = None if bias is None else bias.astype(jnp.float32)[None, :]
-    run = _resident if blocks.resident else _streaming
+    run = _resident if blocks.resident else pallas_tpu_apart.gradients if blocks.own_tokens else _streaming
     d_hidden, d_head, d_bias = run(hidden, lm_head, known_8T, bias_1V, problem, head_dtype, interpret)
     if bias is not None and d_bias is not None:
         d_bias = d_bias.sum(axis=(0, 1)).astype(grad_dtype or bias.dtype)
@@ -74,14 +61,14 @@ def _resident(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, 
     padded = cdiv(problem.tokens, rows) * rows
     stays = pl.Buffered(1)
     whole = pl.BlockSpec((padded, problem.width), lambda j, k: (0, 0), pipeline_mode=stays)
-    head_shape, head_index = _head_block(problem, lambda j, k: j)
+    head_shape, head_index = head_block(problem, lambda j, k: j)
     state_dtype = jnp.bfloat16 if problem.split else jnp.float32
     in_specs = [whole, pl.BlockSpec(head_shape, head_index), pl.BlockSpec((ROWS, rows), lambda j, k: (0, k))]
     out_specs = [whole, pl.BlockSpec(head_shape, head_index)]
     out_shape = [shape_like(hidden.shape, state_dtype, hidden), shape_like(lm_head.shape, head_dtype, hidden)]
-    scratch = _scratch(problem, head_shape, hidden.dtype)
+    buffers = scratch(problem, head_shape, hidden.dtype)
     if problem.split:
-        scratch.insert(0, pltpu.VMEM((padded, problem.width), jnp.int16))
+        buffers.insert(0, pltpu.VMEM((padded, problem.width), jnp.int16))
     arguments = [hidden, lm_head, known_8T]
     if problem.has_bias:
         in_specs.append(pl.BlockSpec((1, columns), lambda j, k: (0, j)))
@@ -97,12 +84,12 @@ def _resident(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, 
         sum_ref, *dz_refs = refs
         block, tile = pl.program_id(0), pl.program_id(1)
         window = pl.ds(pl.multiple_of(tile * rows, rows), rows)
-        refs_ = _Refs(hidden_ref.at[window], head_ref, known_ref, bias_ref, sum_ref, d_bias_ref, *dz_refs)
+        refs_ = Refs(hidden_ref.at[window], head_ref, known_ref, bias_ref, sum_ref, d_bias_ref, *dz_refs)
         state = _State(
             d_hidden_ref.at[window], low_ref.at[window] if low_ref is not None else None, lambda x: jnp.where(block == 0, 0.0, x)
         )
         first = tile == 0
-        _tile(refs_, state, state, _At(block, tile, 0, adds_nothing=first, bias_adds_nothing=first, begins=True), problem)
+        _tile(refs_, state, state, At(block, tile, 0, adds_nothing=first, bias_adds_nothing=first, begins=True), problem)
 
         @pl.when(tile == pl.num_programs(1) - 1)
         def _finish():
@@ -114,7 +101,7 @@ def _resident(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, 
         grid=(cdiv(problem.vocab, columns), padded // rows),
         in_specs=in_specs,
         out_specs=out_specs,
-        scratch_shapes=scratch,
+        scratch_shapes=buffers,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=problem.vmem),
         interpret=interpret,
         name="loss_gradients",
@@ -125,7 +112,7 @@ def _resident(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, 
 def _streaming(hidden, lm_head, known_8T, bias_1V, problem: Problem, head_dtype, interpret):
     blocks = problem.blocks
     groups = cdiv(cdiv(problem.vocab, blocks.back_columns), blocks.back_parts)
-    head_shape, _ = _head_block(problem, lambda j: j)
+    head_shape, _ = head_block(problem, lambda j: j)
     tokens, width, vocab = problem.tokens, problem.width, problem.vocab
     if interpret:  # jax's interpreter returns aliased arrays that end within a block with the whole block: here they are whole ones at once
         tokens = cdiv(tokens, blocks.back_rows) * blocks.back_rows
@@ -167,7 +154,7 @@ def _streaming_turn(index, turn: int, hidden, lm_head, known_8T, bias_1V, carry:
         return (core + turn) % parts * tiles + k
 
     stays = pl.Buffered(1)
-    head_shape, head_index = _head_block(problem, lambda c, k, w, group: group[0] * parts + c)
+    head_shape, head_index = head_block(problem, lambda c, k, w, group: group[0] * parts + c)
     tokens_spec = pl.BlockSpec((rows, problem.width), lambda c, k, w, group: (tile_of(c, k), 0))
     state_spec = pl.BlockSpec((rows, share), lambda c, k, w, group: (tile_of(c, k), w))
     head_spec = pl.BlockSpec(head_shape, head_index, pipeline_mode=stays)
@@ -202,12 +189,10 @@ def _streaming_turn(index, turn: int, hidden, lm_head, known_8T, bias_1V, carry:
             if not begins:
                 pltpu.sync_copy(given["between"].at[core], sum_ref)
 
-        refs_ = _Refs(given["hidden"], given["lm_head"], given["known"], given.get("bias_row"), sum_ref, results.get("bias"), *dz_refs)
+        refs_ = Refs(given["hidden"], given["lm_head"], given["known"], given.get("bias_row"), sum_ref, results.get("bias"), *dz_refs)
         before = _State(given["high"], given.get("low"), lambda x: x)
         after = _State(results["high"], results.get("low"), lambda x: x)
-        at = _At(
-            group_ref[0] * parts + core, tile_of(core, k), w * share if share < problem.width else 0, (k == 0) & begins, k == 0, w == 0
-        )
+        at = At(group_ref[0] * parts + core, tile_of(core, k), w * share if share < problem.width else 0, (k == 0) & begins, k == 0, w == 0)
         _tile(refs_, before, after, at, problem)
 
         @pl.when((k == pl.num_programs(1) - 1) & (w == pl.num_programs(2) - 1))
@@ -225,7 +210,7 @@ def _streaming_turn(index, turn: int, hidden, lm_head, known_8T, bias_1V, carry:
             grid=(parts, tiles, problem.width // share),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=list(outputs.values()),
-            scratch_shapes=_scratch(problem, head_shape, hidden.dtype),
+            scratch_shapes=scratch(problem, head_shape, hidden.dtype),
         ),
         input_output_aliases={1 + names_in.index(name): place for place, name in enumerate(names_out)},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=problem.vmem),
@@ -236,32 +221,6 @@ def _streaming_turn(index, turn: int, hidden, lm_head, known_8T, bias_1V, carry:
     return carry | dict(zip(names_out, results, strict=True))
 
 
-def _scratch(problem: Problem, head_shape: tuple[int, ...], dtype) -> list:
-    rows, columns = problem.blocks.back_rows, problem.blocks.back_columns
-    dz = [pltpu.VMEM((rows, columns), dtype)]
-    if problem.layout == "vd":
-        dz.append(pltpu.VMEM((columns, rows), dtype))
-    return [pltpu.VMEM(head_shape, jnp.float32), *dz]
-
-
-def _head_block(problem: Problem, column_block):
-    columns, width = problem.blocks.back_columns, problem.width
-    if problem.layout == "dv":
-        return (width, columns), lambda *at: (0, column_block(*at))
-    return (columns, width), lambda *at: (column_block(*at), 0)
-
-
-class _Refs(NamedTuple):
-    hidden: Any  # [R, D]
-    head: Any  # [D, C] or [C, D]
-    known: Any  # [8, R] float32
-    bias: Any  # [1, C] or None
-    d_head: Any  # float32 like head
-    d_bias: Any  # [1, 1, C] float32, or None
-    dz: Any  # [R, C] in the dtype of the products
-    dz_turned: Any = None  # [C, R], for the layout "vd"
-
-
 class _State(NamedTuple):
     """The gradient of the hidden states of a tile, W of the width."""
 
@@ -270,90 +229,24 @@ class _State(NamedTuple):
     begun: Any  # what a value read from it becomes: 0 where nothing was written before
 
 
-class _At(NamedTuple):
-    """Where in the problem a step stands."""
-
-    column_block: Any
-    tile: Any
-    first_width: Any  # of the part of the width that the state holds
-    adds_nothing: Any  # to the head's gradient: nothing is in it yet
-    bias_adds_nothing: Any
-    begins: Any  # the tile: later steps do the rest of its width
-
-
-def _tile(refs: _Refs, before: _State, after: _State, at: _At, problem: Problem) -> None:
+def _tile(refs: Refs, before: _State, after: _State, at: At, problem: Problem) -> None:
     """Adds a tile's share to the three gradients."""
     if at.begins is True:
-        _tile_dz(refs, at, problem)
+        tile_dz(refs, at, problem)
     else:
-        pl.when(at.begins)(lambda: _tile_dz(refs, at, problem))
-    dv = problem.layout == "dv"
+        pl.when(at.begins)(lambda: tile_dz(refs, at, problem))
 
     def add_products(part, _) -> None:
         first = at.first_width + part.start
         width = pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), part.size)
-        if dv:
-            refs.d_head[width, :] += product(refs.hidden[:, width], refs.dz[...], 0, 0)
-            d_hidden_RS = product(refs.dz[...], refs.head[width, :], 1, 1)
-        else:
-            refs.d_head[:, width] += product(refs.dz_turned[...], refs.hidden[:, width], 1, 0)
-            d_hidden_RS = product(refs.dz[...], refs.head[:, width], 1, 0)
-        total_RS = before.begun(_joined(before, part)) + d_hidden_RS
+        add_to_head(refs, width, problem.layout)
+        total_RS = before.begun(_joined(before, part)) + of_hidden(refs, width, problem.layout)
         if after.low is None:
             after.high[:, part] = total_RS
         else:
             after.high[:, part], after.low[:, part] = _split(total_RS)
 
     in_steps(before.high.shape[1], WIDTH_STEP, add_products, None)
-
-
-def _tile_dz(refs: _Refs, at: _At, problem: Problem) -> None:
-    """The tile's logits and their gradient, which goes to refs.dz."""
-    rows, columns = problem.blocks.back_rows, problem.blocks.back_columns
-
-    @pl.when(at.adds_nothing)
-    def _start():
-        refs.d_head[...] = jnp.zeros_like(refs.d_head)
-
-    # What lies beyond the arrays was never loaded and may be NaN, which a product would spread: it becomes 0.
-    if problem.tokens % rows:
-
-        @pl.when(at.tile == problem.tokens // rows)
-        def _rows_beyond():
-            row = jax.lax.broadcasted_iota(jnp.int32, refs.hidden.shape, 0)
-            refs.hidden[...] = jnp.where(row < problem.tokens % rows, refs.hidden[...], 0)
-
-    if problem.vocab % columns:
-
-        @pl.when(at.column_block == problem.vocab // columns)
-        def _columns_beyond():
-            column = jax.lax.broadcasted_iota(jnp.int32, refs.head.shape, problem.layout.index("v"))
-            refs.head[...] = jnp.where(column < problem.vocab % columns, refs.head[...], 0)
-
-    known_R8 = refs.known[...].T
-    label_R1, lse_R1, g_lse_R1, g_target_R1, g_sum_R1 = (known_R8[:, i : i + 1] for i in range(5))
-
-    def logits_to_dz(part, _) -> None:
-        head = refs.head[:, part] if problem.layout == "dv" else refs.head[part, :]
-        z_RS = logits(refs.hidden[...], head, None if refs.bias is None else refs.bias[:, part], problem.layout, problem.soft_cap)
-        column_RS = at.column_block * columns + part.start + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 1)
-        hit_RS = column_RS == label_R1.astype(jnp.int32)
-        dx_RS = jnp.exp(z_RS - lse_R1) * g_lse_R1 + g_sum_R1 + jnp.where(hit_RS, g_target_R1, 0.0)
-        dx_RS = dx_RS * soft_cap_slope(z_RS, problem.soft_cap)
-        inside = column_RS < problem.vocab if problem.vocab % columns else None
-        if problem.tokens % rows:
-            row_RS = at.tile * rows + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 0)
-            inside = row_RS < problem.tokens if inside is None else inside & (row_RS < problem.tokens)
-        if inside is not None:
-            dx_RS = jnp.where(inside, dx_RS, 0.0)
-        if refs.d_bias is not None:
-            sum_1S = jnp.where(at.bias_adds_nothing, 0.0, refs.d_bias[0, :, part])
-            refs.d_bias[0, :, part] = sum_1S + dx_RS.sum(axis=0, keepdims=True)
-        refs.dz[:, part] = dx_RS.astype(refs.dz.dtype)
-        if refs.dz_turned is not None:
-            refs.dz_turned[part, :] = dx_RS.T.astype(refs.dz.dtype)
-
-    in_steps(columns, COLUMN_STEP, logits_to_dz, None)
 
 
 def _split(x: Array) -> tuple[Array, Array]:

@@ -5,6 +5,8 @@ Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / 
 Backward, resident. Hidden states and their gradient stay in VMEM; head and its gradient pass once. Nothing is moved twice.
 Backward, streaming. C columns of the head and their gradient stay while the tokens stream past: hidden states are read, their gradient
 is read and written, so 10·T·D bytes (in bfloat16) for each of ceil(V / C) blocks.
+Backward, apart. Two passes, and 8·T·D·V FLOPs: C columns stay while hidden states are read ceil(V / C) times; then B tokens stay while
+the head is read ceil(T / B) times. Where the sums of *streaming* would take more than SUM_BYTES of HBM.
 
 In both, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs room too, enough to keep the matrix unit
 busy. `least_bytes` is what the same schedules would move if that room were as small as the hardware's tiles allow.
@@ -32,6 +34,7 @@ WIDTH_STEP = 256  # of the width at once in its two products
 FEWEST_COLUMNS = 640  # with which a streaming backward pass is bound by the matrix unit on every generation
 RESERVED = 2 * MIB  # of VMEM, for the compiler
 SLACK = MIB  # of it, that a kernel may take beyond its accounting
+SUM_BYTES = 256 * MIB  # of HBM, that the gradient of the hidden states may take in the making beside the result
 STATE = 4  # bytes of a gradient in the making: float32, whole or in two halves
 PER_TOKEN = 8 * 4  # bytes of what is known of a token, or found out about it
 
@@ -67,6 +70,8 @@ class Blocks(NamedTuple):
     back_columns: int
     back_width: int  # of the gradient of the hidden states, in one streaming step
     resident: int  # 1: hidden states and their gradient stay in VMEM in the backward pass
+    own_tokens: int = 0  # that stay in a pass for the gradient of the hidden states alone; 0: there is none (then back_width is not 0)
+    own_columns: int = 0  # that stream in it
 
 
 class Sizes(NamedTuple):
@@ -114,6 +119,11 @@ def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
     return Blocks(*forward[:4], *backward[4:])
 
 
+def needs_own_pass(sizes: Sizes) -> bool:
+    """Whether the low halves of the hidden states' gradient take more than SUM_BYTES; a float32 gradient has none."""
+    return sizes.out < STATE and sizes.tokens * sizes.width * (STATE - sizes.out) > SUM_BYTES
+
+
 def forward_vmem(blocks: Blocks, sizes: Sizes) -> int:
     """Bytes of VMEM of the forward kernel."""
     width = rounded(sizes.width)
@@ -140,7 +150,11 @@ def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
     products = 2 * max(rows, columns) * WIDTH_STEP * 4 + 4 * rows * WIDTH_STEP * 4
     exact = 3 * (rows + columns) * WIDTH_STEP * 4 + rows * width * 10 if sizes.item == 4 else 0
     operand = rows * width  # of the hidden states, while the logits' product runs
-    return head + hidden + dz + per_token + logits + products + exact + operand
+    if not blocks.own_tokens:
+        return head + hidden + dz + per_token + logits + products + exact + operand
+    stays = (sizes.item + 4 + sizes.out) * blocks.own_tokens * width + 2 * PER_TOKEN * blocks.own_tokens
+    streams = (2 * sizes.item * width + sizes.item * rows + 4 * PER_TOKEN) * blocks.own_columns
+    return max(head + hidden + dz + per_token, stays + streams) + logits + products + exact + operand
 
 
 def forward_bytes(blocks: Blocks, sizes: Sizes) -> int:
@@ -157,6 +171,9 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
     known = turns * sizes.tokens * PER_TOKEN
     if blocks.resident:
         return hidden * (sizes.item + sizes.out) + head * (sizes.item + sizes.out) + known
+    if blocks.own_tokens:
+        own = hidden * (sizes.item + sizes.out) + cdiv(sizes.tokens, blocks.own_tokens) * head * sizes.item + sizes.tokens * PER_TOKEN
+        return own + turns * hidden * sizes.item + head * (sizes.item + sizes.out) + known
     between = 2 * 4 * turns * blocks.back_columns * sizes.width if blocks.back_parts > 1 else 0
     tokens = hidden * STATE + turns * hidden * (sizes.item + 2 * STATE)
     return tokens + head * (blocks.back_parts * sizes.item + sizes.out) + between + known
@@ -165,8 +182,7 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 def least_bytes(device: Device, sizes: Sizes) -> tuple[int, int]:
     """(forward, backward): what these schedules would move at least, if what streams took no more of VMEM than one tile of 128."""
     forward = min(forward_bytes(blocks, sizes) for blocks in _forward_choices(device, sizes, (LANES,), (LANES,)))
-    resident = _resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256, LANES))
-    backward = (*resident, *_streaming_choices(device, sizes, ROW_SIZES, (LANES,)))
+    backward = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256, LANES), (LANES,))
     return forward, min(backward_bytes(blocks, sizes) for blocks in backward)
 
 
@@ -174,7 +190,7 @@ def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
     """What is worth measuring: the plan, and each of its two halves in other tiles that fit."""
     plan = plan_blocks(device, sizes)
     forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS)]
-    halves = (*_resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256)), *_streaming_choices(device, sizes, ROW_SIZES, WIDTH_SHARES))
+    halves = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256), WIDTH_SHARES)
     backward = [Blocks(*plan[:4], *blocks[4:]) for blocks in halves]
     return list(dict.fromkeys([plan, *forward, *backward]))
 
@@ -209,7 +225,9 @@ def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
     plan = plan_blocks(device, sizes)
     forward = blocks if blocks.parts == plan.parts else plan
     rows, columns = blocks.back_rows, blocks.back_columns
-    if not blocks.resident:
+    if bool(blocks.own_tokens) != bool(plan.own_tokens):
+        return Blocks(*forward[:4], *plan[4:])
+    if not (blocks.resident or blocks.own_tokens):
         rows, columns = (even_split(*one, blocks.back_parts) for one in ((sizes.tokens, rows), (sizes.vocab, columns)))
     backward = blocks._replace(back_rows=rows, back_columns=columns) if rows and columns else plan
     if blocks.resident:
@@ -229,6 +247,9 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
     if blocks.resident:
         if sizes.tokens % blocks.back_rows or parts > 1 or blocks.back_width != sizes.width:
             reasons.append(f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide {sizes.tokens} tokens")
+    elif blocks.own_tokens:
+        if blocks.back_width or blocks.own_tokens % blocks.back_rows or not blocks.own_columns or blocks.own_columns % LANES:
+            reasons.append(f"own_tokens needs back_width 0, a multiple of back_rows {blocks.back_rows}, and own_columns of {LANES}")
     else:
         if sizes.width % blocks.back_width:
             reasons.append(f"back_width {blocks.back_width} does not divide a width of {sizes.width}")
@@ -245,8 +266,8 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
 
 def as_blocks(values: Mapping[str, int]) -> Blocks:
     """Raises ConfigError for names that are not those of Blocks."""
-    if set(values) != set(Blocks._fields):
-        fix = f"Give each of {', '.join(Blocks._fields)}, and no other."
+    if not set(Blocks._fields) - set(Blocks._field_defaults) <= set(values) <= set(Blocks._fields):
+        fix = f"Give each of {', '.join(Blocks._fields)}, and no other ({' and '.join(Blocks._field_defaults)} may be left out)."
         raise ConfigError(at="pallas_tpu.blocks", problem=f"have {', '.join(values)}", fix=fix)
     return Blocks(**values)
 
@@ -271,11 +292,24 @@ def _forward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], c
 def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
     for blocks in _resident_choices(device, sizes, ROW_SIZES, (1024, 512, 256)):
         return blocks
-    found = list(_streaming_choices(device, sizes, ROW_SIZES[1:], WIDTH_SHARES))
+    found = list(_backward_choices(device, sizes, ROW_SIZES[1:], (), WIDTH_SHARES))
+    if needs_own_pass(sizes):
+        found = [blocks for blocks in found if blocks.own_columns >= COLUMN_STEP] or found
+        return max(found, key=lambda blocks: (blocks.back_rows, -backward_bytes(blocks, sizes)), default=None)
     for blocks in found:  # 256 rows for the sake of the matrix unit, unless 128 leave room for more columns where these are too few
         if blocks.back_columns >= min(FEWEST_COLUMNS, sizes.vocab):
             return blocks
     return max(found, key=lambda blocks: (blocks.back_parts, blocks.back_columns), default=None)
+
+
+def _backward_choices(
+    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...], shares: tuple[int, ...]
+) -> Iterator[Blocks]:
+    yield from _resident_choices(device, sizes, row_sizes, column_sizes)
+    if needs_own_pass(sizes):
+        yield from _apart_choices(device, sizes, row_sizes, FORWARD_COLUMNS)
+    else:
+        yield from _streaming_choices(device, sizes, row_sizes, shares)
 
 
 def _resident_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
@@ -297,13 +331,34 @@ def _streaming_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...],
             rows = even_split(sizes.tokens, most_rows, parts)
             if rows is None:
                 continue
-            per_column = backward_vmem(Blocks(0, 0, 0, 0, parts, rows, 1 << 20, share, 0), sizes) >> 20
-            columns = rounded(min(sizes.vocab, device.vmem // per_column))
-            while columns and backward_vmem(Blocks(0, 0, 0, 0, parts, rows, columns, share, 0), sizes) > device.vmem - RESERVED:
-                columns -= LANES
+            columns = _most_columns(device, sizes, rows, share)
             columns = even_split(sizes.vocab, columns, parts) if columns else None
             if columns is not None:
                 dealt = True
                 yield Blocks(0, 0, 0, 0, parts, rows, columns, share, 0)
         if dealt:
             return
+
+
+def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
+    """With as much as fits of what stays."""
+    for rows in row_sizes:
+        most = _most_columns(device, sizes, rows, 0)
+        columns = (even_split(sizes.vocab, most, device.cores) or even_split(sizes.vocab, most, 1)) if most else None
+        for own_columns in column_sizes if columns else ():
+            head = Blocks(0, 0, 0, 0, device.cores, rows, columns or 0, 0, 0, 1, own_columns)
+            own_tokens = min(device.vmem // (sizes.item * rounded(sizes.width)), rounded(sizes.tokens, rows)) // rows * rows
+            while own_tokens and backward_vmem(head._replace(own_tokens=own_tokens), sizes) > device.vmem - RESERVED:
+                own_tokens -= rows
+            if own_tokens:
+                even = cdiv(sizes.tokens, cdiv(sizes.tokens, own_tokens))
+                yield head._replace(own_tokens=rounded(even, rows))
+
+
+def _most_columns(device: Device, sizes: Sizes, rows: int, share: int) -> int:
+    """Columns of the head that VMEM holds beside their gradient while tiles of `rows` tokens stream past; 0: not one tile's."""
+    per_column = backward_vmem(Blocks(0, 0, 0, 0, 1, rows, 1 << 20, share, 0), sizes) >> 20
+    columns = rounded(min(sizes.vocab, device.vmem // per_column))
+    while columns and backward_vmem(Blocks(0, 0, 0, 0, 1, rows, columns, share, 0), sizes) > device.vmem - RESERVED:
+        columns -= LANES
+    return columns

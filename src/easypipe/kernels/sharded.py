@@ -35,6 +35,8 @@ from easypipe.kernels.stats import (
     vocab_size,
 )
 
+SUM_BYTES = 16 << 20  # of the hidden states' gradient that are summed over the vocabulary's shards at once
+
 
 def stats(inputs: Inputs, plan: Plan) -> LogitStats:
     """The stats over the whole vocabulary, of the shape of the labels."""
@@ -57,10 +59,8 @@ def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradient
             return kernel(name).gradients(inputs, lse, g, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
 
         grads = by_platform(plan, run, _flat(inputs, plan), lse.reshape(-1), Cotangents(*(array.reshape(-1) for array in g)))
-        d_hidden = grads.hidden.reshape(inputs.hidden.shape)
-        if plan.vocab_axes():
-            d_hidden = jax.lax.psum(d_hidden, plan.vocab_axes())
-        return _reduced(grads._replace(hidden=d_hidden), inputs, plan)
+        grads = grads._replace(hidden=_summed(grads.hidden, plan.vocab_axes()).reshape(inputs.hidden.shape))
+        return _reduced(grads, inputs, plan)
 
     return _over_tokens(on_device, inputs, (lse, *g), plan, lambda _, grads: grads)
 
@@ -73,7 +73,7 @@ def stats_and_gradients(inputs: Inputs, weights: Array, objective: Objective, pl
             module: Any = kernel(name)
             options: Any = {"layout": plan.layout, "soft_cap": plan.soft_cap}
             if name == "chunked" or hasattr(module, "row_step"):
-                return chunked.loss_gradients(
+                merged, grads = chunked.loss_gradients(
                     flat,
                     weights,
                     **options,
@@ -84,11 +84,10 @@ def stats_and_gradients(inputs: Inputs, weights: Array, objective: Objective, pl
                     grad_dtype=accumulator_dtype(flat.hidden, flat.lm_head) if plan.summed_axes(inputs.labels.ndim) else None,
                     vocab_block=chunked.VOCAB_BLOCK if platform == ANYWHERE else None,
                 )
-            merged = merge_shards(module.stats(flat, **options), plan.vocab_axes())
-            grads = module.gradients(flat, merged.lse, loss_cotangents(merged.lse, weights, objective), **options)
-            if plan.vocab_axes():
-                grads = grads._replace(hidden=jax.lax.psum(grads.hidden, plan.vocab_axes()))
-            return merged, grads
+            else:
+                merged = merge_shards(module.stats(flat, **options), plan.vocab_axes())
+                grads = module.gradients(flat, merged.lse, loss_cotangents(merged.lse, weights, objective), **options)
+            return merged, grads._replace(hidden=_summed(grads.hidden, plan.vocab_axes()))
 
         merged, grads = by_platform(plan, run, _flat(inputs, plan), weights.reshape(-1), alike=False)
         grads = grads._replace(hidden=grads.hidden.reshape(inputs.hidden.shape))
@@ -162,6 +161,26 @@ def _on_mesh(on_device: Callable[..., Any], arrays: tuple[Any, ...], in_specs: A
     # Every collective is written out, so replication need not be inferred (check_vma).
     results = jax.shard_map(on_device, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
     return jax.tree.map(cut, out_specs, results, is_leaf=lambda leaf: isinstance(leaf, P)) if ragged else results
+
+
+def _summed(d_hidden: Array, axes: tuple[str, ...]) -> Array:
+    """Over the vocabulary's shards, [T, D], in its own dtype; a slab of tokens at a time, in place: a second array would be large."""
+    if not axes:
+        return d_hidden
+    tokens, row = d_hidden.shape[0], d_hidden.shape[1] * d_hidden.dtype.itemsize
+    slabs, size = chunked.chunk_shape(tokens, max(1, SUM_BYTES // row))
+    if slabs == 1:
+        return jax.lax.psum(d_hidden, axes)
+
+    def one(i: Array, d_hidden: Array) -> Array:
+        fresh = i * size  # the last slab is moved back to lie inside; what it has of the one before is summed already
+        first = jnp.minimum(fresh, tokens - size)
+        slab = jax.lax.dynamic_slice_in_dim(d_hidden, first, size)
+        is_fresh = (first + jnp.arange(size) >= fresh)[:, None]
+        summed = jnp.where(is_fresh, jax.lax.psum(jnp.where(is_fresh, slab, 0), axes), slab)
+        return jax.lax.dynamic_update_slice_in_dim(d_hidden, summed, first, axis=0)
+
+    return jax.lax.fori_loop(0, slabs, one, d_hidden)
 
 
 def _of_stats(tokens: P) -> Any:

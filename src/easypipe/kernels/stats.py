@@ -108,8 +108,9 @@ class RowKernel(Protocol):
 
     `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is needed for *fast* on one vocabulary
     shard; with `row_stats` and `row_gradients` also where the vocabulary is sharded (the shards' sums are merged in between). What an
-    implementation has not, the rows of XLA (rows.py) do in its place. `row_options(hidden, lm_head, layout)`, where it has that, gives
-    further keyword arguments of the three, by its table.
+    implementation has not, the rows of XLA (rows.py) do in its place. `VECTOR`, where it has that: the vocabulary is cut after its last
+    multiple of so many columns, and the stats of the two pieces are merged. `row_options(hidden, lm_head, layout)`, where it has that,
+    gives further keyword arguments of the three, by its table.
     """
 
     def row_stats(self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None) -> LogitStats: ...
@@ -177,7 +178,15 @@ def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
     """The stats over all shards of the vocabulary, from each shard's own: one all-gather of 16 bytes per token and shard."""
     if not axes:
         return stats
-    lse, target, total, best = jax.lax.all_gather(jnp.stack(stats), axes, axis=1)
+    return _over_parts(*jax.lax.all_gather(jnp.stack(stats), axes, axis=1))
+
+
+def merged(parts: list[LogitStats]) -> LogitStats:
+    """The stats over all columns, from those of parts of them."""
+    return parts[0] if len(parts) == 1 else _over_parts(*map(jnp.stack, zip(*parts, strict=True)))
+
+
+def _over_parts(lse: Array, target: Array, total: Array, best: Array) -> LogitStats:
     return LogitStats(jax.nn.logsumexp(lse, axis=0), target.sum(axis=0), total.sum(axis=0), best.max(axis=0))
 
 
