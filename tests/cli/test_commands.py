@@ -48,9 +48,15 @@ def test_prepare_a_pipeline_config(pipeline_yaml: Path, tmp_path: Path, capsys: 
     assert "Ledger: where every row and token went" in text
     assert "of their slots filled" in text
     assert "MB/s" in text
+    assert text.splitlines()[-1] == "prepared", "it holds no model that could be trained"
     assert (tmp_path / "out" / MANIFEST).exists()
     assert main(["prepare", str(pipeline_yaml)]) == 0
     assert "up to date" in capsys.readouterr().out
+
+
+def test_streaming_has_nothing_to_prepare_and_says_so(pipeline_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", str(pipeline_yaml), "--set", "streaming=true", "--set", "save.enabled=false"]) == 0
+    assert capsys.readouterr().out.strip() == "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens"
 
 
 def test_set_changes_a_value(pipeline_yaml: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import pipelines
 from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, load_tokenizer
+from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader import streaming_window
 from easypipe.loader.streaming import StreamLoader
@@ -204,3 +205,11 @@ def test_a_state_with_a_cut_document_is_small_and_read_back() -> None:
         state = StreamState(1 << 40, 3, (-(1 << 39), 1 << 39), (True, False), places, bad, (1, 1 << 27))
         assert StreamState.from_text(state.to_text(), 2) == state
         assert len(state.to_text()) <= 24 + 2 * 48
+
+
+def test_documents_that_never_fill_a_row_are_an_error_and_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming_window.mix, "MAX_DRAWS", 5000)
+    endless = MixStageConfig(weights={"code": 1, "docs": 1}, stop_strategy="restart")
+    loader = build(tmp_path, datasets=lists({"code": 9, "docs": 9}, 0), mix=endless, num_streams=1, pack={"seq_length": 1 << 20})
+    with pytest.raises(PlanError, match=r"pack.seq_length: \d+ documents do not fill a row of 1048576 tokens\. Lower it"):
+        next(iter(loader))

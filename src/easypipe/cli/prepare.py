@@ -39,7 +39,9 @@ def prepare(config: ConfigFile, overrides: Overrides = None, shard: Part = None,
     with progress() as listener:
         prepared = prepare_data(data, held_out, progress=listener)
     show_report(prepared.report)
-    console.print("prepared; train with: easypipe train " + str(config), highlight=False)
+    done = "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens" if data.streaming else "prepared"
+    then = f"; train with: easypipe train {config}" if "data" in values else ""  # else there is no model to train
+    console.print(done + then, highlight=False, soft_wrap=True)
 
 
 def of_images(config: Path, overrides: list[str]) -> bool:

@@ -131,7 +131,8 @@ def ledger_table(ledger: Ledger) -> Table:
 
 def show_report(report: SaveReport) -> None:
     """The ledger, what was measured, and where the files are."""
-    console.print(ledger_table(report.ledger))
+    if report.ledger.entries:
+        console.print(ledger_table(report.ledger))
     facts = report.ledger.facts
     for name in [key.removesuffix(".seconds") for key in facts if key.startswith("tokenize.") and key.endswith(".seconds")]:
         seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")

@@ -8,16 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError
-from easypipe.loader.streaming_read import Cursor
+from easypipe.loader.streaming_read import Cursor, Loaded
 from easypipe.plan import mix
 from easypipe.plan.deficit import MAX_SIZE, draw_owed_most
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.spec import Unit
+
+
+class Drawn(NamedTuple):
+    """dataset: Int32[draws]. taken: of each dataset, ranges of what was loaded. deficits, active, ended: of the mixture behind them.
+
+    Of a run: start, tokens of the first document that stand in rows before these; rows, how many there are; cut, as in StreamState.
+    """
+
+    dataset: NDArray[np.int32]
+    taken: list[list[tuple[Loaded, int, int]]]
+    deficits: NDArray[np.int64]
+    active: NDArray[np.bool_]
+    ended: bool
+    start: int = 0
+    rows: int | None = None
+    cut: tuple[int, int] | None = None
+
+    @property
+    def counted(self) -> int:
+        """The draws that books count: all but a last one of which no token stands in these rows."""
+        return len(self.dataset) - (self.cut is not None and self.cut[1] == 0)
 
 
 class Drawer:

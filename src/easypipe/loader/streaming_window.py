@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, PlanError
 from easypipe.core.random import child, fold
 from easypipe.loader.gather import Tables
 from easypipe.loader.streaming_books import Books
-from easypipe.loader.streaming_draw import Drawer, placed_tokens
+from easypipe.loader.streaming_draw import Drawer, Drawn, placed_tokens
 from easypipe.loader.streaming_pool import ReadPool
 from easypipe.loader.streaming_read import Cursor, Deal, Loaded, Place
 from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
@@ -150,7 +150,7 @@ class Windows:
             return spec.schedule.shares(spec.schedule.step_of(row)), spec.schedule.rows_left(row)
         return (normalized(spec.weights) if spec.unit == "tokens" else None), None
 
-    def _draw(self, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None, *, leave_last: bool = False) -> _Drawn:
+    def _draw(self, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None, *, leave_last: bool = False) -> Drawn:
         """The next documents, taken: at most `limit`, or those of the first blocks that hold `enough` tokens.
 
         Before them the one that is cut where the window begins. leave_last: document number `limit` is looked at, and waits.
@@ -178,9 +178,9 @@ class Windows:
                     taken[i].append(self._cursors[i].look())
             drawn.append(draws.dataset)
             deficits, active, ended = draws.deficits, draws.active, draws.ended
-        return _Drawn(np.concatenate(drawn), taken, deficits, active, ended)
+        return Drawn(np.concatenate(drawn), taken, deficits, active, ended)
 
-    def _draw_run(self, left: int | None, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> _Drawn:
+    def _draw_run(self, left: int | None, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> Drawn:
         """The next documents of one continuous run, as many as end in a row's last slot or behind it; at the end of an epoch all.
 
         left: rows until the shares change. A token behind the last row has to be known, as its last label, unless the epoch ends.
@@ -199,6 +199,9 @@ class Windows:
             rows = -(-tokens // length) if drawn.ended else max(0, tokens - 1) // length
             if rows or drawn.ended:
                 break
+            if limit >= mix.MAX_DRAWS:
+                problem = f"{len(drawn.dataset)} documents do not fill a row of {length} tokens"
+                raise PlanError(at="pack.seq_length", problem=problem, fix="Lower it, or leave datasets without tokens out.")
             limit, enough = 2 * limit, None if enough is None else 2 * enough
             for cursor in self._cursors:
                 cursor.give_back()
@@ -213,7 +216,7 @@ class Windows:
         chosen = self._draw(last + goes_on - (cut is not None), None, shares, leave_last=goes_on)
         return chosen._replace(start=start, rows=rows, cut=(int(drawn.dataset[last]), at) if goes_on else None)
 
-    def _draw_rows(self, rows: int, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> _Drawn:
+    def _draw_rows(self, rows: int, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> Drawn:
         """The next documents, as many as fill up to `rows` rows, and not more. Some more are drawn, and given back."""
         for cursor in self._cursors:
             cursor.mark()
@@ -239,7 +242,7 @@ class Windows:
             cursor.give_back()
         return self._draw(chosen, None, shares)
 
-    def _layout(self, lengths: NDArray[np.int32], before: StreamState, drawn: _Drawn) -> Layout:
+    def _layout(self, lengths: NDArray[np.int32], before: StreamState, drawn: Drawn) -> Layout:
         pack, key = self.spec.pack, child(self._row_key, before.first_row)
         if pack is None:
             return one_row_each(lengths)
@@ -249,7 +252,7 @@ class Windows:
             else cut_stream(lengths, pack, key, start=drawn.start, num_rows=drawn.rows)
         )
 
-    def _lay(self, drawn: _Drawn) -> tuple[NDArray[np.int32], NDArray[np.int64], Tables, tuple[NDArray, ...]]:
+    def _lay(self, drawn: Drawn) -> tuple[NDArray[np.int32], NDArray[np.int64], Tables, tuple[NDArray, ...]]:
         """All documents of the window side by side, and which of them each draw is."""
         lengths, doc, offsets, lacks = self._lengths(drawn)
         pieces = [piece for part in drawn.taken for piece in part]
@@ -278,7 +281,7 @@ class Windows:
         return lengths, doc, tables, (flat, offsets, mask)
 
     def _lengths(
-        self, drawn: _Drawn, *, shuffle: bool = True
+        self, drawn: Drawn, *, shuffle: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Of each draw its length and its document; of all documents side by side their offsets, and which lack EOS.
 
@@ -306,7 +309,7 @@ class Windows:
         extra = lacks.astype(np.int64) if self.spec.eos is not None else 0
         return (np.diff(offsets) + extra)[doc].astype(np.int32), doc, offsets, lacks
 
-    def _after(self, before: StreamState, num_rows: int, drawn: _Drawn) -> StreamState:
+    def _after(self, before: StreamState, num_rows: int, drawn: Drawn) -> StreamState:
         first_row, bad = before.first_row + num_rows, tuple(cursor.bad for cursor in self._cursors)
         bad = bad if any(bad) else ()
         if not drawn.ended or drawn.cut is not None:
@@ -348,7 +351,7 @@ class Windows:
         last = self.spec.last_epoch
         return last is not None and state.epoch >= last
 
-    def _enter(self, drawn: _Drawn, lengths: NDArray[np.int32], layout: Layout) -> None:
+    def _enter(self, drawn: Drawn, lengths: NDArray[np.int32], layout: Layout) -> None:
         books, pack = self._books, self.spec.pack
         if not books.table.shape[0]:
             books.table = np.zeros((len(self._cursors), tally.COUNTERS), np.int64)
@@ -366,27 +369,6 @@ class Windows:
         if drawn.cut is None or len(drawn.dataset) > 1:
             self._placed_before = 0  # that document is through
         books.packed_rows += layout.num_rows
-
-
-class _Drawn(NamedTuple):
-    """dataset: Int32[draws]. taken: of each dataset, ranges of what was loaded. deficits, active, ended: of the mixture behind them.
-
-    Of a run: start, tokens of the first document that stand in rows before these; rows, how many there are; cut, as in StreamState.
-    """
-
-    dataset: NDArray[np.int32]
-    taken: list[list[tuple[Loaded, int, int]]]
-    deficits: NDArray[np.int64]
-    active: NDArray[np.bool_]
-    ended: bool
-    start: int = 0
-    rows: int | None = None
-    cut: tuple[int, int] | None = None
-
-    @property
-    def counted(self) -> int:
-        """The draws that books count: all but a last one of which no token stands in these rows."""
-        return len(self.dataset) - (self.cut is not None and self.cut[1] == 0)
 
 
 def _first(pieces: list[tuple[Loaded, int, int]], count: int) -> list[tuple[Loaded, int, int]]:
