@@ -31,3 +31,4 @@ def test_names_of_several_words_are_near_by_their_words() -> None:
     assert errors.did_you_mean("chat_template", prompt) == "Did you mean 'template'?"
     assert errors.did_you_mean("label", prompt) == "Did you mean 'label_column'?"
     assert errors.did_you_mean("template", ["template_date", "chat_template"]) == "Did you mean 'chat_template'?"  # the last word counts
+    assert errors.did_you_mean("lr", ["lora", "learning_rate"]) == "Did you mean 'learning_rate'?"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from easypipe.faces import classify
 from easypipe.faces.images import Images, ImagesConfig
 from easypipe.train import trainer as engine
 from easypipe.train.finished import load_trained
+from loader_processes import free_port
 from strategies import examples
 
 CONFIG = Path(__file__).parents[2] / "configs" / "classify.yaml"
@@ -270,6 +274,7 @@ def test_options_of_the_network(tmp_path: Path) -> None:
         ({"model": {"image_shape": [5, 4, 1]}}, r"model.image_shape: \[5, 4, 1\], but the images are \[4, 4, 1\]"),
         ({"model": {"image_shape": [0, 4, 1]}}, "model.image_shape: .* is no"),
         ({"train": {"output_dir": "x", "preference": {}}}, "train.preference: is for pairs of answers"),
+        ({"train": {"output_dir": "x", "lora": {}}}, "train.lora: adapts the projections of a decoder"),
         ({"train": {"output_dir": "x", "distributed": {"num_processes": 2, "process_id": 0, "coordinator": "h:1"}}}, "train.distributed"),
         ({"train": {"output_dir": "x", "steps": 9, "optimizer": {"warmup_steps": 1}}}, "train.steps: 9 steps, but the loader ends after 5"),
         ({"train": {"output_dir": "x", "steps": 2, "loss": {"chunk_size": 4}}}, "train.loss.chunk_size: has no effect"),
@@ -352,3 +357,15 @@ def test_a_run_without_a_seed_records_one_and_goes_on_with_it(tmp_path: Path) ->
     seed = load_yaml(tmp_path / "run" / "run.yaml")["data"]["seed"]
     assert classify.inputs_of(made).run.data.seed == seed
     assert classify.inputs_of(dataclasses.replace(made, data=dataclasses.replace(made.data, seed=None))).module.seed == seed
+
+
+def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
+    """Each would train on all rows, into one folder."""
+    program = "import sys; from easypipe.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "train", str(CONFIG), "--set", f"train.output_dir={tmp_path / 'run'}"]
+    told = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    each = [os.environ | told | {"JAX_PROCESS_ID": str(i)} for i in range(2)]
+    for process in [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for one in each]:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert "this is one of several processes" in " ".join(said.split())

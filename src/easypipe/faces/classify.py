@@ -23,6 +23,7 @@ from easypipe.faces.registry import CollatorRegistry
 from easypipe.train.checks import resolve_steps
 from easypipe.train.classifier_config import ClassifierConfig
 from easypipe.train.config import TrainConfig
+from easypipe.train.distributed import initialize
 from easypipe.train.distributed_config import DistributedConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.record import recorded_seed
@@ -60,6 +61,8 @@ class ClassifyConfig:
             raise ConfigError(at="task.options", problem=f"{error.at}: {error.problem}", have=error.have, fix=error.fix) from None
         if self.train.preference is not None:
             raise ConfigError(at="train.preference", problem="is for pairs of answers, and these are images", fix="Leave it out.")
+        if self.train.lora is not None:
+            raise ConfigError(at="train.lora", problem="adapts the projections of a decoder, and there is none here", fix="Leave it out.")
         if self.train.distributed != DistributedConfig():
             raise ConfigError(at="train.distributed", problem="images are read by one process", fix="Leave it out.")
 
@@ -120,6 +123,8 @@ def train(run: ClassifyConfig, inputs: Inputs | None = None, *, listener: TrainL
 
     inputs: what `inputs_of(run)` gave. Raises what that raises, and what `Trainer.run` raises.
     """
+    if initialize():
+        raise ConfigError(at="train.distributed", problem="this is one of several processes, and images are read by one", fix="Start one.")
     inputs = inputs_of(run) if inputs is None else inputs
     evals = {} if inputs.val is None else {VAL: inputs.val}
     resolved = inputs.run
