@@ -95,9 +95,8 @@ class Checkpoints:
         self._committed()
         self.keeping = frozenset().union(*self.protected.values())
         parts, copied = {_RUN: {"format": FORMAT, **run}}, threading.Event()
-        if (
-            jax.process_count() > 1
-        ):  # Orbax agrees with the other processes by programs on the devices: in one order with those of the steps
+        if jax.process_count() > 1:
+            # Orbax agrees with the other processes by programs on the devices, which stand in one order with those of the steps.
             writing: Future[None] = Future()
             try:
                 self._start(step, arrays, parts)
