@@ -17,6 +17,7 @@ T tokens · D width · V vocabulary
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -341,18 +342,24 @@ def _streaming_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...],
 
 
 def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
-    """With as much as fits of what stays."""
-    for rows in row_sizes:
-        most = _most_columns(device, sizes, rows, 0)
-        columns = (even_split(sizes.vocab, most, device.cores) or even_split(sizes.vocab, most, 1)) if most else None
-        for own_columns in column_sizes if columns else ():
-            head = Blocks(0, 0, 0, 0, device.cores, rows, columns or 0, 0, 0, 1, own_columns)
+    """With as much as fits of what stays; every core wherever the columns can be dealt out evenly."""
+    for parts in sorted({device.cores, 1}, reverse=True):
+        dealt = False
+        for rows, own_columns in itertools.product(row_sizes, column_sizes):
+            most = _most_columns(device, sizes, rows, 0)
+            columns = even_split(sizes.vocab, most, parts) if most else None
+            if columns is None:
+                continue
+            head = Blocks(0, 0, 0, 0, parts, rows, columns, 0, 0, 1, own_columns)
             own_tokens = min(device.vmem // (sizes.item * rounded(sizes.width)), rounded(sizes.tokens, rows)) // rows * rows
             while own_tokens and backward_vmem(head._replace(own_tokens=own_tokens), sizes) > device.vmem - RESERVED:
                 own_tokens -= rows
             if own_tokens:
+                dealt = True
                 even = cdiv(sizes.tokens, cdiv(sizes.tokens, own_tokens))
                 yield head._replace(own_tokens=rounded(even, rows))
+        if dealt:
+            return
 
 
 def _most_columns(device: Device, sizes: Sizes, rows: int, share: int) -> int:

@@ -35,7 +35,7 @@ from easypipe.kernels.stats import (
     vocab_size,
 )
 
-SUM_BYTES = 16 << 20  # of the hidden states' gradient that are summed over the vocabulary's shards at once
+SUM_BYTES = 8 << 20  # of the hidden states' gradient that are summed over the vocabulary's shards at once
 
 
 def stats(inputs: Inputs, plan: Plan) -> LogitStats:
@@ -173,11 +173,11 @@ def _summed(d_hidden: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.psum(d_hidden, axes)
 
     def one(i: Array, d_hidden: Array) -> Array:
-        fresh = i * size  # the last slab is moved back to lie inside; what it has of the one before is summed already
-        first = jnp.minimum(fresh, tokens - size)
+        first = jnp.minimum(i * size, tokens - size)  # the last slab is moved back to lie inside
         slab = jax.lax.dynamic_slice_in_dim(d_hidden, first, size)
-        is_fresh = (first + jnp.arange(size) >= fresh)[:, None]
-        summed = jnp.where(is_fresh, jax.lax.psum(jnp.where(is_fresh, slab, 0), axes), slab)
+        summed = jax.lax.psum(slab, axes)
+        if tokens % size:  # what it has of the one before is summed already
+            summed = jnp.where((first + jnp.arange(size) >= i * size)[:, None], summed, slab)
         return jax.lax.dynamic_update_slice_in_dim(d_hidden, summed, first, axis=0)
 
     return jax.lax.fori_loop(0, slabs, one, d_hidden)
