@@ -41,7 +41,7 @@ ROOMS = {
     "grain": ("interop",),  # importing it loads jax
     "torch": ("interop",),
     "datasets": ("interop",),
-    "numba": ("core/jit.py", "sources"),
+    "numba": ("core/jit.py", "sources/address.py"),
     "matplotlib": ("train", "cli"),
     "rich": ("cli",),
     "typer": ("cli",),

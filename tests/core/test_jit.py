@@ -16,8 +16,14 @@ logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(message)s"
 logging.getLogger("numba").setLevel(logging.WARNING)
 import numpy as np
 from easypipe.plan.pack import PackSpec, pack_window
+from easypipe.sources.scanners import BLANK, flag_blank
+from easypipe.sources.records import frozen
+flags = np.zeros(1, np.uint8)
+flag_blank(frozen(b"  "), np.zeros(1, np.int64), np.full(1, 2), flags)
+assert flags[0] == BLANK
 print(pack_window(np.array([3, 5], dtype=np.int32), PackSpec(8), 0).num_rows)
 """
+WITH_KERNELS = ("plan", "sources")
 
 
 def run(package: Path, cache: str) -> str:
@@ -32,7 +38,8 @@ def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
     """`__pycache__` is a file and the home is no folder: what a read-only image looks like, also to root."""
     package = tmp_path / "easypipe"
     shutil.copytree(Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "plan" / "__pycache__").write_text("")
+    for part in WITH_KERNELS:
+        (package / part / "__pycache__").write_text("")
     output = run(package, "/dev/null/nothing")
     assert output.splitlines()[-1] == "1"
     assert "no disk cache for" in output
@@ -41,7 +48,8 @@ def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_kernels_are_kept_in_the_users_cache_where_the_package_is_read_only(tmp_path: Path) -> None:
     package, home = tmp_path / "easypipe", tmp_path / "home"
     shutil.copytree(Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "plan" / "__pycache__").write_text("")
+    for part in WITH_KERNELS:
+        (package / part / "__pycache__").write_text("")
     assert "no disk cache" not in run(package, str(home))
     assert list(home.rglob("*.nbi"))
 

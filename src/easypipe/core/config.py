@@ -290,7 +290,7 @@ def _wanted(complaints: Sequence[Any]) -> str:
 def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
     """(the config class that `value` stands in the place of, how what was meant is written), each None where there is none."""
     branches = typing.get_args(hint) if _is_union(hint) else (hint,)
-    section = next((branch for branch in branches if is_config(branch)), None)
+    section = next(iter(_configs_of(hint)), None)
     none = type(None) in branches
     if isinstance(value, str) and value.lower() == "none" and none:
         return None, "Write null for none."

@@ -21,6 +21,7 @@ from easypipe.sources import records
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import COMPRESSIONS, FileRef
 from easypipe.sources.records import Found, Layout, RecordReader, Records
+from easypipe.sources.scanners import split_csv
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
@@ -144,8 +145,6 @@ def _header(file: FileRef, delimiter: str, split: records.Splitter) -> tuple[lis
 
 
 def _split(delimiter: int, data: np.ndarray, final: bool, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int, int]:
-    from easypipe.sources.scanners import split_csv
-
     return split_csv(data, delimiter, final, starts, ends)
 
 

@@ -28,6 +28,7 @@ from easypipe.sources.base import READER_VERSION, OnError
 from easypipe.sources.files import DataFiles, FileRef, compression_of, format_of, read_range, resolve
 from easypipe.sources.jsontypes import Observer, schema_of
 from easypipe.sources.records import MAX_RECORD_BYTES, Records, frozen, read_head
+from easypipe.sources.scanners import split_lines
 from easypipe.sources.schemas import column
 from easypipe.sources.streams import START, ByteStream, Restart, check_compression, open_stream
 
@@ -247,8 +248,6 @@ def open_forward(
 
 
 def _split(text: bytes, skip: int) -> Records:
-    from easypipe.sources.scanners import split_lines
-
     data = frozen(text[skip:] if skip else text)
     room = int(np.count_nonzero(data == 10)) + 1
     starts, ends = np.empty(room, np.int64), np.empty(room, np.int64)

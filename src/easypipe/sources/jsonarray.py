@@ -6,12 +6,11 @@ Elements are handed to the parser of JSON lines, with line breaks inside them tu
 from __future__ import annotations
 
 from easypipe.sources.records import Layout
+from easypipe.sources.scanners import split_elements
 
 
 def array_layout(head: bytes, start: int) -> Layout | None:
     """The layout of a file whose first bytes are `head`; None where the first character from `start` on opens no array."""
-    from easypipe.sources.scanners import split_elements
-
     text = head[start:]
     opening = len(text) - len(text.lstrip(b" \t\r\n"))
     if text[opening : opening + 1] != b"[":

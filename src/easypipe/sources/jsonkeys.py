@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from easypipe.core.jit import jit
 from easypipe.sources.scanners import BLANK, GOOD, ODD, skip_nested, skip_space, skip_string
 
 # kinds of JSON values, as bits
@@ -43,7 +43,7 @@ def new_keys() -> Keys:
     )
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, first):
     """Adds what the top-level keys of GOOD records hold to Keys; flags records ODD whose structure is wrong.
 
@@ -118,7 +118,7 @@ def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, f
                     first[line_keys[k]] = line_kinds[k]
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _scalar(data, i, end):
     """Kind of a literal or number, and where it ends; -1 where it is neither."""
     c = data[i]
@@ -149,7 +149,7 @@ def _scalar(data, i, end):
     return kind, i
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _slot(data, key, key_end, guess, counts, table, spans, text):
     """Number of a key, in order of first appearance; -1 where the table is full. Lines mostly repeat their keys: `guess` is tried first."""
     length = key_end - key
@@ -176,7 +176,7 @@ def _slot(data, key, key_end, guess, counts, table, spans, text):
     return slot
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _same(data, key, length, slot, spans, text):
     begin = spans[slot]
     if spans[slot + 1] - begin != length:

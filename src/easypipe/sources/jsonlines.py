@@ -23,6 +23,7 @@ from easypipe.sources.files import FileRef
 from easypipe.sources.jsonarray import array_layout
 from easypipe.sources.jsontypes import Observer, schema_of
 from easypipe.sources.records import Found, Layout, RecordIndex, RecordReader, Records
+from easypipe.sources.scanners import BLANK, GOOD, flag_objects, gather, split_lines
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
@@ -81,8 +82,6 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa
 
     lines_already: between the records stands nothing but line breaks.
     """
-    from easypipe.sources.scanners import BLANK, GOOD, flag_objects, gather
-
     count = len(piece.starts)
     flags = np.empty(count, np.uint8)
     all_good = flag_objects(piece.data, piece.starts, piece.ends, flags) == count
@@ -204,8 +203,6 @@ def _parse_schema(fields: pa.Schema) -> pa.Schema:
 
 
 def _layout(file: FileRef) -> Layout:
-    from easypipe.sources.scanners import split_lines
-
     head = records.read_head(file, 1 << 16)
     start = len(BOM) if head.startswith(BOM) else 0
     return array_layout(head, start) or Layout(name="jsonlines", split=split_lines, start=start)

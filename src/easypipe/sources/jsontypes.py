@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.errors import SourceError
+from easypipe.sources.jsonkeys import ARRAY, BOOL, FLOAT, INT, MAX_KEYS, NULL, OBJECT, STRING, new_keys, observe_keys
+from easypipe.sources.scanners import gather
 from easypipe.sources.schemas import merge_types, plain_type
 
 
@@ -25,12 +27,9 @@ class Observer:
     """Collects column types from records shown in order. columns: those whose insides matter, None for all."""
 
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
-        from easypipe.sources import jsonkeys, scanners
-
-        self._scanners, self._jsonkeys = scanners, jsonkeys
         self._path = path
         self._columns = columns
-        self._keys = jsonkeys.new_keys()
+        self._keys = new_keys()
         if columns is not None:  # so that they are found even where a file has more keys than the table holds
             for name in columns:
                 row = json.dumps({name: None}, ensure_ascii=False).encode()
@@ -41,13 +40,13 @@ class Observer:
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         flags = self._observe(data, starts, ends)
         kinds = self._keys.kinds[: self._keys.counts[0]]
-        if (kinds >= self._jsonkeys.OBJECT).any():
-            nested = [name for name, every, _ in self._columns_seen() if every >= self._jsonkeys.OBJECT]
+        if (kinds >= OBJECT).any():
+            nested = [name for name, every, _ in self._columns_seen() if every >= OBJECT]
             wanted = [name for name in nested if self._columns is None or name in self._columns]
             if wanted:
                 size = int((ends - starts).sum()) + len(starts)
                 out = np.empty(size, np.uint8)
-                size = self._scanners.gather(data, starts, ends, flags, out)
+                size = gather(data, starts, ends, flags, out)
                 for name, kind in nested_types(out[:size].tobytes(), wanted).items():
                     if not pa.types.is_nested(kind):
                         continue  # these records hold another kind than others of the file
@@ -59,7 +58,7 @@ class Observer:
         if self._keys.counts[2] and self._columns is None:
             raise SourceError(
                 at=self._path,
-                problem=f"its rows have more than {self._jsonkeys.MAX_KEYS} different keys",
+                problem=f"its rows have more than {MAX_KEYS} different keys",
                 fix="Name those to read with columns=[...].",
             )
         nested = pa.schema(list(self._nested.items()))
@@ -72,7 +71,7 @@ class Observer:
         data = data.view()
         data.flags.writeable = False
         flags = np.empty(len(starts), np.uint8)
-        self._jsonkeys.observe_keys(data, starts, ends, flags, *self._keys)
+        observe_keys(data, starts, ends, flags, *self._keys)
         return flags
 
     def _columns_seen(self) -> list[tuple[str, int, int]]:
@@ -90,14 +89,12 @@ class Observer:
             if not every:
                 continue
             before = found.get(name, (0, 0))
-            found[name] = (before[0] | every, before[1] if before[1] > self._jsonkeys.NULL else first)
+            found[name] = (before[0] | every, before[1] if before[1] > NULL else first)
         return [(name, every, first) for name, (every, first) in found.items()]
 
 
 def schema_of(facts: dict[str, Any]) -> pa.Schema:
     """The schema that an Observer's facts tell."""
-    from easypipe.sources.jsonkeys import ARRAY, BOOL, FLOAT, INT, OBJECT, STRING
-
     nested = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["nested"])))
     fields = []
     for name, every, first in facts["columns"]:

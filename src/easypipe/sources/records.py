@@ -23,6 +23,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import EasypipeError, SourceError, place
 from easypipe.core.protocols import Reject
 from easypipe.sources.files import FileRef, changed
+from easypipe.sources.scanners import BROKEN, CLOSED, OPEN_QUOTE, pick_entries
 from easypipe.sources.streams import Bytes, Restart, open_bytes, open_stream
 
 log = logging.getLogger("easypipe")
@@ -174,8 +175,6 @@ def index_records(
 
     Raises SourceError for a file that is damaged, truncated or has a record above MAX_RECORD_BYTES.
     """
-    from easypipe.sources.scanners import BROKEN, CLOSED, OPEN_QUOTE, pick_entries
-
     stream = open_stream(file)
     buffer = np.empty(CHUNK_BYTES, np.uint8)
     starts, ends = np.empty(BATCH_RECORDS, np.int64), np.empty(BATCH_RECORDS, np.int64)

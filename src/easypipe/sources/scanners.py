@@ -8,8 +8,9 @@ leaves a record that `data` does not hold whole for the next call.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from easypipe.core.jit import jit
 
 # status of a splitter
 MORE = 0  # needs more bytes, or room for more records
@@ -37,7 +38,7 @@ _QUOTES = np.uint64(0x2222222222222222)
 _BACKSLASHES = np.uint64(0x5C5C5C5C5C5C5C5C)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def split_lines(data, final, starts, ends):
     """Lines, without their "\\n" or "\\r\\n"."""
     n, count, start, i = len(data), 0, 0, 0
@@ -65,7 +66,7 @@ def split_lines(data, final, starts, ends):
     return count, start, MORE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def split_elements(data, final, starts, ends):
     """Elements of a JSON array. `data` begins at the "[" or "," before an element, and so do `starts`: an element begins one byte later."""
     n, count, i = len(data), 0, 0
@@ -116,7 +117,7 @@ def split_elements(data, final, starts, ends):
     return count, consumed, MORE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def split_csv(data, delimiter, final, starts, ends):
     """Records of delimited text; a quote counts only at the start of a field, inside it "" stands for one quote."""
     n, count, start, i = len(data), 0, 0, 0
@@ -164,7 +165,7 @@ def split_csv(data, delimiter, final, starts, ends):
     return count, start, MORE
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def flag_blank(data, starts, ends, flags):
     """GOOD, or BLANK where a record is white space only."""
     for r in range(len(starts)):
@@ -173,7 +174,7 @@ def flag_blank(data, starts, ends, flags):
         flags[r] = BLANK if i == end else GOOD
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def flag_objects(data, starts, ends, flags):
     """GOOD where a record is one {...} with balanced brackets and closed strings, else BLANK or ODD. Returns how many are GOOD."""
     good = 0
@@ -197,7 +198,7 @@ def flag_objects(data, starts, ends, flags):
     return good
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def gather(data, starts, ends, flags, out):
     """The GOOD records, each followed by "\\n", with line breaks inside them (between JSON tokens) made spaces. Returns bytes written."""
     at = 0
@@ -212,7 +213,7 @@ def gather(data, starts, ends, flags, out):
     return at
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def gather_text(data, starts, ends, flags, out, offsets):
     """The GOOD records one after another, and their offsets (Int64[good + 1])."""
     at, count = 0, 0
@@ -226,7 +227,7 @@ def gather_text(data, starts, ends, flags, out, offsets):
             offsets[count] = at
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def pick_entries(starts, row, offset, every_rows, every_bytes, last, rows, offsets):
     """Index entries among records that begin at `offset + starts`: one where `every_rows` rows or `every_bytes` bytes went by.
 
@@ -243,12 +244,12 @@ def pick_entries(starts, row, offset, every_rows, every_bytes, last, rows, offse
     return count
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
+@jit
 def is_space(c):
     return c == 32 or c == 10 or c == 13 or c == 9
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def skip_space(data, i, end):
     """The first place from i on that is no white space, or `end`."""
     while i < end and is_space(data[i]):
@@ -256,7 +257,7 @@ def skip_space(data, i, end):
     return i
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def skip_string(data, words, i, end):
     """From behind the opening quote to behind the closing one; -1 where there is none, or a control character stands in it."""
     while i < end:
@@ -281,7 +282,7 @@ def skip_string(data, words, i, end):
     return -1
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def skip_nested(data, words, i, end):
     """From an opening bracket to behind the closing one; -1 where it does not close or goes deeper than MAX_DEPTH."""
     depth = 0
@@ -304,7 +305,7 @@ def skip_nested(data, words, i, end):
     return -1
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def split_tokens(data, itemsize, separator, final, starts, ends):
     """Documents of little-endian integers of `itemsize` bytes, each with the separator that ends it."""
     n, count, start, i = len(data) // itemsize, 0, 0, 0

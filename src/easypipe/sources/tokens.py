@@ -27,6 +27,7 @@ from easypipe.sources.base import FileOptions, FileSource, Format, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef, read_range, resolve
 from easypipe.sources.megatron import MegatronIndex, open_index
 from easypipe.sources.records import Found, Layout, RecordReader
+from easypipe.sources.scanners import split_tokens
 
 NPY_MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 1 << 16
@@ -227,6 +228,4 @@ def _index_beside(file: FileRef, storage_options: Mapping[str, Any] | None) -> F
 
 
 def _split(itemsize: int, separator: int, data: np.ndarray, final: bool, starts: np.ndarray, ends: np.ndarray) -> tuple[int, int, int]:
-    from easypipe.sources.scanners import split_tokens
-
     return split_tokens(data, itemsize, separator, final, starts, ends)

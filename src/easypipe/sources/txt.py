@@ -12,6 +12,7 @@ from easypipe.sources import records
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef
 from easypipe.sources.records import Found, Layout, RecordReader, Records
+from easypipe.sources.scanners import BLANK, GOOD, flag_blank, gather_text, split_lines
 from easypipe.sources.streams import check_compression
 
 TEXT = "text"
@@ -26,8 +27,6 @@ class TextFormat:
         self._records = RecordReader()
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
-        from easypipe.sources.scanners import split_lines
-
         check_compression(file)
         head = records.read_head(file, len(BOM))
         layout = Layout(name="txt", split=split_lines, start=len(BOM) if head == BOM else 0)
@@ -56,8 +55,6 @@ class TextShardedSource(FileSource):
 
 
 def _lines(piece: Records) -> tuple[pa.Array, np.ndarray, list[Reject]]:
-    from easypipe.sources.scanners import BLANK, GOOD, flag_blank, gather_text
-
     flags = np.empty(len(piece.starts), np.uint8)
     flag_blank(piece.data, piece.starts, piece.ends, flags)
     good = np.flatnonzero(flags == GOOD)
