@@ -72,7 +72,7 @@ def rows(preset: Preset, documents: int) -> Iterator[dict[str, np.ndarray]]:
 def easypipe(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
-    from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
+    from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
     from easypipe.train.metrics import read_metrics
     from easypipe.train.peak import peak_flops
     from easypipe.train.trainer import Trainer
@@ -103,7 +103,7 @@ def easypipe(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
                 raise Enough
 
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(
+        config = TrainingConfig(
             output_dir=folder,
             steps=preset.steps + 9,
             optimizer=OptimizerConfig(learning_rate=RATE, schedule="constant", weight_decay=0.1),

@@ -29,7 +29,7 @@ from flax import nnx
 from _common import Report, arguments, cut_documents, documents, one_parquet, packed_loader, tokenizer_folder
 from _plain_decoder import descend, make_step
 from easypipe.train import state as states
-from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
+from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
 from easypipe.train.loss import LossOutput, loss_sums
 from easypipe.train.model import ModelConfig
 from easypipe.train.optim import make_optimizer
@@ -85,7 +85,7 @@ def against_a_plain_loop(report: Report, folder: Path, rounds: int, block: int) 
     batch = packed_batch(QUICKSTART.vocab_size or 0)
     steps = (rounds + 1) * block
     optimizer = OptimizerConfig(learning_rate=2e-3, warmup_steps=20)
-    config = TrainConfig(output_dir=folder / "run", steps=max(steps, 30), optimizer=optimizer, checkpoint=CheckpointConfig(every=None))
+    config = TrainingConfig(output_dir=folder / "run", steps=max(steps, 30), optimizer=optimizer, checkpoint=CheckpointConfig(every=None))
     loader = Same(batch)
     losses: list[float] = []
     trainer = Trainer(QUICKSTART, config, loader, listener=lambda e: losses.append(e.record["loss"]) if e.kind == "step" else None)
@@ -181,7 +181,7 @@ def nothing(module: Any, batch: Any) -> LossOutput:
 
 
 def saving(report: Report, folder: Path, every: int, saves: int) -> None:
-    config = TrainConfig(output_dir=folder / "saving", steps=every * (saves + 1), checkpoint=CheckpointConfig(every=every, keep=1))
+    config = TrainingConfig(output_dir=folder / "saving", steps=every * (saves + 1), checkpoint=CheckpointConfig(every=every, keep=1))
     loader = Same(packed_batch(16), gated=False)
     trainer = Trainer(lambda rngs: Large(rngs), config, loader, loss=nothing, optimizer=optax.identity())
     with states.on(trainer.mesh):

@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "task": Effect("output", _IMAGES + "test_what_rows_may_hold", "which collator makes batches, and its options"),
         "data": Effect("output", _IMAGES + "test_the_command_and_python_train_the_same_and_go_on_when_killed", "see ImagesConfig"),
         "model": Effect("output", _IMAGES + "test_options_of_the_network", "see ClassifierConfig"),
-        "train": Effect("output", _IMAGES + "test_the_command_and_python_train_the_same_and_go_on_when_killed", "see TrainConfig"),
+        "train": Effect("output", _IMAGES + "test_the_command_and_python_train_the_same_and_go_on_when_killed", "see TrainingConfig"),
     },
     "ImagesConfig": {
         "data_files": Effect("output", _IMAGES + "test_what_rows_may_hold", "which rows"),

@@ -13,7 +13,7 @@ import yaml
 
 from easypipe.cli.app import app
 from easypipe.core.config import apply_overrides, from_dict
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.distributed import VARIABLES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "multihost.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ def test_command_lines_are_ours(arguments):
     with command.make_context(arguments[0], arguments[1:]) as context:
         overrides = context.params["overrides"]
     values = apply_overrides({"train": {"output_dir": "out"}}, overrides)
-    assert from_dict(TrainConfig, values["train"]).mesh == "hybrid"
+    assert from_dict(TrainingConfig, values["train"]).mesh == "hybrid"
 
 
 def test_scripts_are_bash():

@@ -29,7 +29,7 @@ _PROGRAM = _REACH + "test_loss_options_change_the_program_that_is_compiled"
 OPTIONS: dict[str, dict[str, Effect]] = {
     "RunConfig": {
         "data": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "what is trained on: see PipelineConfig"),
-        "train": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "see TrainConfig"),
+        "train": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "see TrainingConfig"),
         "model": Effect("output", "cli/test_quickstart.py::test_it_does_what_it_says", "see ModelConfig"),
         "eval": Effect(
             "output",
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "held-out data by name; prepared with the rest, and evaluated",
         ),
     },
-    "TrainConfig": {
+    "TrainingConfig": {
         "output_dir": Effect(
             "files", _TRAINER + "test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model", "where all files of the run are"
         ),

@@ -70,7 +70,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.stages.verify": ("Verification", "verify"),
     "easypipe.train.checkpoint_manager": ("CheckpointManager",),
     "easypipe.train.classifier_config": ("ClassifierConfig",),
-    "easypipe.train.config": ("OptimizerConfig", "TrainConfig"),
+    "easypipe.train.config": ("OptimizerConfig", "TrainingConfig"),
     "easypipe.train.lora_config": ("LoraConfig",),
     "easypipe.train.model": ("Decoder", "ModelConfig"),
     "easypipe.train.models.config": ("PretrainedConfig",),

@@ -21,7 +21,7 @@ from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info
 from easypipe.train.aot import StepPlan, plan_step
 from easypipe.train.checks import MANY_STEPS, Shapes
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import make_mesh
@@ -44,7 +44,7 @@ class RunConfig:
     """
 
     data: PipelineConfig
-    train: TrainConfig
+    train: TrainingConfig
     model: ModelConfig | PretrainedConfig = field(default_factory=ModelConfig)
     eval: dict[str, PipelineConfig] = field(default_factory=dict)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from easypipe import TaskSpec, TrainConfig, Trainer, UniversalDataModule
+from easypipe import TaskSpec, Trainer, TrainingConfig, UniversalDataModule
 from easypipe.train.loss import classification_sums
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -41,7 +41,7 @@ def module() -> UniversalDataModule:
 
 def train(folder: Path, steps: int, accumulate_steps: int = 1) -> Any:
     data = module()
-    config = TrainConfig(
+    config = TrainingConfig(
         output_dir=folder,
         steps=steps,
         seed=1,

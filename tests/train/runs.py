@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from easypipe.train.axes import partitioned
-from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
+from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.meter import RATES
 from easypipe.train.signals import Interrupted
@@ -98,13 +98,13 @@ class Arithmetic:
         self.t = state["t"]
 
 
-def settings(output_dir: Path | str, **changes: Any) -> TrainConfig:
+def settings(output_dir: Path | str, **changes: Any) -> TrainingConfig:
     values: dict[str, Any] = {
         "steps": 12,
         "optimizer": OptimizerConfig(learning_rate=0.03, warmup_steps=2),
         "checkpoint": CheckpointConfig(every=4),
     }
-    return TrainConfig(output_dir=output_dir, **(values | changes))
+    return TrainingConfig(output_dir=output_dir, **(values | changes))
 
 
 def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

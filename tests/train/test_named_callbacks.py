@@ -19,7 +19,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.early_stopping import EarlyStopping, EarlyStoppingConfig
 from easypipe.train.callbacks.heartbeat import Heartbeat, HeartbeatConfig
 from easypipe.train.callbacks.profile import ProfileConfig, ProfilerWindow
-from easypipe.train.config import CheckpointConfig, TrainConfig
+from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.mesh import make_mesh
 from easypipe.train.metrics import read_metrics
@@ -31,7 +31,7 @@ MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 
 def trainer(folder, callbacks, *, listener=lambda event: None, **changes):
-    values = from_dict(TrainConfig, {"output_dir": str(folder), "callbacks": callbacks})
+    values = from_dict(TrainingConfig, {"output_dir": str(folder), "callbacks": callbacks})
     config = settings(folder, callbacks=values.callbacks, **{"eval_every": 2, "checkpoint": CheckpointConfig(every=None)} | changes)
     return Trainer(Tiny, config, Arithmetic(), {"held": Arithmetic(1, seed=7)}, listener=listener, mesh=MESH)
 
@@ -303,7 +303,7 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
 )
 def test_bad_values_are_refused(callbacks, message):
     with pytest.raises(ConfigError) as error:
-        from_dict(TrainConfig, {"output_dir": "out", "callbacks": callbacks})
+        from_dict(TrainingConfig, {"output_dir": "out", "callbacks": callbacks})
     assert str(error.value).startswith(message)
 
 
@@ -320,7 +320,7 @@ def test_metrics_that_will_not_be_there_are_refused(tmp_path):
 
 def test_the_command_line_names_them_too():
     values = apply_overrides({"output_dir": "out"}, ["callbacks.heartbeat.every_s=5.0", "callbacks.early_stopping={metric: loss}"])
-    config = from_dict(TrainConfig, values).callbacks
+    config = from_dict(TrainingConfig, values).callbacks
     assert config.heartbeat == HeartbeatConfig(every_s=5.0)
     assert config.early_stopping == EarlyStoppingConfig(metric="loss")
     assert config.best is None

@@ -16,7 +16,7 @@ from easypipe.cli.app import app
 from easypipe.core.errors import ConfigError
 from easypipe.run import RunConfig
 from easypipe.train.aot import plan_step
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.flops import flops_per_step, palm_flops_per_step
 from easypipe.train.hlo import read
 from easypipe.train.model import ModelConfig
@@ -106,7 +106,7 @@ def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch)
 
 def test_what_does_not_fit_says_what_to_change(tpu):
     model = ModelConfig(vocab_size=1 << 17, hidden_size=8192, head_dim=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=2)
-    plan = plan_step(model, TrainConfig(output_dir="out", mesh={"data": 4}), "v5e:2x2", batch_size=8, seq_length=128)
+    plan = plan_step(model, TrainingConfig(output_dir="out", mesh={"data": 4}), "v5e:2x2", batch_size=8, seq_length=128)
     assert plan.memory.peak > plan.memory.available
     assert plan.memory.fits is False
     assert "IT DOES NOT FIT" in str(plan)
@@ -132,7 +132,7 @@ def test_a_topology_that_is_none_is_refused_with_what_there_is(tpu, name, told):
 
 
 def test_a_mesh_that_the_torus_cannot_carry_is_refused(tpu):
-    train = TrainConfig(output_dir="out", mesh={"data": 2, "fsdp": 32})
+    train = TrainingConfig(output_dir="out", mesh={"data": 2, "fsdp": 32})
     with pytest.raises(ConfigError, match=r"train\.mesh: .* cannot be laid over v5p:4x4x4"):
         plan_step(MODEL, train, "v5p:4x4x4", batch_size=64, seq_length=512)
 

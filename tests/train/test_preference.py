@@ -19,7 +19,7 @@ from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, PipelineCo
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
-from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, SpikeConfig, TrainConfig
+from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, SpikeConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.lora_config import LoraConfig
 from easypipe.train.mesh import make_mesh
@@ -156,7 +156,7 @@ class Pairs:
 
 def losses(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     options: Any = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0), "eval_every": 3} | changes
-    config = TrainConfig(output_dir=folder, mesh={"data": 1}, **options)
+    config = TrainingConfig(output_dir=folder, mesh={"data": 1}, **options)
     mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
     Trainer(CONFIG, config, Pairs(), {"same": Pairs()} if config.eval_batches else None, mesh=mesh).run()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -188,7 +188,7 @@ def test_a_run_is_told_by_its_configuration(tmp_path):
         pack=PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop"),
         load=LoadStageConfig(batch_size=2, num_epochs=None),
     )
-    settings = TrainConfig(
+    settings = TrainingConfig(
         output_dir=tmp_path / "run",
         steps=4,
         preference=PreferenceConfig(beta=0.5),
@@ -214,7 +214,7 @@ def test_pairs_are_trained_as_pairs_and_nothing_else_is(tmp_path):
             load=LoadStageConfig(batch_size=1),
         )
         size = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
-        settings = TrainConfig(output_dir=tmp_path / "run", steps=1, preference=preference)
+        settings = TrainingConfig(output_dir=tmp_path / "run", steps=1, preference=preference)
         return RunConfig(data=data, train=settings, model=ModelConfig(**size))
 
     with pytest.raises(ConfigError, match=r"data: holds pairs of answers, and without train.preference"):
@@ -237,7 +237,7 @@ def test_without_a_reference_the_first_loss_tells_pairs_apart(tmp_path):
 def losses_until(folder: Path, step: int, **changes: Any) -> int:
     """Stops after `step`, as a signal would."""
     options: Any = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0), "eval_every": 3} | changes
-    config = TrainConfig(output_dir=folder, mesh={"data": 1}, **options)
+    config = TrainingConfig(output_dir=folder, mesh={"data": 1}, **options)
     mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
 
     def listener(event: TrainEvent) -> None:
@@ -255,7 +255,7 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
     [
         (lambda: PreferenceConfig(beta=0.0), "beta"),
         (lambda: PreferenceConfig(label_smoothing=0.5), "label_smoothing"),
-        (lambda: TrainConfig(output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)), "loss: has no effect on pref"),
+        (lambda: TrainingConfig(output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)), "loss: has no effect on pref"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
@@ -284,7 +284,7 @@ def test_preferences_that_turn_round_are_rolled_back_with_the_same_reference(tmp
             if event.kind == "step" and event.step == stop:
                 raise KeyboardInterrupt
 
-        config = TrainConfig(output_dir=tmp_path / name, mesh={"data": 1}, **options)
+        config = TrainingConfig(output_dir=tmp_path / name, mesh={"data": 1}, **options)
         Trainer(CONFIG, config, Swapped(), mesh=mesh, listener=listener).run()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [(line["step"], line["loss"]) for line in lines]

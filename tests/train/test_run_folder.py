@@ -18,7 +18,7 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import StateError
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.train.checkpoint import Checkpoints
-from easypipe.train.config import SpikeConfig, TrainConfig
+from easypipe.train.config import SpikeConfig, TrainingConfig
 from easypipe.train.mesh import make_mesh
 from easypipe.train.report import write_report
 from easypipe.train.trainer import Trainer
@@ -54,7 +54,7 @@ def folder(compiled_once, tmp_path_factory) -> Path:
 
 
 def test_the_folder_says_how_and_on_what_it_was_trained(folder):
-    config = from_dict(TrainConfig, yaml.safe_load((folder / "run.yaml").read_text())["train"])
+    config = from_dict(TrainingConfig, yaml.safe_load((folder / "run.yaml").read_text())["train"])
     assert (config.steps, config.spikes) == (6, SpikeConfig(window=4))
     (ran,) = json.loads((folder / "versions.json").read_text())
     assert (ran["from_step"], ran["jax"], ran["device_kind"]) == (0, version("jax"), jax.devices()[0].device_kind)

@@ -8,7 +8,7 @@ import pytest
 
 from easypipe.core.config import from_dict, to_dict
 from easypipe.core.errors import ConfigError
-from easypipe.train.config import LossConfig, OptimizerConfig, TrainConfig
+from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainConfig
 )
 def test_bad_values_are_refused_by_name(values, message):
     with pytest.raises(ConfigError) as error:
-        from_dict(TrainConfig, {"output_dir": "out", **values})
+        from_dict(TrainingConfig, {"output_dir": "out", **values})
     assert str(error.value).startswith(message)
 
 
 def test_a_configuration_survives_the_trip_through_plain_values():
-    config = TrainConfig(output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",))
-    assert from_dict(TrainConfig, to_dict(config)) == config
+    config = TrainingConfig(output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",))
+    assert from_dict(TrainingConfig, to_dict(config)) == config
 
 
 def test_options_are_what_runs():

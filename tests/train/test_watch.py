@@ -11,7 +11,7 @@ import pytest
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, TrainError
 from easypipe.train import state as states
-from easypipe.train.config import CheckpointConfig, SpikeConfig, TrainConfig
+from easypipe.train.config import CheckpointConfig, SpikeConfig, TrainingConfig
 from easypipe.train.mesh import make_mesh, place_batch
 from easypipe.train.metrics import read_metrics
 from easypipe.train.report import write_report
@@ -171,7 +171,7 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
 
 
 def test_the_limit_is_robust():
-    watch = Watch(TrainConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
+    watch = Watch(TrainingConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
     record = {"grad_norm": 1.0}
     for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 500.0], start=1):
         assert watch.limit() is None
@@ -193,5 +193,5 @@ def test_the_limit_is_robust():
 )
 def test_bad_values_are_refused(values, message):
     with pytest.raises(ConfigError) as error:
-        from_dict(TrainConfig, {"output_dir": "out", **values})
+        from_dict(TrainingConfig, {"output_dir": "out", **values})
     assert str(error.value).startswith(message)

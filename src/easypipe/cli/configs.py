@@ -13,7 +13,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.jobs import chain
 from easypipe.loader.loader import LoadStageConfig
 from easypipe.pipeline import Pipeline, PipelineConfig
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.record import recorded_seed
 
 
@@ -39,7 +39,7 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
     """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither the config nor its run has a seed."""
     values = apply_overrides(load_yaml(config), overrides)
     data, _ = data_of(values)
-    train = from_dict(TrainConfig, values["train"], "train") if "data" in values and "train" in values else None
+    train = from_dict(TrainingConfig, values["train"], "train") if "data" in values and "train" in values else None
     if data.seed is None and train is not None:
         data = dataclasses.replace(data, seed=recorded_seed(train.output_dir))
     if data.seed is None and needs_seed:

@@ -57,10 +57,7 @@ def config(cls: type[T]) -> type[T]:
         hints = _hints(made)
         for key in values:
             if key not in hints:
-                names = _field_names(made)
-                within = [f"{name}.{key}" for name, hint in hints.items() if any(key in _field_names(part) for part in _configs_of(hint))]
-                fix = f"Did you mean {' or '.join(map(repr, within))}?" if within else did_you_mean(key, names)
-                raise ConfigError(at=key, problem="unknown key", have=names, fix=fix)
+                raise ConfigError(at=key, problem="unknown key", have=_field_names(made), fix=meant(made, key))
         values = {key: _structure(value, hints[key], key) for key, value in values.items()}
         try:
             validate(self, **values)
@@ -77,6 +74,17 @@ def config(cls: type[T]) -> type[T]:
 
 def is_config(cls: object) -> bool:
     return isinstance(cls, type) and getattr(cls, "__easypipe_config__", False)
+
+
+def meant(cls: Any, key: str) -> str | None:
+    """What to write in place of a key that a config class does not have; None where nothing is near.
+
+    A class may say so itself: `ELSEWHERE: ClassVar[Mapping[str, str]]`, by key, what people look for here and where it stands.
+    """
+    if told := getattr(cls, "ELSEWHERE", {}).get(key):
+        return told
+    within = [f"{name}.{key}" for name, hint in _hints(cls).items() if any(key in _field_names(part) for part in _configs_of(hint))]
+    return f"Did you mean {' or '.join(map(repr, within))}?" if within else did_you_mean(key, _field_names(cls))
 
 
 def from_dict(cls: type[T], values: Any, at: str = "") -> T:

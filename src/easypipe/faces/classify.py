@@ -22,7 +22,7 @@ from easypipe.faces.images import Images, ImagesConfig
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.train.checks import resolve_steps
 from easypipe.train.classifier_config import ClassifierConfig
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.distributed import initialize
 from easypipe.train.distributed_config import DistributedConfig
 from easypipe.train.events import TrainListener, unheard
@@ -42,7 +42,7 @@ class ClassifyConfig:
 
     task: TaskSpec
     data: ImagesConfig
-    train: TrainConfig
+    train: TrainingConfig
     model: ClassifierConfig = field(default_factory=ClassifierConfig)
 
     @classmethod

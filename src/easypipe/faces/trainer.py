@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.config import from_dict, load_yaml, to_dict
+from easypipe.core.config import from_dict, load_yaml, meant, to_dict
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener
@@ -18,14 +18,14 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.pack import PackStageConfig
 from easypipe.stages.source import DatasetConfig
 from easypipe.train import trainer as engine
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple)
-_EITHER = ("optimizer", "loss")  # fields of TrainConfig, and arguments of the engine's Trainer
-_FIELDS = {one.name for one in dataclasses.fields(TrainConfig)}
+_EITHER = ("optimizer", "loss")  # fields of TrainingConfig, and arguments of the engine's Trainer
+_FIELDS = {one.name for one in dataclasses.fields(TrainingConfig)}
 
 
 class Trainer(engine.Trainer):
@@ -38,13 +38,13 @@ class Trainer(engine.Trainer):
     evals: held-out data by name, each as `data` or a loader.
     seq_length: tokens of a packed row; datasets alone need it. batch_size: rows of a batch; None: LoadStageConfig's.
     progress: hears how preparing goes; None: a line on the terminal.
-    Options of TrainConfig may be given by name, in place of `config` or to change it.
+    Options of TrainingConfig may be given by name, in place of `config` or to change it.
     """
 
     def __init__(
         self,
         model: Any,
-        config: TrainConfig | None = None,
+        config: TrainingConfig | None = None,
         train: BatchLoader | None = None,
         evals: Mapping[str, Any] | None = None,
         *,
@@ -61,8 +61,13 @@ class Trainer(engine.Trainer):
         own = {name for name, one in inspect.signature(engine.Trainer.__init__).parameters.items() if one.kind is one.KEYWORD_ONLY}
         if unknown := [name for name in options if name not in own]:
             have = sorted({*own, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
-            raise ConfigError(at=unknown[0], problem="no such option of Trainer", have=have, fix=did_you_mean(unknown[0], have))
-        config = from_dict(TrainConfig, changes) if config is None else dataclasses.replace(config, **changes)
+            raise ConfigError(
+                at=unknown[0],
+                problem="no such option of Trainer",
+                have=have,
+                fix=did_you_mean(unknown[0], have) or meant(TrainingConfig, unknown[0]),
+            )
+        config = from_dict(TrainingConfig, changes) if config is None else dataclasses.replace(config, **changes)
         if (data is None) == (train is None):
             raise ConfigError(at="data", problem="either it or a loader (`train`) says what to train on; give one of them")
         self._inputs = None
@@ -100,7 +105,7 @@ class Trainer(engine.Trainer):
 
 
 def _is_config(given: Any) -> bool:
-    """Whether it is TrainConfig's, or a transformation or a function for the engine."""
+    """Whether it is TrainingConfig's, or a transformation or a function for the engine."""
     return isinstance(given, Mapping) or dataclasses.is_dataclass(given)
 
 

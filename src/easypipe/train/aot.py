@@ -24,7 +24,7 @@ from easypipe.train.attention import choose
 from easypipe.train.axes import TOKEN_AXES
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.checks import MANY_STEPS, Shapes
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.hlo import Collective, read
 from easypipe.train.memory import advice, on_device
 from easypipe.train.mesh import make_mesh
@@ -97,7 +97,7 @@ class StepPlan:
 
 def plan_step(
     model: Any,
-    train: TrainConfig,
+    train: TrainingConfig,
     on: str,
     *,
     batch_size: int,
@@ -177,7 +177,7 @@ def unknowns(plan: StepPlan) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _mesh(train: TrainConfig, name: str, devices: Sequence[Any]) -> Mesh:
+def _mesh(train: TrainingConfig, name: str, devices: Sequence[Any]) -> Mesh:
     try:
         return make_mesh(train.mesh, devices=devices, at="train.mesh")
     except NotImplementedError as error:  # jax lays each axis over whole dimensions of a torus

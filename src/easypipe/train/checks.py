@@ -9,12 +9,12 @@ from typing import Any
 from easypipe.core.errors import ConfigError, StateError, did_you_mean
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 
 CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
-MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainConfig: what decides the numbers
+MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainingConfig: what decides the numbers
 MANY_STEPS = 1_000_000  # for a run whose length its data decides: the length of the schedule is a constant of the program
 
 
@@ -39,7 +39,7 @@ class Shapes:
         del state
 
 
-def resolve_steps(config: TrainConfig, train: BatchLoader) -> int:
+def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
     try:
         batches = len(train)
     except TypeError:
@@ -90,7 +90,7 @@ def is_under(path: str, key: str) -> bool:
     return path == key or path.startswith(f"{key}.")
 
 
-def check_newest(folder: Path, config: TrainConfig, identity: Mapping[str, Any], unknown: Sequence[str] = ()) -> None:
+def check_newest(folder: Path, config: TrainingConfig, identity: Mapping[str, Any], unknown: Sequence[str] = ()) -> None:
     """check_resume and check_same of the newest checkpoint in `folder`, where there is one. unknown: key paths that are not compared."""
     if not folder.is_dir():
         return
@@ -106,7 +106,7 @@ def check_newest(folder: Path, config: TrainConfig, identity: Mapping[str, Any],
     check_same(saved, identity, (*config.resume_changes, *unknown), folder / str(steps[-1]))
 
 
-def check_resume(folder: Path, config: TrainConfig, steps: Sequence[int]) -> None:
+def check_resume(folder: Path, config: TrainingConfig, steps: Sequence[int]) -> None:
     """Raises ConfigError where `folder` has checkpoints, of `steps`, and the run must not go on from them."""
     if not config.resume:
         problem = f"{folder.parent} holds a run at step {steps[-1]}, and resume is false"

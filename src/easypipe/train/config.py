@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
@@ -82,8 +84,11 @@ class SpikeConfig:
             raise ConfigError(at="threshold", problem=f"{self.threshold} is not a positive number", fix="10.0 is usual.")
 
 
+_PASSES = "How many passes to make is told to the data: load.num_epochs, or num_epochs of the loader or data module; or give steps."
+
+
 @config
-class TrainConfig:
+class TrainingConfig:
     """One training run. `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json, fingerprints.json and the plots;
     `easypipe report` makes a page of it.
     """
@@ -110,6 +115,17 @@ class TrainConfig:
     # Key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan; "ended" lets a run
     # that stopped for good (early_stopping) train on.
     resume_changes: tuple[str, ...] = ()
+
+    ELSEWHERE: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "batch_size": "How many rows a batch has is told to the data: load.batch_size, or batch_size of the loader or data module.",
+            "epochs": _PASSES,
+            "num_epochs": _PASSES,
+            "num_train_epochs": _PASSES,
+            "lr": "Did you mean 'optimizer.learning_rate'?",
+            "gradient_accumulation_steps": "Did you mean 'accumulate_steps'?",
+        }
+    )
 
     def check(self) -> None:
         _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite")

@@ -17,7 +17,7 @@ from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
 from easypipe.train.checks import CHECKPOINTS
 from easypipe.train.classifier_config import ClassifierConfig
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.lora import fingerprint
 from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
@@ -53,7 +53,7 @@ def load_trained(run: str | Path, step: int | None = None, *, base: Model | None
             raise ConfigError(at=str(folder), problem=f"no checkpoint of step {step}", have=steps, fix="Give one of these, or none.")
         step = steps[-1] if step is None else step
         saved = checkpoints.run(step)
-        config = from_dict(TrainConfig, saved["train"])
+        config = from_dict(TrainingConfig, saved["train"])
         origin = _origin(saved, config, base, str(folder / str(step)))
         mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
         with states.on(mesh):
@@ -73,7 +73,7 @@ def load_trained(run: str | Path, step: int | None = None, *, base: Model | None
     return Trained(model=model, step=step, tokenizer=saved.get("tokenizer"), base=origin_name and str(origin_name["config"]["pretrained"]))
 
 
-def _origin(saved: Any, config: TrainConfig, base: Model | None, at: str) -> Origin:
+def _origin(saved: Any, config: TrainingConfig, base: Model | None, at: str) -> Origin:
     """What the run began with, as its checkpoint describes it."""
     if base is not None:
         return origin_of(base, config.seed, config.lora)

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from easypipe.core.errors import TrainError
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.model_config import ModelConfig
 from easypipe.train.optim import Optimizer
 from easypipe.train.state import ModelLayout, abstract_state
@@ -21,7 +21,7 @@ def out_of_memory(
     step: int,
     layout: ModelLayout,
     optimizer: Optimizer,
-    config: TrainConfig,
+    config: TrainingConfig,
     model: ModelConfig | None,
     batch_size: int,
 ) -> TrainError | None:
@@ -50,7 +50,7 @@ def out_of_memory(
 
 def advice(
     model: ModelConfig | None,
-    train: TrainConfig,
+    train: TrainingConfig,
     mesh: Mesh,
     batch_size: int,
     *,

@@ -41,7 +41,7 @@ from easypipe.train.checks import (
     resolve_steps,
     saved_loader_state,
 )
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.evaluate import HeldOut, held_out
 from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, unheard
 from easypipe.train.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
@@ -94,7 +94,7 @@ class TrainResult:
 
 
 class Trainer:
-    """`Trainer(ModelConfig(...), TrainConfig(...), loader, {"held_out": other}).run()`.
+    """`Trainer(ModelConfig(...), TrainingConfig(...), loader, {"held_out": other}).run()`.
 
     model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are
     read onto the mesh when the run begins; a function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied; or a
@@ -115,7 +115,7 @@ class Trainer:
     def __init__(
         self,
         model: Model,
-        config: TrainConfig,
+        config: TrainingConfig,
         train: BatchLoader,
         evals: Mapping[str, BatchLoader] | None = None,
         *,
@@ -194,7 +194,7 @@ class Trainer:
         """Trains from the newest checkpoint in output_dir, or from the start, to the last step.
 
         Raises Interrupted after SIGINT or SIGTERM, once the step reached is saved; TrainError for a batch without targets, losses that
-        are not finite (see TrainConfig.on_nonfinite) or leave their range for ever, and a loader that ends early;
+        are not finite (see TrainingConfig.on_nonfinite) or leave their range for ever, and a loader that ends early;
         StateError for a checkpoint of another run; StorageError for what cannot be written. A device that is out of memory is a
         TrainError too, which names what is held and what to change.
         """

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from easypipe.core.errors import TrainError
-from easypipe.train.config import TrainConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.metrics import Record
 
 logger = logging.getLogger("easypipe")
@@ -28,7 +28,7 @@ class Watch:
     in_doubt: whether the newest step was bad, so that a checkpoint of it would not be a good one.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         self._stops, self._most, self._spikes = config.on_nonfinite == "stop", config.max_nonfinite, config.spikes
         self._losses: deque[float] = deque(maxlen=self._spikes.window if self._spikes else 0)
         self._nonfinite, self._bad, self._rollbacks = 0, 0, 0
@@ -44,7 +44,7 @@ class Watch:
         return self._spikes is not None
 
     def judge(self, record: Record) -> bool:
-        """Raises TrainError where the run must not go on: see TrainConfig.on_nonfinite, max_nonfinite and SpikeConfig.max_rollbacks."""
+        """Raises TrainError where the run must not go on: see TrainingConfig.on_nonfinite, max_nonfinite and SpikeConfig.max_rollbacks."""
         step, loss = record["step"], record["loss"]
         skipped = loss is None or record["grad_norm"] is None
         self._nonfinite = self._nonfinite + 1 if skipped else 0
