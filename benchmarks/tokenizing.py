@@ -35,14 +35,16 @@ from _common import AnonymousMemory, Report, alternate, arguments, documents, te
 WORKERS = 2
 HIGH_ENTROPY_BYTES = 20_000  # per document: base64 of random bytes, in words of random length
 DOCUMENTED = "datasets.map with transformers' tokenizer"
+MADE = ("out", "cache/tokens", "cache/ranges", "cache/manifests")  # by a run of easypipe, beside the proof of the tokenizer
+LIGHT = "easypipe, lz4"  # a codec of the weight of the peer's
 
 
-def ours(files: list[Path], tokenizer: Path, scratch: Path) -> None:
+def ours(files: list[Path], tokenizer: Path, scratch: Path, compression: Any = None) -> None:
     from easypipe import tokenize_and_save
 
     os.environ["EASYPIPE_CACHE"] = str(scratch / "cache")
     tokenize_and_save(
-        data_files=[str(file) for file in files], tokenizer=str(tokenizer), output_path=str(scratch / "out"), output_format="parquet"
+        data_files=[str(file) for file in files], tokenizer=str(tokenizer), output_path=str(scratch / "out"), compression=compression
     )
 
 
@@ -162,6 +164,10 @@ def compare(options: Any) -> None:
             ours(files, tokenizer, scratch / "ours")
             return megabytes
 
+        def run_light() -> float:
+            ours(files, tokenizer, scratch / "light", "lz4")
+            return megabytes
+
         def run_theirs() -> float:
             theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
             return megabytes
@@ -171,7 +177,8 @@ def compare(options: Any) -> None:
             return megabytes
 
         made = {  # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the text
-            "easypipe": ("ours/out", "ours/cache/tokens", "ours/cache/ranges", "ours/cache/manifests"),
+            "easypipe": tuple(f"ours/{folder}" for folder in MADE),
+            LIGHT: tuple(f"light/{folder}" for folder in MADE),
             "datasets.map + to_parquet": ("theirs",),
             DOCUMENTED: ("documented",),
         }
@@ -188,7 +195,8 @@ def compare(options: Any) -> None:
         own = own or {"encode_batch_fast alone, all cores": functools.partial(alone, 0)}
         if importlib.util.find_spec("transformers"):
             own[DOCUMENTED] = run_documented
-        alternate(report, {"easypipe": run_ours, "datasets.map + to_parquet": run_theirs, **own}, options.rounds, clear)
+        contenders = {"easypipe": run_ours, LIGHT: run_light, "datasets.map + to_parquet": run_theirs, **own}
+        alternate(report, contenders, options.rounds, clear)
         mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
         report.facts |= {
             "text MB": round(megabytes, 1),
@@ -197,12 +205,14 @@ def compare(options: Any) -> None:
             "same tokens as the peer": _same(mine, other),
         }
     report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=40 if fast else 1.3)
+    report.facts[f"times datasets.map, {LIGHT}"] = report.ratio(LIGHT, "datasets.map + to_parquet")
     if own.pop(DOCUMENTED, None):
         report.facts[f"times {DOCUMENTED}"] = report.ratio("easypipe", DOCUMENTED)
     shares = {name: report.ratio("easypipe", name) for name in own}
     first, *others = shares
     report.target(f"share of {first}", shares[first], at_least=0.6 if fast else 0.9)
     report.facts |= {f"share of {name}": shares[name] for name in others}
+    report.facts[f"share of {first}, {LIGHT}"] = report.ratio(LIGHT, first)
     report.finish(options.out)
 
 
@@ -266,7 +276,7 @@ def floor(options: Any) -> None:
             return 1.0
 
         def clear(name: str) -> None:
-            for made in ("out", "cache/tokens", "cache/ranges", "cache/manifests") if name == whole else ():
+            for made in MADE if name == whole else ():
                 shutil.rmtree(scratch / "ours" / made, ignore_errors=True)
 
         contenders = {**parts, whole: functools.partial(ours, files, tokenizer, scratch / "ours")}

@@ -11,24 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe.stages import parquet_lists
+from easypipe.stages import parquet_lists, shard_writer
 from easypipe.stages.parquet_lists import ListsWriter, holds_lists_of_integers
 
+CODECS = sorted(shard_writer.CODECS["parquet"])
 KINDS = [pa.uint8(), pa.uint16(), pa.uint32(), pa.int32(), pa.int64(), pa.uint64(), pa.int8()]
 
 
-def ours(schema: pa.Schema, batches: list[pa.RecordBatch]) -> pa.Buffer:
+def ours(schema: pa.Schema, batches: list[pa.RecordBatch], codec: str = "zstd") -> pa.Buffer:
     sink = pa.BufferOutputStream()
-    writer = ListsWriter(sink, schema)
+    writer = ListsWriter(sink, schema, codec)
     for batch in batches:
         writer.write(batch)
     writer.close()
     return sink.getvalue()
 
 
-def theirs(schema: pa.Schema, batches: list[pa.RecordBatch]) -> pa.Buffer:
+def theirs(schema: pa.Schema, batches: list[pa.RecordBatch], codec: str = "zstd") -> pa.Buffer:
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False, write_statistics=False) as writer:
+    with pq.ParquetWriter(sink, schema, compression=codec, use_dictionary=False, write_statistics=False) as writer:
         for batch in batches:
             writer.write_batch(batch)
     return sink.getvalue()
@@ -58,12 +59,13 @@ def columns(draw: st.DrawFn) -> tuple[pa.Schema, list[pa.RecordBatch]]:
     page=st.sampled_from([1, 7, 1 << 18]),
     rows=st.sampled_from([1, 3, parquet_lists.RUN_ROWS]),
     share=st.sampled_from([0, parquet_lists.DICTIONARY_SHARE]),
+    codec=st.sampled_from(CODECS),
 )
-def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int, rows: int, share: int) -> None:
+def test_reads_back_as_pyarrow_wrote_it(case: tuple[pa.Schema, list[pa.RecordBatch]], page: int, rows: int, share: int, codec: str) -> None:
     schema, batches = case
     with mock.patch.multiple(parquet_lists, PAGE_VALUES=page, RUN_ROWS=rows, DICTIONARY_SHARE=share):
-        made = pq.read_table(pa.BufferReader(ours(schema, batches)))
-    expected = pq.read_table(pa.BufferReader(theirs(schema, batches)))
+        made = pq.read_table(pa.BufferReader(ours(schema, batches, codec)))
+    expected = pq.read_table(pa.BufferReader(theirs(schema, batches, codec)))
     assert made.equals(expected)
     assert made.schema.equals(expected.schema, check_metadata=True)
     assert made.equals(pa.Table.from_batches(batches, schema=schema))
@@ -84,11 +86,12 @@ def test_small_integers_are_indices_of_a_dictionary(kind: pa.DataType, top: int)
     assert [column.has_dictionary_page for column in found] == [used, used, False]  # the last group is too small for one
 
 
-def test_footer_counts_what_is_there() -> None:
+@pytest.mark.parametrize("codec", CODECS)
+def test_footer_counts_what_is_there(codec: str) -> None:
     kind = pa.large_list(pa.uint16())
     schema = pa.schema([pa.field("input_ids", kind, nullable=False)])
     batches = [pa.record_batch([pa.array([[i, i + 1]] * n, kind)], schema=schema) for i, n in enumerate((3, 400, 1))] * 9
-    made, expected = (pq.ParquetFile(pa.BufferReader(write(schema, batches))).metadata for write in (ours, theirs))
+    made, expected = (pq.ParquetFile(pa.BufferReader(write(schema, batches, codec))).metadata for write in (ours, theirs))
     assert (made.num_rows, made.num_row_groups, made.num_columns) == (expected.num_rows, expected.num_row_groups, expected.num_columns)
     for number in range(made.num_row_groups):
         mine, other = made.row_group(number), expected.row_group(number)

@@ -1,10 +1,10 @@
 """Parquet files of lists of integers, as tokens are saved: what pyarrow writes, in about a third of its time.
 
 pyarrow walks over every value to find its levels (where lists begin, what is null). Of token lists they follow from the offsets: two runs
-a document. Values go from Arrow's buffers into pages as they are, each compressed with zstd. The schema is pyarrow's own: the footer of an
+a document. Values go from Arrow's buffers into pages as they are, each compressed alone. The schema is pyarrow's own: the footer of an
 empty file that it wrote, with the row groups put in. Format: github.com/apache/parquet-format, footers in Thrift's compact protocol.
 
-Parquet knows no integers of 16 bits: plain pages hold four bytes for each, which zstd has to go through. A dictionary 0, 1, 2, ... makes
+Parquet knows no integers of 16 bits: plain pages hold four bytes for each, which a codec has to go through. A dictionary 0, 1, 2, ... makes
 every value its own index, and indices of 16 bits, bit-packed, are the bytes that Arrow holds.
 
 level      small integer beside each value. repetition: 0 begins a row. definition: how much of list and value is there
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ DICTIONARY_SHARE = 32  # values to one entry of a dictionary, at least: it must 
 
 _PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
 _INT32, _INT64 = 1, 2
-_CODEC_ZSTD = 6
+_CODEC_NUMBERS = {"none": 0, "gzip": 2, "zstd": 6, "lz4": 7}  # lz4: LZ4_RAW, pyarrow's too
 _I32, _I64, _BINARY, _LIST, _STRUCT = 5, 6, 8, 9, 12
 _NUM_ROWS, _ROW_GROUPS = 3, 4  # fields of the footer
 
@@ -45,11 +45,14 @@ def holds_lists_of_integers(schema: pa.Schema) -> bool:
 
 
 class ListsWriter:
-    """Writes batches of such columns to a binary sink, a row group each; `close()` ends the file and leaves the sink open."""
+    """Writes batches of such columns to a binary sink, a row group each; `close()` ends the file and leaves the sink open.
 
-    def __init__(self, sink: Any, schema: pa.Schema) -> None:
+    codec: none, gzip, zstd or lz4.
+    """
+
+    def __init__(self, sink: Any, schema: pa.Schema, codec: str) -> None:
         self._sink, self._schema = sink, schema
-        self._compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self._codec, self._compress = _CODEC_NUMBERS[codec], _compressor(codec)
         self._footer, self._paths = _template(schema)
         self._groups: list[bytes] = []
         self._rows = self._at = 0
@@ -71,7 +74,7 @@ class ListsWriter:
                 raw += self._page([levels, *body], _data_page(size, encoding))
                 count += size
             kind, dictionary = _INT64 if wide else _INT32, start if entries else None
-            chunks.append(_column_chunk(kind, path, count, raw, self._at - start, pages, dictionary))
+            chunks.append(_column_chunk(kind, self._codec, path, count, raw, self._at - start, pages, dictionary))
             total, compressed = total + raw, compressed + self._at - start
         group = _Struct().list(1, _STRUCT, chunks).int(2, total, _I64).int(3, batch.num_rows, _I64).int(6, compressed, _I64)
         self._groups.append(group.done())
@@ -84,7 +87,7 @@ class ListsWriter:
         if size > len(self._page_bytes):
             self._page_bytes = np.empty(size, np.uint8)
         data = np.concatenate(plain, out=self._page_bytes[:size])
-        packed = self._compressor.compress(data.data)
+        packed = self._compress(data.data)
         number, field, own = kind
         header = _Struct().int(1, number).int(2, data.nbytes).int(3, len(packed)).struct(field, own).done()
         self._put(header)
@@ -104,9 +107,18 @@ class ListsWriter:
         self._put(text)
         self._put(struct.pack("<I", len(text)) + b"PAR1")
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: Any) -> None:
         self._sink.write(data)
         self._at += len(data)
+
+
+def _compressor(codec: str) -> Callable[[memoryview], Any]:
+    """What makes the bytes of a page those that are written."""
+    if codec == "none":
+        return lambda page: page
+    if codec == "zstd":
+        return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress
+    return pa.Codec("lz4_raw" if codec == "lz4" else codec).compress
 
 
 def _entries(values: Any) -> int:
@@ -219,11 +231,11 @@ def _dictionary_page(entries: int) -> tuple[int, int, _Struct]:
     return 2, 7, _Struct().int(1, entries).int(2, _PLAIN)
 
 
-def _column_chunk(kind: int, path: str, count: int, raw: int, packed: int, pages: int, dictionary: int | None) -> bytes:
+def _column_chunk(kind: int, codec: int, path: str, count: int, raw: int, packed: int, pages: int, dictionary: int | None) -> bytes:
     """count: of entries. raw, packed: bytes of all pages. pages, dictionary: where the first of them lie in the file."""
     names = [_varint(len(name)) + name for name in (part.encode() for part in path.split("."))]
     used = [_PLAIN, _RLE] if dictionary is None else [_PLAIN, _RLE, _RLE_DICTIONARY]
-    meta = _Struct().int(1, kind).list(2, _I32, [_zigzag(encoding) for encoding in used]).list(3, _BINARY, names).int(4, _CODEC_ZSTD)
+    meta = _Struct().int(1, kind).list(2, _I32, [_zigzag(encoding) for encoding in used]).list(3, _BINARY, names).int(4, codec)
     meta.int(5, count, _I64).int(6, raw, _I64).int(7, packed, _I64).int(9, pages, _I64)
     if dictionary is not None:
         meta.int(11, dictionary, _I64)
@@ -233,7 +245,7 @@ def _column_chunk(kind: int, path: str, count: int, raw: int, packed: int, pages
 def _template(schema: pa.Schema) -> tuple[dict[int, tuple[int, bytes]], list[str]]:
     """(fields of the footer of a file without rows, path of each column), by pyarrow."""
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=False, write_statistics=False):
+    with pq.ParquetWriter(sink, schema, use_dictionary=False, write_statistics=False):
         pass
     data = sink.getvalue().to_pybytes()
     known = pq.ParquetFile(pa.BufferReader(data)).schema

@@ -51,9 +51,9 @@ def open_writer(sink: Path | pa.NativeFile, format: str, compression: str, schem
 
     Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8, one object a line).
     """
-    if format == "parquet" and compression == "zstd" and holds_lists_of_integers(schema):
+    if format == "parquet" and holds_lists_of_integers(schema):
         with _binary_sink(sink) as file:
-            lists = ListsWriter(file, schema)
+            lists = ListsWriter(file, schema, compression)
             yield lists.write
             lists.close()
     elif format == "parquet":
