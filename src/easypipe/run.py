@@ -24,7 +24,7 @@ from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig
 from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
-from easypipe.train.mesh import make_mesh
+from easypipe.train.mesh import check_row_length, make_mesh
 from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import find_pretrained
@@ -86,6 +86,10 @@ def refuse(
     load = run.data.load or LoadStageConfig()
     config = run.train if run.train.steps is not None else dataclasses.replace(run.train, steps=MANY_STEPS)
     given = {"mesh": make_mesh(run.train.mesh, at="train.mesh"), **options}
+    for at, one in (("data", run.data), *((f"eval.{name}", one) for name, one in run.eval.items())):
+        pack = one.pack or run.data.pack
+        if pack is not None and pack.enabled:
+            check_row_length(pack.seq_length, given["mesh"], at=f"{at}.pack.seq_length")
     trainer = Trainer(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
     trainer.check_checkpoint(unknown=() if run.train.steps is not None else ("train.steps",))
 

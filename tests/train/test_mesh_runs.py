@@ -23,6 +23,7 @@ def measure(folder: Path) -> dict:
     from flax import nnx
 
     from easypipe.core.errors import EasypipeError
+    from easypipe.run import RunConfig, prepare
     from easypipe.train import state as states
     from easypipe.train.axes import partitioned
     from easypipe.train.config import CheckpointConfig
@@ -32,6 +33,7 @@ def measure(folder: Path) -> dict:
     from easypipe.train.metrics import read_metrics
     from easypipe.train.model import Decoder, ModelConfig
     from easypipe.train.trainer import Trainer
+    from pipelines import config
     from train.runs import Arithmetic, Tiny, settings
 
     model = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=2)
@@ -138,6 +140,8 @@ def measure(folder: Path) -> dict:
     refusal("vocab", lambda: Trainer(ModelConfig(vocab_size=33, num_heads=8), settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
     refusal("width", lambda: Trainer(Odd, settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
     refusal("rows in parts", lambda: place_batch(Arithmetic().batch(1), make_mesh({"sequence": 8})))
+    rows = RunConfig(data=config(folder, pack={"seq_length": 36}), train=settings(folder / "x", mesh={"sequence": 8}))
+    refusal("rows of a config", lambda: prepare(rows))
     few = ModelConfig(vocab_size=32, hidden_size=16, num_heads=2)  # 2 heads of 8 numbers: their columns would divide, they do not
     refusal("heads", lambda: Trainer(few, settings(folder / "x", mesh="tp"), Arithmetic()))
     refusal("axes", lambda: Trainer(Tiny, settings(folder / "x"), Arithmetic(), mesh=jax.make_mesh((8,), ("data",))))
@@ -236,15 +240,19 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
         ),
         ("fewer", "mesh: {data: 4, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices."),
         ("batch", "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 or 16 rows."),
-        ("vocab", "vocab_size: 33 does not divide over the 8 devices of mesh axis 'tensor'."),
+        ("vocab", "model.vocab_size: 33 does not divide over the 8 devices of mesh axis 'tensor'."),
         ("width", "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of 8. Choose a multiple of 8"),
         (
             "rows in parts",
             "batch.input_ids: rows of 12 slots do not divide over mesh axis 'sequence' of 8. Choose a seq_length that 8 divides",
         ),
         (
+            "rows of a config",
+            "data.pack.seq_length: rows of 36 slots do not divide over mesh axis 'sequence' of 8. Choose a seq_length that 8 divides",
+        ),
+        (
             "heads",
-            "num_heads: 2 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2], or change num_heads.",
+            "model.num_heads: 2 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2]",
         ),
         ("axes", "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.mesh.make_mesh."),
         ("placed", "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 rows."),

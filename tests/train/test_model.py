@@ -223,7 +223,7 @@ for shape in [(2, 2, 2), (1, 2, 4)]:
             try:
                 Decoder(dataclasses.replace(config, vocab_size=66), nnx.Rngs(0))
             except ConfigError as error:
-                want = "vocab_size: 66 does not divide over the 4 devices of mesh axis 'tensor'. "
+                want = "model.vocab_size: 66 does not divide over the 4 devices of mesh axis 'tensor'. "
                 assert str(error) == want + "Give axis 'tensor' one of [1, 2], or change vocab_size.", error
             else:
                 raise AssertionError("an uneven vocabulary was accepted")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from aot import tpu_mesh
 from easypipe import run as runs
 from easypipe.cli.app import app
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, PlacementError
 from easypipe.run import RunConfig
 from easypipe.train.aot import plan_step
 from easypipe.train.config import TrainingConfig
@@ -135,6 +135,14 @@ def test_a_mesh_that_the_torus_cannot_carry_is_refused(tpu):
     train = TrainingConfig(output_dir="out", mesh={"data": 2, "fsdp": 32})
     with pytest.raises(ConfigError, match=r"train\.mesh: .* cannot be laid over v5p:4x4x4"):
         plan_step(MODEL, train, "v5p:4x4x4", batch_size=64, seq_length=512)
+
+
+def test_rows_that_the_mesh_cannot_divide_are_refused(tpu):
+    train = TrainingConfig(output_dir="out", mesh={"sequence": 4})
+    with pytest.raises(
+        PlacementError, match=r"seq_length: rows of 30 slots do not divide over mesh axis 'sequence' of 4\. Choose a seq_length"
+    ):
+        plan_step(MODEL, train, "v5e:2x2", batch_size=4, seq_length=30)
 
 
 def test_a_run_whose_rows_have_no_length_is_refused(config):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import shutil
 import signal
 import threading
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 
 from easypipe.core.errors import ConfigError, PlacementError, StateError, TrainError
+from easypipe.train.checkpoint import differences
 from easypipe.train.config import CheckpointConfig, OptimizerConfig
 from easypipe.train.loss import loss_sums
 from easypipe.train.mesh import make_mesh
@@ -248,6 +250,36 @@ def test_what_resume_changes_names_may_change(copied, caplog):
     assert (result.resumed_from, result.steps) == (12, 14)
     assert "resumed at step 12 with changes: train.steps: 14 here, 12 in the checkpoint" in caplog.text
     assert [r["step"] for r in read_metrics(copied / "metrics.jsonl")] == list(range(1, 15))
+
+
+def test_every_key_path_that_a_refusal_names_may_be_listed(copied, caplog):
+    groups = [{"match": "norm*", "weight_decay": 0.1}, {"match": "*", "learning_rate_scale": 0.5}]
+    changed = {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "groups": groups}, "steps": 14}
+    with pytest.raises(StateError, match=r"list it in train\.resume_changes") as error:
+        trainer(copied, **changed).run()
+    named = re.findall(r"(train\.\S+): ", str(error.value))
+    assert named == ["train.optimizer.learning_rate", "train.optimizer.groups", "train.steps"]
+    assert trainer(copied, **changed, resume_changes=tuple(named)).run().resumed_from == 12
+    groups = [groups[0], {"match": "*", "learning_rate_scale": 0.25}]
+    changed |= {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "groups": groups}}
+    with pytest.raises(StateError, match=r"run: train\.optimizer\.groups\.1\.learning_rate_scale: 0\.25 here, 0\.5 in the checkpoint\. Ch"):
+        trainer(copied, **changed).run()
+    trainer(copied, **changed, resume_changes=("train.optimizer.groups.1.learning_rate_scale",)).run()
+    with pytest.raises(
+        ConfigError, match=r"'train\.optimizer\.learning_rat' is nothing .*Did you mean 'train\.optimizer\.learning_rate'\?"
+    ):
+        trainer(copied, resume_changes=("train.optimizer.learning_rat",))
+
+
+def test_lists_of_sections_are_compared_entry_by_entry():
+    saved = {"datasets": [{"name": "a", "files": ["x"]}, {"name": "b"}], "shape": [1, 2]}
+    assert differences(saved, {"datasets": [{"name": "a", "files": ["y"]}, {"name": "b"}], "shape": [1, 2]}) == {
+        "datasets.0.files": "['y'] here, ['x'] in the checkpoint"
+    }
+    assert differences(saved, {"datasets": [{"name": "a", "files": ["x"]}], "shape": [2, 1]}) == {
+        "datasets": "1 of them here, 2 in the checkpoint",
+        "shape": "[2, 1] here, [1, 2] in the checkpoint",
+    }
 
 
 def test_resume_false_refuses_a_folder_with_a_run(copied):

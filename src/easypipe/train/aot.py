@@ -27,7 +27,7 @@ from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig
 from easypipe.train.hlo import Collective, read
 from easypipe.train.memory import advice, on_device
-from easypipe.train.mesh import make_mesh
+from easypipe.train.mesh import check_row_length, make_mesh
 from easypipe.train.peak import Device, known_device
 from easypipe.train.roofline import Roofline, roofline
 from easypipe.train.topology import topology
@@ -116,6 +116,7 @@ def plan_step(
     mesh = _mesh(train, there.name, there.devices)
     told = dataclasses.replace(train, steps=train.steps or MANY_STEPS, callbacks=CallbacksConfig())
     trainer = Trainer(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
+    check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)
     config, step = trainer.origin.config, trainer.train_step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -228,20 +228,41 @@ def _reason(error: BaseException) -> str:
 
 
 def differences(saved: Any, here: Any, at: str = "") -> dict[str, str]:
-    """key path → `64 here, 128 in the checkpoint`, for every value of two nested mappings that is not the same."""
+    """key path → `64 here, 128 in the checkpoint`, for every value of two nested mappings that is not the same.
+
+    Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set` has it.
+    """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         found: dict[str, str] = {}
         for key in [*here, *(key for key in saved if key not in here)]:
             path = f"{at}.{key}" if at else str(key)
             found |= differences(saved.get(key, _ABSENT), here.get(key, _ABSENT), path)
         return found
+    if _are_sections(saved) and _are_sections(here):
+        found = {} if len(saved) == len(here) else {at: f"{len(here)} of them here, {len(saved)} in the checkpoint"}
+        for i, (one, other) in enumerate(zip(saved, here, strict=False)):
+            found |= differences(one, other, f"{at}.{i}")
+        return found
     return {} if saved == here else {at: f"{_shown(here)} here, {_shown(saved)} in the checkpoint"}
+
+
+def key_paths(values: Any, at: str = "") -> Iterator[str]:
+    """Every path that `differences` may have found in `values`, sections before what they hold."""
+    if isinstance(values, Mapping) or _are_sections(values):
+        for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+            path = f"{at}.{key}" if at else str(key)
+            yield path
+            yield from key_paths(value, path)
 
 
 def listed(unlike: Mapping[str, str], most: int = 8) -> str:
     """What `differences` found, in one line."""
     lines = [f"{path}: {difference}" for path, difference in unlike.items()]
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
 def _shown(value: Any) -> str:

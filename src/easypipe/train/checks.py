@@ -8,13 +8,14 @@ from typing import Any
 
 from easypipe.core.errors import ConfigError, StateError, did_you_mean
 from easypipe.core.protocols import BatchLoader
-from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
+from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, key_paths, listed
 from easypipe.train.config import TrainingConfig
 
 CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainingConfig: what decides the numbers
+IF_THERE = ("lora", "preference")  # these too; compared only where there is one, so that it is told whether there was
 MANY_STEPS = 1_000_000  # for a run whose length its data decides: the length of the schedule is a constant of the program
 
 
@@ -124,14 +125,10 @@ def check_same(saved: Mapping[str, Any], identity: Mapping[str, Any], allowed: S
 
 
 def check_changes(changes: tuple[str, ...], identity: Mapping[str, Any]) -> None:
-    known = [
-        ENDED,
-        *identity,
-        *differences({}, identity),
-        *(f"train.{key}" for key in MUST_MATCH),
-        *(f"loader.{part}" for part in LOADER_PARTS),
-    ]
+    """Raises ConfigError for a key path that no refusal of a checkpoint names."""
+    parts = [ENDED, *identity, *(f"train.{key}" for key in (*MUST_MATCH, *IF_THERE)), *(f"loader.{part}" for part in LOADER_PARTS)]
+    known = {*parts, *key_paths(identity)}
     for key in changes:
         if key not in known:
             problem = f"{key!r} is nothing that a checkpoint is compared by"
-            raise ConfigError(at="train.resume_changes", problem=problem, have=sorted(set(known)), fix=did_you_mean(key, known))
+            raise ConfigError(at="train.resume_changes", problem=problem, have=sorted(set(parts)), fix=did_you_mean(key, sorted(known)))

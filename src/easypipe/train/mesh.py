@@ -113,6 +113,14 @@ def check_batch_size(batch_size: int, mesh: Mesh, accumulate_steps: int = 1, at:
         )
 
 
+def check_row_length(slots: int, mesh: Mesh, at: str = "seq_length") -> None:
+    """Raises PlacementError where rows of so many slots do not divide over the devices that share a row."""
+    parts = mesh.shape["sequence"]
+    if slots % parts:
+        problem = f"rows of {slots} slots do not divide over mesh axis 'sequence' of {parts}"
+        raise PlacementError(at=at, problem=problem, fix=f"Choose a seq_length that {parts} divides, or a smaller axis.")
+
+
 def place_batch(batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None, in_micro_batches: bool = False) -> dict[str, jax.Array]:
     """The arrays of `batch`, rows spread over data and fsdp, slots over sequence; those that lie there already are passed on untouched.
 
@@ -132,10 +140,8 @@ def place_batch(batch: Mapping[str, Any], mesh: Mesh, *, rows: int | None = None
             continue
         if value.shape[axis] % batch_shards(mesh):
             check_batch_size(value.shape[axis], mesh, at=f"batch.{name}")
-        parts = mesh.shape["sequence"]
-        if value.ndim > axis + 1 and value.shape[axis + 1] % parts:
-            problem = f"rows of {value.shape[axis + 1]} slots do not divide over mesh axis 'sequence' of {parts}"
-            raise PlacementError(at=f"batch.{name}", problem=problem, fix=f"Choose a seq_length that {parts} divides, or a smaller axis.")
+        if value.ndim > axis + 1:
+            check_row_length(value.shape[axis + 1], mesh, at=f"batch.{name}")
         if jax.process_count() > 1:
             raise TrainError(
                 at=f"batch.{name}",

@@ -144,7 +144,7 @@ def check_mesh(config: ModelConfig) -> None:
             detail = f" times head width {config.head_width}" if "heads" in field and size != getattr(config, field) else ""
             problem = f"{getattr(config, field)}{detail} does not divide over the {ways} devices of mesh axis {axis}"
             fitting = [n for n in range(1, ways) if size % n == 0 == ways % n]
-            raise ConfigError(at=field, problem=problem, fix=f"Give axis {axis} one of {fitting}, or change {field}.")
+            raise ConfigError(at=f"model.{field}", problem=problem, fix=f"Give axis {axis} one of {fitting}, or change {field}.")
 
 
 def positions(segment_ids: Int[Array, "B S"]) -> Int[Array, "B S"]:

@@ -28,6 +28,7 @@ from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, difference
 from easypipe.train.checks import (
     CHECKPOINTS,
     ENDED,
+    IF_THERE,
     LOADER_PARTS,
     MUST_MATCH,
     check_changes,
@@ -375,7 +376,7 @@ class Trainer:
         """What has to be the same for a resumed run to be the same run."""
         optimizer = {"name": "given from Python"} if self._own_optimizer else self.config.optimizer.resolved()
         train = {key: to_dict(getattr(self.config, key)) for key in MUST_MATCH} | {"steps": self.steps, "optimizer": optimizer}
-        for name in ("lora", "preference"):  # only where there is one, so that it is told whether there was
+        for name in IF_THERE:
             if (value := getattr(self.config, name)) is not None:
                 train[name] = to_dict(value)
         return {"model": to_dict(self.origin.shape), "train": train, "loader": {"batch_size": self.train.batch_size}}
