@@ -120,5 +120,5 @@ def bench(session: nox.Session) -> None:
 
 
 def _pytest(session: nox.Session) -> None:
-    arguments = session.posargs or ["-n", "logical", "--dist", "loadfile", "--durations", "15"]
+    arguments = session.posargs or ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "15"]
     session.run("pytest", *arguments, env=TEST_ENV)

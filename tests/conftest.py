@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,12 +21,55 @@ settings.load_profile("easypipe")
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: handed out file by file (see noxfile.py), none of them is what one worker ends with alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real text, chat rows and tokenizers beside the checkout; the tests that need them skip where they are absent."""
     if not (SHARED / "README.md").is_file():
         pytest.skip("needs ../shared/data beside the checkout")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def shares_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a process that takes what it compiles from the other processes of this run: all workers', and what they start.
+
+    Jax names a program by its code, its options, its devices and its compiler. One that is read while it is written is compiled again,
+    with a warning.
+    """
+    base = tmp_path_factory.getbasetemp()  # of this run, or of one of its workers, beside those of the others
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(run / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@pytest.fixture(scope="module")
+def compiled_once(shares_programs: dict[str, str]) -> Iterator[None]:
+    """Every Trainer compiles its own step; mostly they are the same ones. `pytestmark = pytest.mark.usefixtures("compiled_once")`."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    changes = {
+        "jax_compilation_cache_dir": shares_programs["JAX_COMPILATION_CACHE_DIR"],
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    for name, value in changes.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(autouse=True)

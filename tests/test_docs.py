@@ -45,13 +45,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, project: Path, tmp_path: Path) -> None:
+def test_python_blocks_run(page: Path, project: Path, tmp_path: Path, shares_programs: dict[str, str]) -> None:
     """The blocks of a page run one after the other in one process, as a reader would paste them, beside a quickstart folder."""
     shutil.copytree(project, tmp_path / project.name)
     code = "".join("\n" * (line - 1 - done) + text for line, text, done in _with_lines(blocks(page, "python")))
     script = tmp_path / f"page_{page.stem}.py"  # its line numbers are those of the page
     script.write_text(code, encoding="utf-8")
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")} | shares_programs
     done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, f"{page.name} (line numbers are the page's):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 

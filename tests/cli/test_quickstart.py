@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,49 @@ SMALL = [
 ]
 
 
+# A third of the standard library. The whole one is in .ci/run, and what tests/test_docs.py has its examples read.
+PACKAGES = "asyncio collections email html http importlib json logging multiprocessing unittest urllib xml"
+
+PROGRAM = """
+import os, sys, sysconfig
+whole = sysconfig.get_paths
+sysconfig.get_paths = lambda *scheme: whole(*scheme) | {"stdlib": os.environ["SMALL_LIBRARY"]}
+from easypipe.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A Python with a small standard library, here and in the processes that are started."""
+    paths, small = sysconfig.get_paths, tmp_path_factory.mktemp("python") / "lib"
+    for name in PACKAGES.split():
+        shutil.copytree(Path(paths()["stdlib"], name), small / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SMALL_LIBRARY", str(small))
+        patch.setattr(sysconfig, "get_paths", lambda *scheme: paths(*scheme) | {"stdlib": str(small)})
+        yield
+
+
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "import sys; from easypipe.cli import main; sys.exit(main(sys.argv[1:]))", *arguments]
+    return [sys.executable, "-c", PROGRAM, *arguments]
 
 
-def run(*arguments: str, cwd: Path) -> str:
-    done = subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, check=False, timeout=600)
+@pytest.fixture(scope="module")
+def keeps(library: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of runs that take compiled programs from each other, though not from `whole`: it compiles its own."""
+    programs = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    return {**os.environ, **programs}
+
+
+def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command(*arguments), cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
-def kill_when(reached: Callable[[], bool], *arguments: str, cwd: Path, how: int = signal.SIGKILL) -> int:
-    process = subprocess.Popen(command(*arguments), cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_when(reached: Callable[[], bool], *arguments: str, cwd: Path, env: dict[str, str] | None = None, how: int = signal.SIGKILL) -> int:
+    process = subprocess.Popen(command(*arguments), cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not reached():
         assert process.poll() is None, f"ended with {process.returncode} before it could be killed"
@@ -73,7 +105,7 @@ def saved(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def whole(library: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of a quickstart that nobody stopped."""
     base = tmp_path_factory.mktemp("whole")
     return base / "project", run("quickstart", "--output-dir", "project", *SMALL, cwd=base)
@@ -97,7 +129,7 @@ def test_it_does_what_it_says(whole: tuple[Path, str]) -> None:
     assert all(sum(entry["in"].values()) == sum(entry["out"].values()) for entry in entries)
 
 
-def test_killed_in_the_middle_of_everything(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_everything(whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "project"
     arguments = ("quickstart", "--output-dir", "project", *SMALL)
     moments = [
@@ -111,30 +143,31 @@ def test_killed_in_the_middle_of_everything(whole: tuple[Path, str], tmp_path: P
     ]
     for reached in moments:
         if not reached():  # what a slow watcher let pass is no moment any more
-            kill_when(reached, *arguments, cwd=tmp_path)
-    text = run(*arguments, cwd=tmp_path)
+            kill_when(reached, *arguments, cwd=tmp_path, env=keeps)
+    text = run(*arguments, cwd=tmp_path, env=keeps)
     assert "training goes on from step" in text
     assert curve(folder) == curve(whole[0])
     assert saved(folder) == saved(whole[0])
 
 
-def test_ctrl_c_saves_and_goes_on(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_goes_on(whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "project"
     shutil.copytree(whole[0], folder, ignore=shutil.ignore_patterns("run"))
     arguments = ("quickstart", "--output-dir", "project", *SMALL)
     metrics = folder / "run" / "metrics.jsonl"
+    # It compiles what it evaluates with after step 4, and so is not over before the signal comes.
     code = kill_when(lambda: metrics.exists() and metrics.stat().st_size > 0, *arguments, cwd=tmp_path, how=signal.SIGINT)
     assert code == 130
-    run(*arguments, cwd=tmp_path)
+    run(*arguments, cwd=tmp_path, env=keeps)
     assert curve(folder) == curve(whole[0])
 
 
-def test_prepare_and_train_do_the_same(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_prepare_and_train_do_the_same(whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     shutil.copytree(whole[0], folder, ignore=shutil.ignore_patterns("run", "packed", "cache"))
     run("prepare", "quickstart.yaml", "--set=data.pack.seq_length=128", cwd=folder)
     assert saved(folder) == saved(whole[0])
-    text = run("train", "quickstart.yaml", *SMALL, cwd=folder)
+    text = run("train", "quickstart.yaml", *SMALL, cwd=folder, env=keeps)
     assert "up to date" in text
     assert curve(folder) == curve(whole[0])
 

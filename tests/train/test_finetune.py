@@ -101,7 +101,7 @@ def test_options_of_a_pretrained_model_are_those_of_its_decoder(model: Path, tmp
     assert {name: getattr(config, name) for name in changes} == changes
 
 
-def test_a_hub_name_is_trained_at_the_commit_that_it_has_today(model: Path, tmp_path: Path) -> None:
+def test_a_hub_name_is_trained_at_the_commit_that_it_has_today(model: Path, tmp_path: Path, shares_programs: dict[str, str]) -> None:
     """From the cache of the Hub's client, in a process of its own: it reads its environment once."""
     commit = "b" * 40
     snapshot = tmp_path / "hub" / "models--tiny--one" / "snapshots" / commit
@@ -121,7 +121,7 @@ except MissingFileError as error:
     print(error)
 print(Trainer("tiny/one", **options).run().steps)
 """
-    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"} | shares_programs
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "model.pretrained: tiny/one: no folder of this name, and the Hugging Face Hub cannot be reached" in done.stdout
