@@ -298,6 +298,8 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "out")
     options = parser.parse_args()
+    if unknown := sorted(set(options.only.split(",")) - set(NAMES)):
+        parser.error(f"--only: no contender named {', '.join(unknown)} (have: {', '.join(NAMES)})")
     preset = TINY if options.tiny else LLAMA_1B
     preset = preset._replace(batch=options.batch or preset.batch)
     if options.steps:

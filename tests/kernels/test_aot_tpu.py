@@ -57,6 +57,12 @@ def check_collectives(program: Program, shape: tuple[int, int, int], shards: int
     assert tokens * width * 2 % summed == 0
 
 
+def relaid_bytes(program: Program, width: int, vocab: int) -> int:
+    """Of a copy of the head that nothing asks for: jax 0.12's libtpu may let the SparseCore of a tpu7x tile it anew before the loop."""
+    relaid = f"bf16[{width},{vocab}]{{1,0:T(16,128)(2,1)}} call-done("
+    return 2 * width * vocab if any(relaid in line and "sparse-core" in line for line in program.text.splitlines()) else 0
+
+
 @pytest.mark.parametrize(("generation", "shape", "shards"), EVERY if ALL else FEW_STRICT)
 def test_strict(generation, shape, shards):
     tokens, _, vocab = shape
@@ -85,7 +91,7 @@ def test_fast(generation, shape, shards):
     assert program.kernels == ({"loss_row_step"} if shards == 1 else {"loss_row_stats", "loss_row_gradients"})
     assert program.largest_array_bytes < tokens * vocab // shards * 2  # of logits in bfloat16
     chunk, local = CHUNK_TOKENS["tpu"], vocab // shards
-    assert program.temp_bytes <= 1.1 * (2 * chunk * local + 4 * width * local)
+    assert program.temp_bytes <= 1.1 * (2 * chunk * local + 4 * width * local) + relaid_bytes(program, width, local)
     check_collectives(program, shape, shards)
 
 

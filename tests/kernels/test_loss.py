@@ -242,6 +242,19 @@ def test_a_label_outside_the_vocabulary_is_refused_outside_jit_and_ignored_insid
     np.testing.assert_array_equal(loss(within.labels), loss(without.labels))
 
 
+@pytest.mark.parametrize("beyond", [2**32 + 3, -(2**32) + 3, 2**32 - 100])
+def test_a_label_that_int32_does_not_hold_is_no_token(beyond):
+    """2**32 + 3 in 32 bits is 3."""
+    with jax.enable_x64(True):
+        given = case(weights=False, bias=False)
+        labels, without = (np.where(np.arange(13) == 2, np.int64(index), given.labels) for index in (beyond, IGNORE))
+        hidden, head = jnp.asarray(given.hidden), jnp.asarray(given.head)
+        loss = jax.jit(lambda labels: fused_linear_cross_entropy(hidden, head, labels))
+        np.testing.assert_array_equal(loss(labels), loss(without))
+        with pytest.raises(ConfigError, match=rf"labels: 1 outside the vocabulary of 19, the first {beyond} at \[2\]"):
+            fused_linear_cross_entropy(hidden, head, labels)
+
+
 def test_ignore_index_may_be_a_token_of_the_vocabulary():
     given = case(bias=False, weights=False)
     padded = np.where(given.labels == IGNORE, 0, np.maximum(given.labels, 1))

@@ -32,7 +32,13 @@ HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int
         ({"z_loss": -1.0}, r"z_loss: -1.0 is not a number from 0 up \(1e-4 is usual\)"),
         ({"label_smoothing": 1.0}, r"label_smoothing: 1.0 is outside \[0, 1\)"),
         ({"logit_soft_cap": 0.0}, "logit_soft_cap: 0.0 is not a positive number"),
-        ({"chunk_size": 0}, "chunk_size: 0 tokens are no chunk: give at least 1"),
+        ({"z_loss": None}, "z_loss: None is not a number from 0 up"),
+        ({"label_smoothing": "much"}, r"label_smoothing: much is outside \[0, 1\)"),
+        ({"chunk_size": 0}, "chunk_size: 0 tokens are no chunk: give a whole number from 1 up"),
+        ({"chunk_size": 8.5}, "chunk_size: 8.5 tokens are no chunk: give a whole number from 1 up"),
+        ({"ignore_index": None}, r"ignore_index: None is no label: give an int of 32 bits \(-100 is usual\)"),
+        ({"ignore_index": 1 << 40}, "ignore_index: 1099511627776 is no label"),
+        ({"weights": jnp.ones(8, jnp.complex64)}, "weights: dtype complex64 is not real: give float32"),
         ({"reduction": "avg"}, r"reduction: 'avg' is not an option \(have: mean, sum, none\)"),
         ({"rule": "quick"}, r"rule: 'quick' is not an option \(have: fast, strict\)"),
         ({"implementation": "chunkd"}, "implementation: 'chunkd' is not an option .* Did you mean 'chunked'?"),
@@ -61,6 +67,21 @@ def test_a_refusal_names_every_reason_at_once():
         fused_linear_cross_entropy(HIDDEN.astype(jnp.float64), HEAD.astype(jnp.float64), LABELS, implementation="pallas_gpu")
     with pytest.raises(ConfigError, match="'pallas_tpu' is not an option"):
         fused_cross_entropy(HIDDEN, LABELS, implementation="pallas_tpu")
+
+
+def test_a_traced_number_is_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"z_loss: .*float32\[\].* is not a number from 0 up"):
+        jax.jit(lambda z_loss: fused_linear_cross_entropy(HIDDEN, HEAD, LABELS, z_loss=z_loss))(1e-4)
+
+
+@pytest.mark.parametrize(("implementation", "platform"), [("pallas_tpu", "tpu"), ("pallas_gpu", "cuda")])
+def test_a_kernel_for_devices_that_are_not_here_is_refused_where_it_would_run_at_once(implementation, platform):
+    """Under jit it is not: what is traced here may be lowered for such a device."""
+    with pytest.raises(
+        ConfigError, match=f"'{implementation}' cannot run: it is for {platform}, and the devices at hand are cpu: leave it"
+    ):
+        fused_linear_cross_entropy(HIDDEN, HEAD, LABELS, implementation=implementation)
+    jax.eval_shape(lambda hidden: fused_linear_cross_entropy(hidden, HEAD, LABELS, implementation=implementation), HIDDEN)
 
 
 def test_every_recommended_call_runs():
@@ -114,8 +135,8 @@ def test_the_rule_and_the_chunk_are_those_that_fit(monkeypatch):
     heads = [jax.ShapeDtypeStruct((8, vocab), jnp.bfloat16) for vocab in (50257, 128_256, 248_320, 1 << 20)]
     hidden = jax.ShapeDtypeStruct((9999, 8), jnp.bfloat16)
     assert [choice.chunk_tokens(plan, "cuda", hidden, head) for head in heads] == [4096, 4096, 4096, 1024]
-    assert choice.chunk_tokens(plan, "cpu", hidden, heads[0]) == 512
-    assert "512x8192" in lowered("cpu", shape=(2048, 8, 8192))
+    assert choice.chunk_tokens(plan, "cpu", hidden, heads[0]) == 1024
+    assert "1024x8192" in lowered("cpu", shape=(2048, 8, 8192))
     monkeypatch.setattr(choice, "LOGITS_BYTES", 1 << 20)
     assert "x8192" not in lowered("cpu", shape=(2048, 1, 8192)).replace("1x8192", ""), "the logits of 256 tokens do not fit: strict"
 
@@ -150,7 +171,7 @@ def test_no_buffer_of_tokens_by_vocabulary_exists(with_gradient):
 def test_temporaries_at_real_shapes(shape):
     """float32, where XLA on CPU has the products without copies: the gradient of the head is then the result itself."""
     _, width, vocab = shape
-    for chunk in (512, 2048):
+    for chunk in (512, 1024, 2048):
         fast = compiled(shape=shape, implementation="chunked", rule="fast", chunk_size=chunk).memory_analysis().temp_size_in_bytes
         assert fast <= 1.1 * (4 * chunk * vocab) + 2 * 4 * width * chunked.VOCAB_BLOCK, fast / 2**20
     assert compiled(shape=shape, implementation="chunked", rule="strict").memory_analysis().temp_size_in_bytes <= 0.3 * 2**30

@@ -212,6 +212,22 @@ def test_tune_measures_and_its_result_is_used(user_table, capsys):
     assert "chunk_tokens=24" in capsys.readouterr().out
 
 
+def test_tune_tries_the_kernels_of_the_device(monkeypatch):
+    """jax calls a CUDA device "gpu"."""
+    tried = set()
+
+    def one(name, blocks, *_):
+        tried.add((name, *sorted(blocks)))
+        return tune.Trial(blocks, 1.0)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tune, "_tried", one)
+    entry = tune.tune(4096, 1024, 32_768, "bfloat16")
+    assert entry.implementation == "pallas_gpu"
+    assert {name for name, *_ in tried} == {"pallas_gpu"}
+    assert "slab_mib" in entry.blocks
+
+
 def test_tune_writes_where_it_is_told(tmp_path, user_table):
     path = tmp_path / "other.json"
     assert run(["kernels", "tune", "--tokens", "8", "--width", "8", "--vocab", "50", "--repeats", "1", "--table", str(path)]) == 0

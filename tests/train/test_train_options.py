@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from easypipe.core.config import from_dict
+from easypipe.core.errors import ConfigError
 from easypipe.train import state as states
 from easypipe.train.config import LossConfig
 from easypipe.train.mesh import make_mesh, place_batch
@@ -40,6 +41,14 @@ def test_loss_options_change_the_program_that_is_compiled(tmp_path):
     default = program(implementation="chunked")
     programs = [program(implementation="reference"), program(implementation="chunked", rule="strict"), program(chunk_size=16)]
     assert len({default, *programs}) == 4
+
+
+def test_a_loss_for_other_devices_is_refused_when_the_trainer_is_made(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"^train\.loss\.implementation: 'pallas_gpu' cannot run: it is for cuda, and the devices .* are cpu"
+    ):
+        trainer(tmp_path, ModelConfig(**SHAPE), loss=LossConfig(implementation="pallas_gpu"))
+    trainer(tmp_path, ModelConfig(**SHAPE), loss=LossConfig())
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def fused_linear_cross_entropy(
     several devices without `sharding`, a shard_map around it with check_vma=True.
     `rule`: "fast" takes the gradient in the forward pass, with the logits of `chunk_size` tokens in memory (of all, where there are no
     more) in the dtype of the inputs; "strict" holds no more than a tile and recomputes. None: "fast" for "mean" and "sum" while 256
-    tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None for 4096 on TPU and CUDA, 512 elsewhere,
+    tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None for 4096 on TPU and CUDA, 1024 elsewhere,
     less where their logits would take more than 2 GiB; "chunked" takes it for the tokens of its tiles under "strict".
 
     Raises ConfigError that names every reason: shapes and dtypes that do not fit, a layout left open, a label outside the vocabulary (only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -76,7 +77,7 @@ def checked(request: Request) -> Call:
 
 
 def _call(request: Request, layout: Layout) -> Call:
-    hidden, lm_head, bias, labels = request.hidden, request.lm_head, request.bias, request.labels.astype(jnp.int32)
+    hidden, lm_head, bias, labels = request.hidden, request.lm_head, request.bias, _as_int32(request.labels)
     vocab = _vocab(request, layout)
     if lm_head is not None:
         wider = jnp.result_type(hidden, lm_head)
@@ -95,6 +96,14 @@ def _call(request: Request, layout: Layout) -> Call:
     implementation: Any = "chunked" if labels.size == 0 and request.implementation != "reference" else request.implementation
     plan = Plan(choice.candidates(refusals, implementation), layout, request.soft_cap, request.sharding, request.chunk_size)
     return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)
+
+
+def _as_int32(labels: Array) -> Array:
+    """A label that int32 does not hold stays outside the vocabulary, instead of wrapping round into it."""
+    ours, theirs = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
+    if theirs.max > ours.max:
+        labels = jnp.clip(labels, max(ours.min, theirs.min), ours.max)
+    return labels.astype(jnp.int32)
 
 
 def _rule(request: Request, layout: Layout) -> Rule:
@@ -142,17 +151,37 @@ def _shapes(request: Request) -> Iterator[str]:
     for name, array in ((what, hidden), ("lm_head", lm_head), ("bias", request.bias)):
         if array is not None and array.dtype.name not in DTYPES:
             yield f"{name}: dtype {array.dtype} is not one of {', '.join(DTYPES)}"
+    if request.weights is not None and jnp.issubdtype(request.weights.dtype, jnp.complexfloating):
+        yield f"weights: dtype {request.weights.dtype} is not real: give float32"
 
 
 def _numbers(request: Request) -> Iterator[str]:
-    if not (math.isfinite(request.z_loss) and request.z_loss >= 0):
+    """All of these are static under jit."""
+    if not 0 <= _number(request.z_loss) < math.inf:
         yield f"z_loss: {request.z_loss} is not a number from 0 up (1e-4 is usual)"
-    if not 0 <= request.label_smoothing < 1:
+    if not 0 <= _number(request.label_smoothing) < 1:
         yield f"label_smoothing: {request.label_smoothing} is outside [0, 1) (0.1 is usual)"
-    if request.soft_cap is not None and not (math.isfinite(request.soft_cap) and request.soft_cap > 0):
+    if request.soft_cap is not None and not 0 < _number(request.soft_cap) < math.inf:
         yield f"logit_soft_cap: {request.soft_cap} is not a positive number (30.0 is usual; None for none)"
-    if request.chunk_size is not None and request.chunk_size < 1:
-        yield f"chunk_size: {request.chunk_size} tokens are no chunk: give at least 1"
+    if request.chunk_size is not None and not (_is_whole(request.chunk_size) and request.chunk_size >= 1):
+        yield f"chunk_size: {request.chunk_size} tokens are no chunk: give a whole number from 1 up"
+    if not (_is_whole(request.ignore_index) and -(2**31) <= request.ignore_index < 2**31):
+        yield f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is usual)"
+
+
+def _number(value: Any) -> float:
+    """nan for what is no number, and for one that jit traces."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return operator.index(value) == value
+    except TypeError:  # what jit traces, too
+        return False
 
 
 def _names(request: Request) -> Iterator[str]:
@@ -220,7 +249,7 @@ def _runs(request: Request, layout: Layout) -> Iterator[str]:
     name = request.implementation
     if name is None or name not in FAVOURITES.values():
         return
-    for reason in _refusals(request, name, layout):
+    for reason in [*_refusals(request, name, layout), *_elsewhere(request, name)]:
         yield f"implementation: {name!r} cannot run: {reason}"
     module = choice.kernel(name)
     if request.lm_head is None:
@@ -248,6 +277,16 @@ def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
     hidden, lm_head = jax.ShapeDtypeStruct((tokens, request.hidden.shape[-1]), wider), jax.ShapeDtypeStruct(tuple(shape), wider)
     bias = None if request.bias is None else jax.ShapeDtypeStruct((shape[layout.index("v")],), request.bias.dtype)
     yield from choice.kernel(name).refusals(hidden, lm_head, bias, layout=layout, soft_cap=request.soft_cap)
+
+
+def _elsewhere(request: Request, name: str) -> Iterator[str]:
+    """Only where nothing is traced: under jit the program may be lowered for a platform that is not here."""
+    arrays = [array for array in (request.hidden, request.lm_head, request.labels, request.bias, request.weights) if array is not None]
+    if any(isinstance(array, Tracer) for array in arrays):
+        return
+    here = {choice.platform_name(device.platform) for array in arrays for device in array.devices()} | {choice.platform_at_hand()}
+    if (reason := choice.misplaced(name, here)) is not None:
+        yield f"{reason}: leave it None, or lower the call for such a device under jax.jit"
 
 
 def _vocab(request: Request, layout: Layout) -> int:

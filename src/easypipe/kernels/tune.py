@@ -46,7 +46,7 @@ def tune(
             raise ConfigError(at=name, problem=f"{value} is below 1", fix="Give the sizes of one device's share of the loss.")
     if dtype not in ("bfloat16", "float32"):
         raise ConfigError(at="dtype", problem=f"{dtype!r} is not an option", have=("bfloat16", "float32"), fix="Give that of the model.")
-    name = choice.FAVOURITES.get(jax.default_backend(), "chunked")
+    name = choice.FAVOURITES.get(choice.platform_at_hand(), "chunked")
     trials = [
         _tried(name, blocks, tokens, width, vocab, dtype, repeats, on_trial) for blocks in _candidates(name, tokens, width, vocab, dtype)
     ]

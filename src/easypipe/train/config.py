@@ -26,7 +26,7 @@ class LossConfig:
     label_smoothing: float = 0.0  # what every target shares evenly with the whole vocabulary; `nll` is without it
     implementation: Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"] | None = None  # None: the fastest proven for the device
     rule: Literal["fast", "strict"] | None = None  # fast: the logits of chunk_size tokens at a time; strict: a tile, and more work
-    chunk_size: int | None = None  # tokens whose logits exist at one time, per device; None: 4096 on TPU and CUDA, 512 elsewhere
+    chunk_size: int | None = None  # tokens whose logits exist at one time, per device; None: 4096 on TPU and CUDA, 1024 elsewhere
 
     def check(self) -> None:
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):

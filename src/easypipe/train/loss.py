@@ -21,6 +21,7 @@ from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE
 from easypipe.kernels.api import Implementation, LossSharding, Rule, fused_linear_cross_entropy
+from easypipe.kernels.choice import misplaced, platform_name
 from easypipe.train.axes import BATCH_AXES, on_mesh, rules, vocab_axes
 from easypipe.train.classifier import Classifier
 from easypipe.train.config import LossConfig
@@ -124,13 +125,17 @@ def call_names(model: Any) -> list[str]:
     return list(inspect.signature(type(getattr(model, "to_nnx__module", model)).__call__).parameters)
 
 
-def default_loss(model: Any, config: LossConfig) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
+def default_loss(model: Any, config: LossConfig, platform: str) -> tuple[Callable[..., LossOutput], Callable[..., LossOutput]]:
     """(loss, the same with a second derivative) of a module: fused, where it has `hidden` and `lm_head`, else of its logits.
 
-    Raises ConfigError for options of the fused loss that a module's logits leave without effect.
+    `platform`: of the devices that it will run on, as jax names it. Raises ConfigError for options of the fused loss that a module's
+    logits leave without effect, and for an implementation that is for other devices.
     """
     options = {key: value for key, value in to_dict(config).items() if value is not None}
     if hasattr(model, "hidden") and hasattr(model, "lm_head"):
+        if (reason := misplaced(config.implementation or "", {platform_name(platform)})) is not None:
+            problem = f"{config.implementation!r} cannot run: {reason}"
+            raise ConfigError(at="train.loss.implementation", problem=problem, fix="Leave it out: the fastest for the device is chosen.")
         # A Pallas kernel has no second derivative; the plain XLA loss has.
         twice = options | {"implementation": options.get("implementation") or "chunked"}
         return functools.partial(loss_sums, **options), functools.partial(loss_sums, **twice)

@@ -174,7 +174,8 @@ class Trainer:
             loss = preference_loss(config.preference)
             if config.preference.reference == "initial":
                 self._reference = Reference(self.layout)
-        chosen, twice = default_loss(abstract, config.loss) if loss is None else (loss, loss)
+        platform = self.mesh.devices.flat[0].platform
+        chosen, twice = default_loss(abstract, config.loss, platform) if loss is None else (loss, loss)
         schedule = None if self._own_optimizer else make_schedule(config.optimizer, self.steps)
         self.train_step = make_train_step(
             self.layout,
