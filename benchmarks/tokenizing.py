@@ -2,7 +2,8 @@
 
 easypipe's time runs from parquet files to a committed folder (synced, checksummed) that `load_saved` reads back; it starts every round
 without tokens in its cache. The peer keeps its Arrow copy of the text between rounds (its first, untimed round makes it). Encoding alone,
-from Arrow memory and into nothing, is timed in the same rounds: what no pipeline around that tokenizer can pass.
+from Arrow memory and into nothing, is timed in the same rounds: what no pipeline around that tokenizer can pass. So is the shortest
+pipeline there is, in three threads, which checks and keeps nothing.
 
 --tokenizer: gpt2, which gigatoken encodes, or wordpiece, which only `tokenizers` supports, trained here on the text.
 --cold: one run each in a new process, imports and proofs included, with no cache but the system's.
@@ -17,6 +18,7 @@ import functools
 import importlib.util
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
@@ -37,6 +39,7 @@ HIGH_ENTROPY_BYTES = 20_000  # per document: base64 of random bytes, in words of
 DOCUMENTED = "datasets.map with transformers' tokenizer"
 MADE = ("out", "cache/tokens", "cache/ranges", "cache/manifests")  # by a run of easypipe, beside the proof of the tokenizer
 LIGHT = "easypipe, lz4"  # a codec of the weight of the peer's
+BARE = "three threads alone"
 
 
 def ours(files: list[Path], tokenizer: Path, scratch: Path, compression: Any = None) -> None:
@@ -127,6 +130,37 @@ def _engine(path: str, number: int) -> Any:
     return FastEngine(Path(path).read_text(encoding="utf-8"))
 
 
+def bare(files: list[Path], tokenizer: Path, out: Path) -> None:
+    """Reader, encoder and writer in a thread each, and nothing else: no cache, no check, no sync, no second file, ids of 32 bits."""
+    engine = _engine(str(tokenizer / "tokenizer.json"), 0)
+    texts: queue.Queue[Any] = queue.Queue(4)
+    tokens: queue.Queue[Any] = queue.Queue(4)
+
+    def read() -> None:
+        for file in files:
+            opened = pq.ParquetFile(file)
+            for group in range(opened.num_row_groups):
+                texts.put(opened.read_row_group(group, columns=["text"], use_threads=False).column(0))
+        texts.put(None)
+
+    def encode() -> None:
+        while (column := texts.get()) is not None:
+            for chunk in column.chunks:
+                tokens.put(engine.encode(chunk.cast(pa.large_string())))
+        tokens.put(None)
+
+    threads = [threading.Thread(target=work) for work in (read, encode)]
+    for thread in threads:
+        thread.start()
+    schema = pa.schema([pa.field("input_ids", pa.large_list(pa.uint32()))])
+    with pq.ParquetWriter(out, schema, compression="zstd", use_dictionary=False, write_statistics=False) as writer:
+        while (made := tokens.get()) is not None:
+            offsets, ids = made
+            writer.write_batch(pa.record_batch([pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids))], schema=schema))
+    for thread in threads:
+        thread.join()
+
+
 def wordpiece(scratch: Path, texts: list[str]) -> Path:
     """A WordPiece of 30,000 on the text: what gigatoken refuses to load."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -191,11 +225,17 @@ def compare(options: Any) -> None:
             encode_alone(columns, tokenizer, fast, threads)
             return megabytes
 
+        def run_bare() -> float:
+            bare(files, tokenizer, scratch / "bare.parquet")
+            return megabytes
+
         own: dict[str, Any] = {f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n) for n in (1, 2)} if fast else {}
         own = own or {"encode_batch_fast alone, all cores": functools.partial(alone, 0)}
         if importlib.util.find_spec("transformers"):
             own[DOCUMENTED] = run_documented
         contenders = {"easypipe": run_ours, LIGHT: run_light, "datasets.map + to_parquet": run_theirs, **own}
+        if fast:
+            contenders[BARE] = run_bare
         alternate(report, contenders, options.rounds, clear)
         mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
         report.facts |= {
@@ -212,6 +252,8 @@ def compare(options: Any) -> None:
     first, *others = shares
     report.target(f"share of {first}", shares[first], at_least=0.6 if fast else 0.9)
     report.facts |= {f"share of {name}": shares[name] for name in others}
+    if fast:
+        report.facts[f"times {BARE}"] = report.ratio("easypipe", BARE)
     report.facts[f"share of {first}, {LIGHT}"] = report.ratio(LIGHT, first)
     report.finish(options.out)
 
