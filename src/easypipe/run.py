@@ -24,7 +24,7 @@ from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig
 from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
-from easypipe.train.mesh import check_row_length, make_mesh
+from easypipe.train.mesh import check_batch_size, check_row_length, make_mesh
 from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import find_pretrained
@@ -90,6 +90,7 @@ def refuse(
         pack = one.pack or run.data.pack
         if pack is not None and pack.enabled:
             check_row_length(pack.seq_length, given["mesh"], at=f"{at}.pack.seq_length")
+    check_batch_size(load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size")
     trainer = Trainer(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
     trainer.check_checkpoint(unknown=() if run.train.steps is not None else ("train.steps",))
 

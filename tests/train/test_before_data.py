@@ -51,7 +51,7 @@ REFUSED = [
     (["train.lora.targets=[q_proj]"], "train.lora.targets[0]: no projection fits 'q_proj' (have: "),
     (["train.lora.rank=64"], "train.lora.rank: 64, but layers."),
     (["train.mesh.tensor=2"], "train.mesh"),
-    (["data.load.batch_size=6", "train.accumulate_steps=4"], "batch_size"),
+    (["data.load.batch_size=6", "train.accumulate_steps=4"], "data.load.batch_size: 6 rows do not divide"),
     (["train.callbacks.best.metric=eval.hold.loss"], "Did you mean 'eval.held.loss'?"),
     (["model.hidden_size=32"], "out/checkpoints/2: belongs to another run: model.hidden_size: 32 here, 16 in the checkpoint"),
     (["train.optimizer.name=lion"], "out/checkpoints/2: belongs to another run: train.optimizer"),
