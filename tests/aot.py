@@ -72,3 +72,18 @@ def compiled(function: Callable[..., Any], mesh: Mesh, *arguments: Any, **option
         (assignment,) = Path(folder).glob("*after_optimizations-buffer-assignment.txt")
         temporaries = re.findall(r"^allocation \d+: size (\d+), (?:page \d+, )?preallocated-temp", assignment.read_text(), re.MULTILINE)
     return Program(program.as_text(), sum(map(int, temporaries)))
+
+
+def check_collectives(program: Program, shape: tuple[int, int, int], shards: int) -> None:
+    """What the shards of the vocabulary send each other: 16 bytes per token and shard, and the hidden states' gradient, to be summed.
+
+    shape: (tokens, width, vocabulary). A loop of them stands once in the text.
+    """
+    tokens, width, _ = shape
+    if shards == 1:
+        assert program.collectives == []
+        return
+    assert sorted(kind for kind, _ in program.collectives) == ["all-gather", "all-reduce"]
+    gathered, summed = dict(program.collectives)["all-gather"], dict(program.collectives)["all-reduce"]
+    assert tokens * 16 * shards % gathered == 0
+    assert tokens * width * 2 % summed == 0

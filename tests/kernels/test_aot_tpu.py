@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from aot import GENERATIONS, Program, array, compiled, tpu_mesh
+from aot import GENERATIONS, Program, array, check_collectives, compiled, tpu_mesh
 from easypipe.kernels.api import LossSharding, fused_linear_cross_entropy
 from easypipe.kernels.choice import CHUNK_TOKENS
 
@@ -44,18 +44,6 @@ def loss_program(
         array(mesh, (tokens,), "int32"),
     )
     return compiled(jax.value_and_grad(loss, argnums=(0, 1)), mesh, *arguments)
-
-
-def check_collectives(program: Program, shape: tuple[int, int, int], shards: int) -> None:
-    """16 bytes per token and shard, and the hidden states' gradient summed over the vocabulary; a loop of them stands once in the text."""
-    tokens, width, _ = shape
-    if shards == 1:
-        assert program.collectives == []
-        return
-    assert sorted(kind for kind, _ in program.collectives) == ["all-gather", "all-reduce"]
-    gathered, summed = dict(program.collectives)["all-gather"], dict(program.collectives)["all-reduce"]
-    assert tokens * 16 * shards % gathered == 0
-    assert tokens * width * 2 % summed == 0
 
 
 def relaid_bytes(program: Program, width: int, vocab: int) -> int:
@@ -99,7 +87,7 @@ def test_fast(generation, shape, shards):
     assert program.kernels == ({"loss_row_step"} if shards == 1 else {"loss_row_stats", "loss_row_gradients"})
     assert program.largest_array_bytes < tokens * vocab // shards * 2  # of logits in bfloat16
     chunk, local = CHUNK_TOKENS["tpu"], vocab // shards
-    extra = relaid_bytes(program, width, local) + apart_bytes(program, tokens, width)
+    extra = relaid_bytes(program, width, local) + apart_bytes(program, tokens, width) if jax.__version_info__ >= (0, 12) else 0
     assert program.temp_bytes <= 1.1 * (2 * chunk * local + 4 * width * local) + extra
     check_collectives(program, shape, shards)
 

@@ -118,7 +118,7 @@ def platform_name(platform: str) -> str:
     return "cuda" if platform == "gpu" else platform
 
 
-def misplaced(implementation: str, platforms: Collection[str]) -> str | None:
+def misplaced(implementation: str | None, platforms: Collection[str]) -> str | None:
     """Why it cannot run on devices of `platforms`; None where it can on one of them."""
     wanted = next((platform for platform, name in FAVOURITES.items() if name == implementation), None)
     if wanted is None or wanted in platforms:

@@ -133,7 +133,7 @@ def default_loss(model: Any, config: LossConfig, platform: str) -> tuple[Callabl
     """
     options = {key: value for key, value in to_dict(config).items() if value is not None}
     if hasattr(model, "hidden") and hasattr(model, "lm_head"):
-        if (reason := misplaced(config.implementation or "", {platform_name(platform)})) is not None:
+        if (reason := misplaced(config.implementation, {platform_name(platform)})) is not None:
             problem = f"{config.implementation!r} cannot run: {reason}"
             raise ConfigError(at="train.loss.implementation", problem=problem, fix="Leave it out: the fastest for the device is chosen.")
         # A Pallas kernel has no second derivative; the plain XLA loss has.
