@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,19 @@ def test_the_command(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [d["name"] for d in report["datasets"]] == ["code", "docs"]
     assert set(report) == set(PlanReport.__dataclass_fields__)
     assert np.isclose(sum(d["token_share"] for d in report["datasets"]), 1)
+
+
+@pytest.mark.parametrize("command", [["plan", "--steps", "3"], ["explain", "--step", "0"]])
+def test_the_hint_names_streaming_as_the_file_spells_it(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list
+) -> None:
+    values = yaml.safe_load(run_yaml.read_text())
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(values["data"]))
+    for path, key in ((run_yaml, "data.streaming"), (tmp_path / "data.yaml", "streaming")):
+        given = [command[0], str(path), *command[1:]]
+        assert main([*given, "--set", f"{key}=true"]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{key}: " in said
+        [advice] = re.findall(r"--set \S+=false", said)
+        assert advice == f"--set {key}=false"
+        assert main([*given, "--set", f"{key}=true", *advice.split()]) == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from easypipe import Err, Ok, Result
 from easypipe.core.errors import ConfigError
-from easypipe.core.result import attempt
+from easypipe.core.result import UnwrapError, attempt
 
 WRONG = ConfigError(at="rows", problem="0 are none", fix="Give at least 1.")
 
@@ -45,3 +47,13 @@ def test_f16_err_holds_what_would_have_been_raised():
 def test_a_bug_is_no_err():
     with pytest.raises(TypeError, match="unsupported operand"):
         attempt(rows, "5")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["boom", 3, None, ConfigError])
+def test_unwrapping_an_error_that_is_no_exception_raises_one_that_holds_it(value: object):
+    found = Err(value)
+    with pytest.raises(UnwrapError, match=r"unwrap\(\) of Err\(") as raised:
+        found.unwrap()
+    assert raised.value.value is value
+    assert repr(value) in str(raised.value)
+    assert pickle.loads(pickle.dumps(raised.value)).value == value

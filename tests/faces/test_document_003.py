@@ -162,8 +162,9 @@ def test_the_loaders_are_the_pipeline(tokenizer: BPETokenizer) -> None:
     assert_exact_resume(lambda: train.loader(1), len(train))
 
 
-def test_training_is_shuffled_and_validation_complete(tokenizer: BPETokenizer) -> None:
+def test_training_is_shuffled_and_validation_complete(tokenizer: BPETokenizer, caplog: pytest.LogCaptureFixture) -> None:
     train, val = create_dataloaders("data/train.jsonl", "data/val.jsonl", tokenizer, batch_size=4, seq_length=LENGTH, seed=5)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "no warning of options that nobody set"
     stream = tokens_of("data/train.jsonl", tokenizer)
     rows = {tuple(stream[i : i + LENGTH]) for i in range(0, len(stream), LENGTH)}
     passes = [[tuple(row) for batch in train for row in batch["input_ids"].tolist()] for _ in range(2)]

@@ -19,10 +19,17 @@ from easypipe.train.record import recorded_seed
 
 @dataclass(frozen=True)
 class Described:
-    """steps: of the run, where its config says so."""
+    """steps: of the run, where its config says so. within: what stands before the keys of `data` in the file, "data." in a run config."""
 
     data: PipelineConfig
     steps: int | None
+    within: str = ""
+
+    def refuse_streaming(self, problem: str, then: str) -> None:
+        """Raises ConfigError where `data` streams. then: what can be done without it."""
+        if self.data.streaming:
+            at = f"{self.within}streaming"
+            raise ConfigError(at=at, problem=problem, fix=f"Leave it out, here with --set {at}=false, {then}.")
 
     def pipeline(self, **options: Any) -> Pipeline:
         """The chain up to where batches are made; nothing is saved and nothing put on a device."""
@@ -48,4 +55,4 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
             problem="none is given, so every run draws its own order",
             fix="Set the seed that the run logged, or keep the run's train.output_dir.",
         )
-    return Described(data, None if train is None else train.steps)
+    return Described(data, None if train is None else train.steps, "data." if "data" in values else "")

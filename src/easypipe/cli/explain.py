@@ -13,7 +13,6 @@ from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import ConfigFile, Overrides
 from easypipe.cli.show import console, progress
-from easypipe.core.errors import ConfigError
 from easypipe.loader.explain import ExplainedBatch
 
 MASKED = ("⟦", "⟧")
@@ -29,9 +28,7 @@ def explain(
 ) -> None:
     """Show which documents stand in a batch of CONFIG.YAML: dataset, file, row, tokens, and their text; what is masked is in ⟦ ⟧."""
     run = described(config, overrides or [], needs_seed=True)
-    if run.data.streaming:
-        problem = "its batches are found only by reading what stands before them"
-        raise ConfigError(at="streaming", problem=problem, fix="Run without it, and every batch can be explained.")
+    run.refuse_streaming("its batches are found only by reading what stands before them", "for the batches of a run over the token cache")
     if as_json:
         typer.echo(json.dumps(run.pipeline().load(run.load).loader().explain(step, row).to_json()))
         return

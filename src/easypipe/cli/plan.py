@@ -71,6 +71,8 @@ def _images_plan(config: Path, overrides: list[str], steps: int | None, topology
 
 
 def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) -> PlanReport:
+    run.refuse_streaming("nothing is counted before it is read, so there is nothing to plan from", "to plan over the token cache")
+
     def report(listener: ProgressListener) -> PlanReport:
         return run.pipeline(progress=listener).plan(steps or run.steps, prepare=prepare)
 

@@ -15,8 +15,19 @@ from easypipe.core.errors import EasypipeError
 
 T = TypeVar("T", covariant=True)
 U = TypeVar("U")
-E = TypeVar("E", bound=BaseException, covariant=True)
+E = TypeVar("E", covariant=True)
 P = ParamSpec("P")
+
+
+class UnwrapError(ValueError):
+    """`unwrap()` of an Err whose error is no exception, but say a text. `value` is that error."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(value)
+        self.value = value
+
+    def __str__(self) -> str:
+        return f"unwrap() of Err({self.value!r}): ask is_err() first"
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,10 @@ class Err(Generic[E]):
         return True
 
     def unwrap(self) -> NoReturn:
-        """Raises the error."""
-        raise self.error
+        """Raises the error; UnwrapError, which holds it, where it is no exception that can be raised."""
+        if isinstance(self.error, BaseException):
+            raise self.error
+        raise UnwrapError(self.error)
 
     def unwrap_err(self) -> E:
         return self.error

@@ -21,7 +21,7 @@ from easypipe.faces.loaders import DataLoaderConfig
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import OrderConfig, PipelineConfig
-from easypipe.stages.pack import PackStageConfig
+from easypipe.stages.pack import PackStage, PackStageConfig
 from easypipe.stages.source import DatasetConfig
 from easypipe.stages.text_rows import read_texts, require_text
 from easypipe.transforms.bpe import train_bpe
@@ -223,14 +223,15 @@ def stream(
 ) -> Pipeline:
     """The Pipeline that these faces are short for. shuffle_seed: of the order of rows; None leaves them as the stream has them."""
     named = tokenizer.tokenizer.config if isinstance(tokenizer, BPETokenizer) else tokenizer
+    pack = PackStageConfig(seq_length=seq_length, strategy="stream", segments="row", shuffle_packed=shuffle_seed is not None)
     config = PipelineConfig(
         datasets=(dataset,),
         default_tokenizer=str(named) if isinstance(named, Path) else named,
         seed=0 if shuffle_seed is None else shuffle_seed,
         order=OrderConfig(shuffle=False),
-        pack=PackStageConfig(seq_length=seq_length, strategy="stream", segments="row", shuffle_packed=shuffle_seed is not None),
+        pack=pack,
     )
-    return Pipeline(config).source().tokenize().pack()
+    return Pipeline(config).source().tokenize().add_stage(PackStage(pack, chosen=False))
 
 
 def _dataset(data: Any, content_field: str, is_jsonl: bool | None) -> DatasetConfig:

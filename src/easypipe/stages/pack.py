@@ -93,7 +93,13 @@ class PackStageConfig:
 
 
 class PackStage(BaseStage):
+    """chosen: False where a face of easypipe sets options that its user cannot, of which no warning tells."""
+
     config: PackStageConfig
+
+    def __init__(self, config: PackStageConfig, *, chosen: bool = True) -> None:
+        super().__init__(config)
+        self._chosen = chosen
 
     @property
     def name(self) -> str:
@@ -104,7 +110,7 @@ class PackStage(BaseStage):
             return data
         if not self.config.include_segment_ids:
             logger.warning("pack.include_segment_ids is False: documents that stand in one row see each other")
-        if self.config.segments == "row":
+        if self.config.segments == "row" and self._chosen:
             logger.warning("pack.segments is 'row': documents that stand in one row see each other")
         return {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
 

@@ -153,9 +153,7 @@ def plan_report(
         raise StageOrderError(at="", problem=f"Call tokenize() before plan(): dataset {name!r} has no column {INPUT_IDS!r}")
     if context.config.streaming:
         problem = "nothing is counted before it is read, so there is nothing to plan from"
-        raise ConfigError(
-            at="streaming", problem=problem, fix="Leave it out, here with --set streaming=false, to plan over the token cache."
-        )
+        raise ConfigError(at="streaming", problem=problem, fix="Leave it out to plan over the token cache.")
     source = LoadStage(load).process({name: source}, context)[name]  # weights that follow the step ask how many rows one has
     planned = isinstance(source, MixedShardedSource | PackedShardedSource)
     mixture = source.mixture if planned else single(name, source, context, stage="plan")
