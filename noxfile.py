@@ -48,9 +48,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Pyright: strict for the core, standard for the rest (see pyproject.toml)."""
+    """Pyright: strict for the core, standard for the rest (see pyproject.toml); then over a script of a user's, in which it has to find
+    what is wrong and nothing else."""
     session.install(".[types]")
     session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
+    session.run("pytest", "--noconftest", "tests/test_user_types.py", env={"EASYPIPE_TYPES": "required"})
 
 
 @nox.session

@@ -20,7 +20,7 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from easypipe.kernels.api import fused_linear_cross_entropy
+    from easypipe.kernels import fused_linear_cross_entropy
 
     tokens, width, vocab = options.shape
     rng = np.random.Generator(np.random.PCG64(0))

@@ -121,7 +121,7 @@ def _module(name: str) -> Any:
 
 def ours(**options: Any) -> Callable[..., Any]:
     def loss(hidden: Any, head: Any, labels: Any) -> Any:
-        from easypipe.kernels.api import fused_linear_cross_entropy
+        from easypipe.kernels import fused_linear_cross_entropy
 
         return fused_linear_cross_entropy(hidden, head, labels, layout="vd", **options)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,16 @@ def test_dir_lists_the_exports() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
         _ = easypipe.Pipelin
+
+
+@pytest.mark.parametrize("name", ["easypipe", "easypipe.kernels", "easypipe.train"])
+def test_type_checkers_see_what_is_loaded_lazily(name: str) -> None:
+    """The stub of a package whose names are loaded when first used has each of them, its home, and nothing else."""
+    package = importlib.import_module(name)
+    lazy = package._HOME if name == "easypipe" else package._HOMES
+    body = ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    seen = {alias.name: node.module for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    apart = sorted(seen.items() ^ lazy.items())
+    assert not apart, f"bring {name}/__init__.pyi and __init__.py into step: {apart}"
+    [listed] = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    assert sorted(ast.literal_eval(listed)) == sorted(package.__all__), f"__all__ of {name}/__init__.pyi"

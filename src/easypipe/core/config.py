@@ -28,7 +28,7 @@ import types
 import typing
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
 
 import pydantic
 import yaml
@@ -37,6 +37,17 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from easypipe.core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    ListOf = Sequence  # what may be given: a list or a tuple
+else:
+
+    class ListOf:
+        """The type of an option that is a list: `datasets: ListOf[DatasetConfig]`. Lists are accepted, and a tuple is what is kept."""
+
+        def __class_getitem__(cls, item: Any) -> Any:
+            return tuple[item, ...]
+
 
 CODE_KEYS = ("format_callback",)  # keys whose values are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from easypipe.core.config import config, from_dict, load_yaml
+from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
 from easypipe.faces.loaders import DataLoaderConfig, text_loader
@@ -36,7 +36,7 @@ class DatasetSection:
     """
 
     name: str
-    columns: tuple[str, ...] | None = None
+    columns: ListOf[str] | None = None
     subset: str | None = None
     revision: str | None = None
     data_files: dict[str, str] | None = None

@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core import storage
-from easypipe.core.config import config, digest
+from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import ShardedSource
 from easypipe.pipeline import Pipeline
@@ -52,7 +52,7 @@ class ImagesConfig:
     split: str | None = None
     image_column: str = "image"
     label_column: str = "label"
-    classes: tuple[str, ...] | None = None
+    classes: ListOf[str] | None = None
     batch_size: int = 32
     num_epochs: int | None = 1
     num_workers: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.loader.placement import check_axes
 
@@ -38,7 +38,7 @@ class LoadStageConfig:
     """
 
     batch_size: int = 8
-    batch_size_schedule: tuple[tuple[int, int], ...] = ()
+    batch_size_schedule: ListOf[tuple[int, int]] = ()
     accumulation_steps: int = 1
     prefetch_enabled: bool = True
     prefetch_workers: int = 1

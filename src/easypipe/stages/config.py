@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.loader.loader import LoadStageConfig
 from easypipe.stages.caching import CacheConfig, check_cache
@@ -54,7 +54,7 @@ class PipelineConfig:
         sources and cache_dir; the tokens are the same, byte for byte.
     """
 
-    datasets: tuple[DatasetConfig, ...]
+    datasets: ListOf[DatasetConfig]
     default_tokenizer: TokenizerConfig | str | None = None
     seed: int | None = None
     cache_dir: str | Path | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,10 +132,10 @@ def _tokenizer_options(name: str, source: ShardedSource, context: PipelineContex
     return named if isinstance(named, TokenizerConfig) else None
 
 
-def _widths(buckets: int | tuple[int, ...], rows: Rows | None) -> tuple[int, ...]:
+def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
     """The widths of batches. rows: None where they are read forward."""
     if not isinstance(buckets, int):
-        return buckets
+        return tuple(buckets)
     if isinstance(rows, PlannedRows):
         if rows.seq_length is not None:
             return (buckets,)  # refused by the loader: such rows have one width

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from easypipe.core.config import config, digest
+from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.protocols import BaseStage, PipelineContext, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SOURCE, token_dtype, token_list
@@ -62,7 +62,7 @@ class MixStageConfig:
     """
 
     weights: dict[str, float] | None = None
-    weight_schedule: tuple[WeightSchedulePoint, ...] | None = None
+    weight_schedule: ListOf[WeightSchedulePoint] | None = None
     weight_schedule_type: ScheduleType = "step"
     batch_size: int | None = None
     unit: Unit = "rows"

@@ -108,7 +108,7 @@ def exact_points(points: Sequence[WeightSchedulePoint], names: Sequence[str]) ->
 
 def batch_sizes_of(load: LoadStageConfig) -> BatchSizes:
     """(step, rows of a batch from there on), the first from step 0."""
-    later = load.batch_size_schedule
+    later = tuple(load.batch_size_schedule)
     return later if later and later[0][0] == 0 else ((0, load.batch_size), *later)
 
 

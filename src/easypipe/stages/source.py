@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.sources.base import FileSource
@@ -106,7 +106,7 @@ class DatasetConfig:
     format_columns: dict[str, Any] | None = None
     format_batched: bool = False
     format_version: str | None = None
-    additional_fields: tuple[str, ...] = ()
+    additional_fields: ListOf[str] = ()
     cache_path: str | Path | None = None
     cache_enabled: bool = True
     on_error: Literal["error", "skip", "quarantine"] = "error"

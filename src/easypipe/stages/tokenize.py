@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.core.config import config, digest
+from easypipe.core.config import ListOf, config, digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import (
     BaseStage,
@@ -59,7 +59,7 @@ class TokenizeStageConfig:
     batch_size: int = 1000
     num_workers: int | None = None
     cache_tokenized: bool | None = None
-    remove_columns: tuple[str, ...] | None = None
+    remove_columns: ListOf[str] | None = None
 
     def check(self) -> None:
         for name in ("max_length", "batch_size", "num_workers"):

@@ -6,12 +6,7 @@ Names are loaded when first used: jax comes with them, and the configuration of 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from easypipe.train.distributed import initialize
-    from easypipe.train.models.load import load_pretrained
-    from easypipe.train.models.save import save_pretrained
+from typing import Any
 
 _HOMES = {
     "initialize": "easypipe.train.distributed",
@@ -19,7 +14,7 @@ _HOMES = {
     "save_pretrained": "easypipe.train.models.save",
 }
 
-__all__ = ["initialize", "load_pretrained", "save_pretrained"]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -124,7 +124,7 @@ def check_same(saved: Mapping[str, Any], identity: Mapping[str, Any], allowed: S
     return unlike
 
 
-def check_changes(changes: tuple[str, ...], identity: Mapping[str, Any]) -> None:
+def check_changes(changes: Sequence[str], identity: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key path that no refusal of a checkpoint names."""
     parts = [ENDED, *identity, *(f"train.{key}" for key in (*MUST_MATCH, *IF_THERE)), *(f"loader.{part}" for part in LOADER_PARTS)]
     known = {*parts, *key_paths(identity)}

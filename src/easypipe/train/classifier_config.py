@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class ClassifierConfig:
     """
 
     kind: Literal["convnet", "mlp"] = "convnet"
-    hidden_sizes: tuple[int, ...] = (32, 64)
+    hidden_sizes: ListOf[int] = (32, 64)
     num_classes: int | None = None  # None: those of the data, filled in by the run
     image_shape: tuple[int, int, int] | None = None  # height, width, channels; None: the data's, filled in by the run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.distributed_config import DistributedConfig
@@ -114,7 +114,7 @@ class TrainingConfig:
     resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
     # Key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan; "ended" lets a run
     # that stopped for good (early_stopping) train on.
-    resume_changes: tuple[str, ...] = ()
+    resume_changes: ListOf[str] = ()
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = MappingProxyType(
         {

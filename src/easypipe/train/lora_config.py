@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ class LoraConfig:
     rank: int = 8
     alpha: float = 16.0  # scale is alpha / rank: with it fixed, the rank can be changed and the learning rate stays
     rank_stabilized: bool = False  # scale is alpha / sqrt(rank) instead (Kalajdzievski, 2023): for ranks of 64 and more
-    targets: tuple[str, ...] = ("*",)  # projections, by name ("layers.query"), its last part ("query") or a pattern; "*": all
+    targets: ListOf[str] = ("*",)  # projections, by name ("layers.query"), its last part ("query") or a pattern; "*": all
 
     def check(self) -> None:
         if self.rank < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 
 OptimizerName = Literal[
@@ -87,7 +87,7 @@ class OptimizerConfig:
     update_interval: int | None = None  # sophia: steps between curvature estimates; soap: between turns of its basis
     max_precondition_dim: int | None = None  # soap: a longer side of a matrix keeps its own basis
     clip_norm: float | None = 1.0  # gradients longer than this, over all parameters together, are scaled to it; None: never
-    groups: tuple[ParameterGroup, ...] = ()
+    groups: ListOf[ParameterGroup] = ()
 
     def check(self) -> None:
         self._check_numbers()

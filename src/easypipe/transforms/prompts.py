@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.transforms.chat import check_date, check_whole, given_template
 from easypipe.transforms.fields import pieces_of
@@ -47,7 +48,7 @@ class FewShotConfig:
     separator: what stands between examples, and between the last one and the row; chat templates write their own.
     """
 
-    examples: tuple[dict[str, Any], ...] = ()
+    examples: ListOf[dict[str, Any]] = ()
     data_files: str | Path | None = None
     count: int | None = None
     seed: int = 0
@@ -92,7 +93,7 @@ class PromptConfig:
 
     format_type: FormatType = "chat"
     template: str | Path | None = None
-    input_columns: tuple[str, ...] = ()
+    input_columns: ListOf[str] = ()
     label_column: str | None = None
     rejected_column: str | None = None
     tools_column: str | None = None
@@ -147,7 +148,7 @@ class PromptConfig:
             check_date(self.template_date)
 
     @property
-    def inputs(self) -> tuple[str, ...]:
+    def inputs(self) -> Sequence[str]:
         """input_columns, or those that the format has where none are given."""
         return self.input_columns or DEFAULT_COLUMNS[self.format_type][0]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from easypipe.core.config import config
+from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
 from easypipe.transforms.special import SpecialPolicy
 
@@ -25,7 +26,7 @@ class Padding(Protocol):
     def pad_to_multiple_of(self) -> int | None: ...
 
     @property
-    def length_buckets(self) -> int | tuple[int, ...]: ...
+    def length_buckets(self) -> int | Sequence[int]: ...
 
 
 def check_padding(rule: Padding) -> None:
@@ -77,7 +78,7 @@ class TokenizerConfig:
     padding: Literal["longest", "max_length"] | bool = "longest"
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int | None = None
-    length_buckets: int | tuple[int, ...] = ()
+    length_buckets: int | ListOf[int] = ()
     add_special_tokens: bool = True
     special_strings: SpecialPolicy = "allow"
     return_attention_mask: bool = False

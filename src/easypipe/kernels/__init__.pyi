@@ -1,0 +1,21 @@
+"""What `import easypipe.kernels` exports, for type checkers and editors; __init__.py loads it when it is first used."""
+
+from easypipe.kernels.api import (
+    LossWithTokens,
+    TokenStats,
+    fused_cross_entropy,
+    fused_linear_cross_entropy,
+    sequence_log_probs,
+    token_log_probs,
+)
+from easypipe.kernels.choice import LossSharding
+
+__all__ = [
+    "LossSharding",
+    "LossWithTokens",
+    "TokenStats",
+    "fused_cross_entropy",
+    "fused_linear_cross_entropy",
+    "sequence_log_probs",
+    "token_log_probs",
+]
