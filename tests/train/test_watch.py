@@ -5,13 +5,16 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, TrainError
 from easypipe.train import state as states
-from easypipe.train.config import CheckpointConfig, SpikeConfig, TrainingConfig
+from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.config import CheckpointConfig, OptimizerConfig, SpikeConfig, TrainingConfig
 from easypipe.train.mesh import make_mesh, place_batch
 from easypipe.train.metrics import read_metrics
 from easypipe.train.report import write_report
@@ -85,6 +88,17 @@ def test_skipped_steps_are_counted_and_the_others_are_those_of_a_run_without_the
 def test_too_many_in_a_row_stop_the_run(tmp_path):
     with pytest.raises(TrainError, match=r"step 6: 3 steps in a row were skipped: the loss is not finite at learning rate .*Lower train\."):
         trainer(tmp_path, Shaken((2, 4, 5, 6)), max_nonfinite=3).run()
+
+
+def test_an_update_that_loses_the_parameters_stops_the_run_before_it_is_saved(tmp_path):
+    """Loss and gradient are finite, what the optimizer makes of them is not: skipping every later step would not help."""
+    breaks = optax.stateless(lambda updates, params: jax.tree.map(lambda u: -0.1 * u / (jnp.abs(u).max() > 0), updates))
+    late = optax.chain(optax.scale_by_schedule(lambda k: jnp.where(k < 2, 1.0, 0.0)), breaks)
+    config = settings(tmp_path, optimizer=OptimizerConfig(), checkpoint=CheckpointConfig(every=1))
+    with pytest.raises(TrainError, match=r"^step 3: its update left parameters that are not finite\. Lower train\.optimizer\."):
+        Trainer(Tiny, config, Arithmetic(), mesh=MESH, optimizer=late).run()
+    with Checkpoints(tmp_path / "checkpoints", keep=None) as checkpoints:
+        assert checkpoints.latest() == 2
 
 
 SPIKES = SpikeConfig(window=4, threshold=6.0, patience=2)
@@ -172,7 +186,7 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
 
 def test_the_limit_is_robust():
     watch = Watch(TrainingConfig(output_dir="x", spikes=SpikeConfig(window=5, threshold=2.0)))
-    record = {"grad_norm": 1.0}
+    record = {"grad_norm": 1.0, "param_norm": 1.0}
     for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 500.0], start=1):
         assert watch.limit() is None
         watch.judge({"step": step, "loss": loss, **record})

@@ -16,6 +16,7 @@ import optax
 from optax import contrib
 
 from easypipe.core.errors import ConfigError, did_you_mean
+from easypipe.train.adan import scale_by_adan
 from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.schedules import make_schedule
 from easypipe.train.soap import scale_by_soap
@@ -57,8 +58,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, decays: Mapping[str, boo
     after = [optax.scale_by_trust_ratio()] if config.name == "lamb" else []
     whole = optax.chain(direction, decay, *after, _scale(scales), optax.scale_by_learning_rate(schedule))
     if config.name == "schedule_free":
-        averaging = contrib.schedule_free(whole, schedule, b1=config.value("beta1"))
-        return Optimizer(optax.chain(*clip, averaging), averages=True)
+        return Optimizer(optax.chain(*clip, _averaging(config, schedule, whole)), averages=True)
     return Optimizer(optax.chain(*clip, whole), needs_objective=config.name == "sophia")
 
 
@@ -149,6 +149,19 @@ def _schedule_free(config: OptimizerConfig, decays: Mapping[str, bool], hidden: 
     return optax.scale_by_adam(0.0, config.value("beta2"), config.value("epsilon"))
 
 
+def _averaging(config: OptimizerConfig, schedule: optax.Schedule, whole: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Averages what `whole` does. optax counts these steps from 1, the schedule counts from 0; and in
+    the dtype of bfloat16 parameters the sum of the weights would stop at 256 equal ones."""
+    averaging = contrib.schedule_free(whole, lambda taken: schedule(taken - 1), b1=config.value("beta1"))
+
+    def init(params: Any) -> Any:
+        state: Any = averaging.init(params)
+        scalars = {name: _at_least_float32(getattr(state, name)) for name in ("b1", "weight_sum", "max_lr")}
+        return state._replace(**scalars)
+
+    return optax.GradientTransformationExtraArgs(init, averaging.update)
+
+
 def _ademamix(config: OptimizerConfig, decays: Mapping[str, bool], hidden: Mapping[str, bool]) -> optax.GradientTransformation:
     return contrib.scale_by_ademamix(
         config.value("beta1"), config.value("beta2"), config.value("beta3"), config.value("alpha"), config.value("epsilon")
@@ -156,7 +169,7 @@ def _ademamix(config: OptimizerConfig, decays: Mapping[str, bool], hidden: Mappi
 
 
 def _adan(config: OptimizerConfig, decays: Mapping[str, bool], hidden: Mapping[str, bool]) -> optax.GradientTransformation:
-    return optax.scale_by_adan(config.value("beta1"), config.value("beta2"), config.value("beta3"), config.value("epsilon"))
+    return scale_by_adan(b1=config.value("beta1"), b2=config.value("beta2"), b3=config.value("beta3"), eps=config.value("epsilon"))
 
 
 def _soap(config: OptimizerConfig, decays: Mapping[str, bool], hidden: Mapping[str, bool]) -> optax.GradientTransformation:
@@ -171,18 +184,34 @@ def _soap(config: OptimizerConfig, decays: Mapping[str, bool], hidden: Mapping[s
 
 
 def _prodigy(config: OptimizerConfig, schedule: optax.Schedule, weight_decays: Mapping[str, float]) -> optax.GradientTransformation:
-    """Prodigy (Mishchenko and Defazio, 2023) finds its rate d by itself; decay is of the rate that moves the parameters, d * schedule."""
+    """Prodigy (Mishchenko and Defazio, 2023) finds its rate d by itself; decay is of the rate that moves the parameters, d * schedule.
+
+    While all gradients were zero, d cannot be estimated (0 / 0): as in the authors' code nothing moves.
+    The state is float32 at least: d grows by sums of what bfloat16 would round away.
+    """
     beta1, beta2 = config.value("beta1"), config.value("beta2")
     inner = contrib.prodigy(schedule, betas=(beta1, beta2), eps=config.value("epsilon"))
+
+    def init(params: Any) -> Any:
+        return inner.init(jax.tree.map(_at_least_float32, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         taken = state.count + 1
         rate: Any = state.estim_lr * schedule(state.count) * jnp.sqrt(1 - beta2**taken) / (1 - beta1**taken)
         moved: Any
-        moved, after = inner.update(updates, state, params)
-        return {name: u - rate.astype(u.dtype) * weight_decays[name] * params[name] for name, u in moved.items()}, after
+        after: Any
+        moved, after = inner.update(*(jax.tree.map(_at_least_float32, tree) for tree in (updates, state, params)))
+        has_estimate = optax.tree.norm(after.grad_sum, ord=1) > 0
+        after = after._replace(estim_lr=jnp.where(has_estimate, after.estim_lr, state.estim_lr))
+        decayed = {name: u - rate * weight_decays[name] * params[name] for name, u in moved.items()}
+        return {name: jnp.where(has_estimate, u, 0.0).astype(updates[name].dtype) for name, u in decayed.items()}, after
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformation(init, update)
+
+
+def _at_least_float32(array: Any) -> Any:
+    """A copy in float32, where `array` is in half precision; else the array itself."""
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32)) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 Direction = Callable[[OptimizerConfig, Mapping[str, bool], Mapping[str, bool]], optax.GradientTransformation]

@@ -68,7 +68,7 @@ def _constant(config: OptimizerConfig, peak: float, final: float, steps: int) ->
 
 def _inverse_sqrt(config: OptimizerConfig, peak: float, final: float, steps: int) -> optax.Schedule:
     start = max(config.warmup_steps, 1)
-    return lambda k: peak * jnp.sqrt(start / (start + k))
+    return lambda k: peak * jnp.sqrt(start / (start + jnp.maximum(k, 0)))  # below 0 it is asked, and not used
 
 
 MAIN: dict[str, Callable[[OptimizerConfig, float, float, int], optax.Schedule]] = {

@@ -21,7 +21,7 @@ class SoapState(NamedTuple):
     steps: jax.Array  # Int32[], seen
     mu: Arrays  # first moments, in the parameter's own basis
     nu: Arrays  # second moments, in the rotated one
-    left: Arrays  # Float[..., m, m], averages of G G^T
+    left: Arrays  # Float[..., m, m], averages of G G^T; these four in float32 at least, as decompositions need it
     right: Arrays  # Float[..., n, n], averages of G^T G
     left_basis: Arrays  # Float[..., m, m], columns are basis vectors
     right_basis: Arrays
@@ -40,7 +40,8 @@ def scale_by_soap(
         return matrices[name] and array.ndim >= 2 and 1 < array.shape[axis] <= max_dim
 
     def square(array: jax.Array, axis: int) -> jax.Array:
-        return jnp.zeros((*array.shape[:-2], array.shape[axis], array.shape[axis]), array.dtype)
+        shape = (*array.shape[:-2], array.shape[axis], array.shape[axis])
+        return jnp.zeros(shape, jnp.promote_types(array.dtype, jnp.float32))
 
     def init(params: Any) -> SoapState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -63,6 +64,7 @@ def scale_by_soap(
         for name, m in mu.items():
             scaled = _turn(m / (1 - b1**moved), name, *bases) / (jnp.sqrt(nu[name] / (1 - b2**moved)) + eps)
             step[name] = _turn(scaled, name, *bases, back=True).astype(m.dtype)
+        nu = jax.tree.map(lambda v, before: v.astype(before.dtype), nu, state.nu)
         left = {name: b2 * a + (1 - b2) * _gram(updates[name], -2) for name, a in state.left.items()}
         right = {name: b2 * a + (1 - b2) * _gram(updates[name], -1) for name, a in state.right.items()}
 

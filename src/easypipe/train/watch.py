@@ -48,13 +48,17 @@ class Watch:
         step, loss = record["step"], record["loss"]
         skipped = loss is None or record["grad_norm"] is None
         self._nonfinite = self._nonfinite + 1 if skipped else 0
+        lost = not skipped and record["param_norm"] is None  # no later step can be sound
         if skipped:
             self._unsound(record)
+        if self._spikes is None and lost:
+            fix = "Lower train.optimizer.learning_rate, or go on from the last checkpoint with another optimizer."
+            raise TrainError(at=f"step {step}", problem="its update left parameters that are not finite", fix=fix)
         if self._spikes is None:
             return False
         limit = self.limit()
         spiked = limit is not None and loss is not None and loss > limit
-        self._bad = self._bad + 1 if skipped or spiked else 0
+        self._bad = self._bad + 1 if skipped or lost or spiked else 0
         if self._bad == 0 and loss is not None:
             self._losses.append(loss)
         elif spiked:
