@@ -19,9 +19,10 @@ def examples(count: int) -> settings:
 
 
 def texts(*, min_size: int = 0) -> st.SearchStrategy[str]:
-    """Any text without surrogates and NUL, often with hostile characters."""
+    """Any text without surrogates and NUL, often with hostile characters; with a min_size, none of white space alone."""
     plain = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), min_size=min_size, max_size=60)
-    return st.one_of(plain, st.text(HOSTILE + "ab \n\t", min_size=min_size, max_size=40))
+    either = st.one_of(plain, st.text(HOSTILE + "ab \n\t", min_size=min_size, max_size=40))
+    return either.filter(str.strip) if min_size else either
 
 
 def text_tables(*, min_rows: int = 0, max_rows: int = 60, min_size: int = 1) -> st.SearchStrategy[pa.Table]:

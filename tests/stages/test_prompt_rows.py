@@ -122,7 +122,7 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
     assert ledger.out == {"written": 1, **dict.fromkeys(sorted(wrong), 1)}
     assert cache.quarantine is not None
     set_aside = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
-    assert [row["reason"] for row in set_aside] == [reason for reason in wrong if reason != "nothing_to_train"]
+    assert [row["reason"] for row in set_aside] == [reason for reason in wrong if reason not in ("empty", "nothing_to_train")]
     assert "part of type 'image_url'" in next(row["detail"] for row in set_aside if row["reason"] == "multimodal")
 
 

@@ -46,7 +46,7 @@ def test_what_is_no_conversation_is_that_row_s() -> None:
     rows = [{"messages": talk("a")}, {"messages": []}, {"messages": None}, {"messages": [{"role": None, "content": "x"}]}]
     source = TransformedSource(InMemoryShardedSource(rows), Chat(chat_tokenizer()), on_error="skip")
     assert [(reject.row, reject.reason) for reject in source.scan(0, 0, 4).rejects] == [(1, "empty"), (2, "null"), (3, "no_role")]
-    with pytest.raises(SourceError, match=re.escape("memory, row 1: empty: a conversation without messages")):
+    with pytest.raises(SourceError, match=re.escape("memory, row 2: null: no messages")):
         TransformedSource(InMemoryShardedSource(rows), Chat(chat_tokenizer())).read(0, 0, 4)
 
 

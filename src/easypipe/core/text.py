@@ -1,10 +1,17 @@
-"""Text of others, shown to people."""
+"""Text of others: shown to people, and told from white space."""
 
 from __future__ import annotations
 
 import unicodedata
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # control, format and surrogate characters; separators of lines and paragraphs
+_BLANK = r"\A[\s\x0b\x1c-\x1f\x{85}\pZ]*\z"  # what `str.strip` takes away; RE2's \s is ASCII alone
 
 
 def visible(text: str, *, keep: str = "") -> str:
@@ -13,3 +20,18 @@ def visible(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c in keep or unicodedata.category(c) not in _UNSEEN else f"\\u{{{ord(c):x}}}" for c in text)
+
+
+def has_text(column: pa.Array) -> NDArray[np.bool_]:
+    """Whether something is left of each text after `strip()`; False for null.
+
+    Args:
+        column: Texts[n] of any string type.
+
+    Returns:
+        Bool[n]; True for what is no UTF-8. It stops at the first character that is no white space,
+        so long texts cost nothing.
+    """
+    compute: Any = pc
+    blank = compute.fill_null(compute.match_substring_regex(column, _BLANK), True)
+    return ~blank.to_numpy(zero_copy_only=False)

@@ -12,10 +12,11 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.stages.ranges import BLANK_TEXTS
 from easypipe.stages.text_rows import Texts
 from easypipe.stages.token_rows import Documents, encode_spans
 from easypipe.transforms.chat import HostileTemplateError, Refused, Rendered, check_date, check_whole
-from easypipe.transforms.fields import BENIGN
+from easypipe.transforms.fields import BENIGN, EMPTY
 from easypipe.transforms.lengths import TOO_LONG, Lengths
 from easypipe.transforms.messages import plain_of
 from easypipe.transforms.prompt_engine import PromptEngine
@@ -81,7 +82,7 @@ class PromptForm:
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
         format = self.engine.format
-        what = (format.kind, refuted, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
+        what = (format.kind, refuted, BLANK_TEXTS, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
         return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths), *self._pair)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
@@ -124,7 +125,7 @@ def _length(tokenizer: Tokenizer) -> int | None:
 def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects: list[Reject], cut_by: str) -> Texts:
     found = [(row, item) for row, item in zip(rows, rendered, strict=True) if isinstance(item, Rendered)]
     rejects += [
-        Reject(row=row, reason=item.reason, detail=item.detail, benign=item.reason in (BENIGN, TOO_LONG))
+        Reject(row=row, reason=item.reason, detail=item.detail, benign=item.reason in (BENIGN, EMPTY, TOO_LONG))
         for row, item in zip(rows, rendered, strict=True)
         if isinstance(item, Refused)
     ]

@@ -29,6 +29,7 @@ LEAST_BYTES = 4 << 20
 MOST_BYTES = 8 << 20
 PIECES = 16
 ROWS_OF_UNKNOWN_SIZE = 1 << 16
+BLANK_TEXTS = "blank texts skipped"  # in recipes: older caches may hold texts of white space alone
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Record:
 
 def recipe_of(tokenizer: Tokenizer, content_field: str, *, refuted: bool) -> str:
     """refuted: gigatoken wrote wrong tokens for this tokenizer into this cache; what it wrote then has another name."""
-    return digest("recipe", FORMAT, tokenizer.fingerprint, tokenizer.content_limit, content_field, refuted, *tokenizer.special.recipe)
+    limit, special = tokenizer.content_limit, tokenizer.special.recipe
+    return digest("recipe", FORMAT, tokenizer.fingerprint, limit, content_field, refuted, BLANK_TEXTS, *special)
 
 
 def shard_identity(source: ShardedSource, shard: int) -> str:

@@ -77,6 +77,7 @@ class DatasetConfig:
     cache_path: a cache folder for this dataset alone, in place of the pipeline's cache_dir.
     cache_enabled: False keeps nothing: tokens lie in a temporary folder while the process runs, and are made anew in the next one.
     on_error: what a bad row does: `error` stops, `skip` counts it by reason, `quarantine` also writes it to a file with its place.
+        Texts of white space alone are no bad rows: they are left out and counted.
     max_bad_rows: with skip and quarantine, stop at the first bad row after so many; None knows no limit.
     save_path, save_format: where and how `save()` writes this dataset, in place of the save stage's own.
     storage_options: passed to fsspec, for remote files; kept out of reports, fingerprints and saved configs, as it may hold credentials.

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.text import has_text
+from easypipe.transforms.fields import EMPTY
 from easypipe.transforms.messages import is_text
 
 RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
@@ -24,7 +26,7 @@ RAW_CHARACTERS = 1 << 16  # of a bad row, kept for the quarantine
 class Texts:
     """Rows `start` to `stop` of a shard that hold text.
 
-    texts: large_string without nulls or empty strings. rows: Int64[n], their physical numbers. rejects: the other rows, ascending.
+    texts: large_string without nulls or blank texts. rows: Int64[n], their physical numbers. rejects: the other rows, ascending.
     spans: of each text, the character ranges that are trained; None where all of every text is. ends: UInt8[n], what follows each
     (transforms/masked.py). lost: Int64[n], tokens that each was cut by as it was written, and what cut
     them; None where none was.
@@ -97,12 +99,9 @@ def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content
             if valid
         ]
     missing = column.is_null().to_numpy(zero_copy_only=False)
-    empty = np.zeros(len(column), np.bool_)
-    if is_text(column.type):
-        ends = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else np.zeros(1, np.int64)
-        empty = (np.diff(ends) == 0) & ~missing
+    empty = ~has_text(column) & ~missing if is_text(column.type) else np.zeros(len(column), np.bool_)
     bad += [Reject(row=int(row), reason="null", detail="no value") for row in rows[missing]]
-    bad += [Reject(row=int(row), reason="empty", detail="an empty text") for row in rows[empty]]
+    bad += [Reject(row=int(row), reason=EMPTY, detail="an empty text", benign=True) for row in rows[empty]]
     if not bad:
         return Texts(column, rows, rejects)
     keep = ~np.isin(rows, np.array([reject.row for reject in bad], np.int64))
@@ -114,8 +113,6 @@ def raw_row(source: ShardedSource, shard: int, reject: Reject, content_field: st
     """A bad row for people to look at: as its file has it where the source can tell, else its value as JSON."""
     if reject.reason == "null":
         return "null"
-    if reject.reason == "empty":
-        return '""'
     of_file = getattr(source, "raw", None)
     raw = of_file(shard, reject.row) if of_file is not None else None
     if raw is None:

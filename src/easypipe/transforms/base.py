@@ -83,8 +83,8 @@ class ColumnTransform(ABC):
 
             return TransformedSource(batch, self)
         after, rejects = self.scan(batch)
-        if rejects:
-            first = rejects[0]
+        first = next((reject for reject in rejects if not reject.benign), None)
+        if first is not None:
             raise SourceError(at=place(str(self), row=first.row), problem=f"{first.reason}: {first.detail}", fix="Correct the row.")
         return after
 

@@ -114,7 +114,7 @@ class _Writer:
         else:
             name = "tool_use" if row["tools"] and self._spec["tool_use"] is not None else "source"
             found = self._spans(name).find(as_given(row["messages"]), row["tools"], train_on)
-        if not found.text:
+        if not found.text.strip():
             return ["empty", "the template prints nothing"], b""
         if not any(a < b for a, b in found.spans):
             return ["nothing_to_train", f"no text that train_on={train_on!r} asks for"], b""

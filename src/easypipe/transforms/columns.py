@@ -19,6 +19,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.protocols import Transform
 from easypipe.core.schema import ROW_NUMBER
+from easypipe.core.text import has_text
 from easypipe.transforms.base import ColumnTransform, Rows, column_names, require_columns
 
 
@@ -258,7 +259,7 @@ class FilterNonEmpty(ColumnTransform):
             column = rows.batch.column(name)
             full = column.is_valid()
             if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-                full = pc.and_(full, pc.fill_null(pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0), False))
+                full = pa.array(has_text(column))
             elif _is_list(column.type):
                 full = pc.and_(full, pc.fill_null(pc.greater(pc.list_value_length(column), 0), False))
             keep &= full.to_numpy(zero_copy_only=False)

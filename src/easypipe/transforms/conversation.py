@@ -16,6 +16,7 @@ from easypipe.core.schema import ROW_NUMBER
 from easypipe.transforms.base import ColumnTransform, Rows, require_columns
 from easypipe.transforms.chat import HostileTemplateError, Refused, load_chat_template
 from easypipe.transforms.columns import kept
+from easypipe.transforms.fields import EMPTY
 from easypipe.transforms.messages import is_messages, values_of
 from easypipe.transforms.talks import BadJson, wrong_messages
 from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
@@ -70,7 +71,7 @@ class Chat(ColumnTransform):
             wrong = wrong_messages(talk) or (("not_json", f"tools: {tools[i]}") if isinstance(tools[i], BadJson) else None)
             if wrong is not None:
                 good[i] = False
-                failed.append(Reject(row=int(rows.numbers[i]), reason=wrong[0], detail=wrong[1]))
+                failed.append(Reject(row=int(rows.numbers[i]), reason=wrong[0], detail=wrong[1], benign=wrong[0] == EMPTY))
         whole = np.flatnonzero(good)
         try:
             rendered = self.template.render([{"messages": talks[i], "tools": tools[i] or None} for i in whole])
@@ -81,7 +82,7 @@ class Chat(ColumnTransform):
         for i, made in zip(whole.tolist(), rendered, strict=True):
             if isinstance(made, Refused):
                 good[i] = False
-                failed.append(Reject(row=int(rows.numbers[i]), reason=made.reason, detail=made.detail))
+                failed.append(Reject(row=int(rows.numbers[i]), reason=made.reason, detail=made.detail, benign=made.reason == EMPTY))
             else:
                 texts[i] = made.text
         column = pa.array(texts, pa.large_string())

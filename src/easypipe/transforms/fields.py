@@ -12,6 +12,7 @@ from easypipe.transforms.chat import Refused, Rendered
 from easypipe.transforms.masked import TRAINED_END
 
 BENIGN = "nothing_to_train"  # dropped and counted, not an error of the row
+EMPTY = "empty"  # no text, or white space alone: as BENIGN
 
 _ADVICE = {
     "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have them), or set train_on to 'all'",
@@ -109,8 +110,8 @@ class AlpacaTemplate:
 
 def rendered(text: str, begin: int, said: str | None, label: str | None) -> Rendered | Refused:
     """`text`, of which is trained what stands from `begin` on. said: the label's text, None where it does not matter."""
-    if not text:
-        return Refused("empty", "no text in any column")
+    if not text.strip():
+        return Refused(EMPTY, "no text in any column")
     if said == "":
         return Refused(BENIGN, f"the {label} is empty")
     return Rendered(text, [[begin, len(text)]], TRAINED_END)

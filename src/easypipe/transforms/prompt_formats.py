@@ -11,7 +11,7 @@ from easypipe.core.errors import ConfigError
 from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, WrittenTalk, check_whole, is_jinja
 from easypipe.transforms.chat_spans import FLAG
 from easypipe.transforms.few_shot import FewShot
-from easypipe.transforms.fields import AlpacaTemplate, FieldTemplate, Writer, pieces_of, text_of
+from easypipe.transforms.fields import EMPTY, AlpacaTemplate, FieldTemplate, Writer, pieces_of, text_of
 from easypipe.transforms.lengths import Lengths
 from easypipe.transforms.messages import is_messages, is_text
 from easypipe.transforms.prompt_jinja import JinjaTemplate
@@ -225,7 +225,7 @@ class PlainFormat:
                 text = text_of(text, self.columns[0])
                 found.append(text if isinstance(text, Refused) else Refused("not_a_string", f"{text!r} is no text"))
             else:
-                found.append(Rendered(text, [[0, len(text)]], 0) if text else Refused("empty", "an empty text"))
+                found.append(Rendered(text, [[0, len(text)]], 0) if text.strip() else Refused(EMPTY, "an empty text"))
         return found
 
 
