@@ -128,14 +128,6 @@ def ours(**options: Any) -> Callable[..., Any]:
     return loss
 
 
-def fused_forward(hidden: Any, head: Any, labels: Any) -> Any:
-    """*strict* with the forward pass in one Mosaic kernel; this process runs nothing else."""
-    from easypipe.kernels import pallas_gpu
-
-    pallas_gpu.DEFAULT_BLOCKS = {**pallas_gpu.DEFAULT_BLOCKS, "fused_splits": 33}
-    return ours(rule="strict")(hidden, head, labels)
-
-
 def exact(hidden: Any, head: Any, labels: Any) -> Any:
     import jax
 
@@ -184,7 +176,6 @@ CONTENDERS: dict[str, Callable[[int, int, int], Steps]] = {
     "easypipe": in_jax(ours()),
     "easypipe fast": in_jax(ours(rule="fast")),
     "easypipe strict": in_jax(ours(rule="strict")),
-    "easypipe strict, fused forward": in_jax(fused_forward),
     "easypipe chunked": in_jax(ours(implementation="chunked")),
     "tokamax": in_jax(tokamax, transposed=True),
     "liger": in_torch(liger),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 
 from easypipe.core.errors import ConfigError
 from easypipe.kernels import choice, chunked
-from easypipe.kernels.api import LossSharding, fused_cross_entropy, fused_linear_cross_entropy
+from easypipe.kernels.api import LossSharding, fused_cross_entropy, fused_linear_cross_entropy, token_log_probs
+from easypipe.train import attention
 
 HIDDEN, HEAD, LABELS = jnp.ones((8, 6)), jnp.ones((6, 19)), jnp.zeros(8, jnp.int32)
 
@@ -125,6 +129,60 @@ def test_what_a_kernel_refuses_runs_in_xla_and_says_so(monkeypatch, caplog):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         lowered("cuda", jnp.float64)
     assert caplog.messages[0].startswith("fused_linear_cross_entropy: pallas_gpu cannot run, so XLA's own operations do: hidden is float64")
+
+
+def without_pallas_triton(monkeypatch):
+    """As a jax that has dropped it: every module that stands on it must be imported anew, and cannot."""
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr(pallas, "triton", raising=False)
+    for name in ("pallas_gpu", "pallas_gpu_rows", "attention_triton"):
+        monkeypatch.delitem(sys.modules, f"easypipe.kernels.{name}", raising=False)
+
+
+def test_a_jax_without_a_kernels_backend_loses_that_kernel_and_no_other(monkeypatch, caplog):
+    without_pallas_triton(monkeypatch)
+    loss = fused_linear_cross_entropy(HIDDEN, HEAD, LABELS)
+    assert loss == pytest.approx(np.log(19), rel=1e-6)
+    assert "tpu_custom_call" in lowered("tpu")
+    assert "custom_call @triton" not in lowered("cuda")
+    with pytest.raises(ConfigError, match=r"'pallas_gpu' cannot run: jax [\d.]+ does not have what it is written with \(.*triton"):
+        fused_linear_cross_entropy(HIDDEN, HEAD, LABELS, implementation="pallas_gpu", rule="fast")
+    assert not caplog.records, "no GPU is at hand, so none is missed"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.eval_shape(fused_linear_cross_entropy, HIDDEN, HEAD, LABELS)
+    assert "pallas_gpu cannot run, so XLA's own operations do: jax " in caplog.messages[0]
+
+
+def test_attention_without_pallas_triton_runs_by_xla_and_says_so(monkeypatch, caplog):
+    without_pallas_triton(monkeypatch)
+    attention._warn_once.cache_clear()
+    monkeypatch.setattr(attention, "platform_at_hand", lambda: "cuda")
+    assert attention.choose(None, 64, jnp.bfloat16) == "xla"
+    assert "attention runs by 'xla', which holds all scores: 'triton' cannot run: jax " in caplog.messages[0]
+    with pytest.raises(ConfigError, match=r"model\.attention: 'triton' cannot run: jax .*triton"):
+        attention.choose("triton", 64, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rule", [None, "strict"])
+def test_float32_logits_are_strict_and_float32_on_cuda(rule):
+    """The slabs of a bfloat16 loss for CUDA: in bfloat16, and in float32 where that is asked for."""
+    slab = {name: lowered("cuda", rule=rule or "strict", float32_logits=wish) for name, wish in (("own", False), ("float32", True))}
+    logits = {name: set(re.findall(r"-> tensor<(?:\d+x1024|512x\d+)x(bf16|f32)>", text)) for name, text in slab.items()}
+    products = {name: re.findall(r"dot_general .*-> tensor<[\dx]+x(bf16|f32)>", text) for name, text in slab.items()}
+    assert "f32" in logits["float32"]
+    assert products["own"].count("bf16") - products["float32"].count("bf16") == 2  # the logits of both passes
+    with pytest.raises(ConfigError, match=r"rule: 'fast' rounds the logits .* float32_logits is set: choose 'strict'"):
+        lowered("cuda", rule="fast", float32_logits=True)
+
+
+def test_log_probs_come_from_float32_logits():
+    def products(**options):
+        arguments = jnp.zeros((64, 32), jnp.bfloat16), jnp.zeros((32, 256), jnp.bfloat16), jnp.zeros(64, jnp.int32)
+        return str(jax.make_jaxpr(functools.partial(token_log_probs, implementation="pallas_gpu", **options))(*arguments))
+
+    assert "preferred_element_type=float32" in products()
+    assert "preferred_element_type=bfloat16" not in products()
+    assert "preferred_element_type=bfloat16" in products(float32_logits=False)
 
 
 def test_the_rule_and_the_chunk_are_those_that_fit(monkeypatch):

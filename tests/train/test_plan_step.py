@@ -190,6 +190,44 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     }
 
 
+def test_a_reduce_scatter_is_counted_as_one_however_the_compiler_writes_it():
+    """Gradients bf16[1024,256] of two layers, summed over 8 devices that keep 128 rows each: 7/8 of 512 KiB leave a device, twice."""
+    tpu = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+%all-reduce-scatter.7 (input: bf16[1024,256]) -> bf16[128,256] {
+  %input = bf16[1024,256]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-reduce.3 = bf16[1024,256]{1,0:T(8,128)(2,1)} all-reduce(%input), replica_groups=[1,8]<=[8], to_apply=%add
+  %index = s32[] multiply(%id, %rows)
+  ROOT %slice = bf16[128,256]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.3, %index, %zero), dynamic_slice_sizes={128,256}
+}
+%body (p: (s32[], bf16[1024,256])) -> (s32[], bf16[1024,256]) {
+  %fusion = bf16[128,256]{1,0:T(8,128)(2,1)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.7
+}
+ENTRY %main (a: bf16[1024,256]) -> f32[] {
+  %w = (s32[], bf16[1024,256]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %norm = f32[] all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add
+}
+"""
+    gpu = """
+%body (p: (s32[], bf16[1024,256])) -> (s32[], bf16[1024,256]) {
+  %start = ((bf16[1024,256]{1,0}), bf16[128,256]{1,0}) reduce-scatter-start(%g), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+  %done = bf16[128,256]{1,0} reduce-scatter-done(%start)
+}
+ENTRY %main (a: bf16[1024,256]) -> f32[] {
+  %w = (s32[], bf16[1024,256]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %norm = f32[] all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add
+}
+"""
+    for program in (tpu, gpu):
+        seen = {one.kind: (one.shape, one.size, one.devices, one.times, one.sent) for one in read(program, 8).collectives}
+        assert seen == {
+            "reduce-scatter": ("bf16[128,256]", 128 * 256 * 2, 8, 2, 2 * 7 / 8 * 1024 * 256 * 2),
+            "all-reduce": ("f32[]", 4, 8, 1, 2 * 7 / 8 * 4),
+        }
+
+
 @pytest.mark.skipif(os.environ.get("EASYPIPE_AOT") != "all", reason="a minute of a core (nox -s aot_tpu)")
 def test_an_8b_model_is_planned_for_64_chips_in_minutes(tpu):
     run = RunConfig.load(Path(__file__).parents[2] / "configs" / "llama_8b_v5p.yaml")

@@ -66,6 +66,7 @@ class _Options(_LogitsOptions, total=False):
     layout: Layout | None
     rule: Rule | None
     chunk_size: int | None
+    float32_logits: bool
 
 
 @overload
@@ -94,6 +95,7 @@ def fused_linear_cross_entropy(
     implementation: Implementation | None = None,
     rule: Rule | None = None,
     chunk_size: int | None = None,
+    float32_logits: bool = False,
 ) -> Array | LossWithTokens:
     """Cross entropy of `softmax(cap(hidden @ lm_head + bias))` against `labels`, in nats; float32 (float64 for float64 inputs).
 
@@ -116,6 +118,8 @@ def fused_linear_cross_entropy(
     more) in the dtype of the inputs; "strict" holds no more than a tile and recomputes. None: "fast" for "mean" and "sum" while 256
     tokens' logits take at most 2 GiB, else "strict". `chunk_size`, per device: None for 4096 on TPU and CUDA, 1024 elsewhere,
     less where their logits would take more than 2 GiB; "chunked" takes it for the tokens of its tiles under "strict".
+    `float32_logits`: the logits are never rounded to the dtype of the inputs; so the rule is "strict". Without it "fast" rounds
+    them, and on CUDA "strict" too (elsewhere "strict" keeps float32 anyway); there it costs slabs of half as many tokens.
 
     Raises ConfigError that names every reason: shapes and dtypes that do not fit, a layout left open, a label outside the vocabulary (only
     outside jit), an option out of range or without effect, a sharding that the mesh lacks, an implementation that cannot run.
@@ -138,6 +142,7 @@ def fused_linear_cross_entropy(
             implementation=implementation,
             rule=rule,
             chunk_size=chunk_size,
+            float32_logits=float32_logits,
         )
     )
     objective = Objective(float(z_loss), float(label_smoothing), call.vocab)
@@ -209,11 +214,13 @@ def token_log_probs(
     layout: Layout | None = None,
     sharding: LossSharding | None = None,
     implementation: Implementation | None = None,
+    float32_logits: bool = True,
 ) -> Float[Array, "*tokens"]:
     """log p(label) of every token, in nats, 0 where it does not count; differentiable, by the rule "strict".
 
     For losses that are no weighted sum of cross entropies, such as those of preferences (Rafailov et al., DPO, 2023). Arguments, dtypes and
-    errors are those of fused_linear_cross_entropy.
+    errors are those of fused_linear_cross_entropy; but `float32_logits` is the default here: a log-ratio is a small difference of two of
+    these, and the rounding of bfloat16 logits would be as large as it.
     """
     request = Request(
         at="token_log_probs",
@@ -226,6 +233,7 @@ def token_log_probs(
         layout=layout,
         sharding=sharding,
         implementation=implementation,
+        float32_logits=float32_logits,
     )
     call = checked(request)
     stats = _stats(call)

@@ -45,6 +45,7 @@ class Request:
     implementation: Implementation | None = None
     rule: Rule | None = None
     chunk_size: int | None = None
+    float32_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def _call(request: Request, layout: Layout) -> Call:
     if unused and refusals.get(unused):
         logger.warning("%s: %s cannot run, so XLA's own operations do: %s", request.at, unused, "; ".join(refusals[unused]))
     implementation: Any = "chunked" if labels.size == 0 and request.implementation != "reference" else request.implementation
-    plan = Plan(choice.candidates(refusals, implementation), layout, request.soft_cap, request.sharding, request.chunk_size)
+    plan = Plan(
+        choice.candidates(refusals, implementation), layout, request.soft_cap, request.sharding, request.chunk_size, request.float32_logits
+    )
     return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)
 
 
@@ -111,6 +114,8 @@ def _rule(request: Request, layout: Layout) -> Rule:
         return "strict"
     if request.rule is not None:
         return request.rule
+    if request.float32_logits:
+        return "strict"
     fits = choice.fast_fits(_vocab(request, layout) // _vocab_shards(request), request.lm_head.dtype.itemsize)
     return "fast" if fits else "strict"
 
@@ -192,6 +197,8 @@ def _names(request: Request) -> Iterator[str]:
             yield _option(name, value, options)
     if request.rule == "fast" and request.reduction == "none":
         yield "rule: 'fast' needs a scalar loss, and reduction is 'none': choose 'strict', or reduce"
+    if request.rule == "fast" and request.float32_logits:
+        yield "rule: 'fast' rounds the logits to the dtype of the inputs, and float32_logits is set: choose 'strict', or leave it out"
     if request.implementation == "reference":
         for name in ("rule", "chunk_size", "sharding"):
             if getattr(request, name) is not None:
@@ -251,16 +258,18 @@ def _runs(request: Request, layout: Layout) -> Iterator[str]:
         return
     for reason in [*_refusals(request, name, layout), *_elsewhere(request, name)]:
         yield f"implementation: {name!r} cannot run: {reason}"
-    module = choice.kernel(name)
     if request.lm_head is None:
         return
-    if request.rule == "fast" and not hasattr(module, "row_step"):
+    if request.rule == "fast" and choice.missing(name) is None and not hasattr(choice.kernel(name), "row_step"):
         yield f"rule: {name!r} has no 'fast': leave it None"
     if request.chunk_size is not None and _rule(request, layout) == "strict":
         yield f"chunk_size: {name!r} has none under the rule 'strict': leave it None"
 
 
 def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
+    if (reason := choice.missing(name)) is not None:
+        yield reason
+        return
     arrays = [array for array in (request.hidden, request.lm_head, request.bias, request.labels) if array is not None]
     if request.sharding is None and (devices := choice.devices_without_sharding(*arrays)) > 1:
         yield f"the compiler cannot split it over {devices} devices: say by `sharding` how the arguments lie"

@@ -51,6 +51,7 @@ class Plan:
     soft_cap: float | None
     sharding: LossSharding | None = None
     chunk_size: int | None = None
+    float32_logits: bool = False  # of "pallas_gpu", the one whose strict logits are rounded; all others have them in float32
 
     @property
     def is_reference(self) -> bool:
@@ -80,6 +81,15 @@ def _dividing(axes: tuple[str, ...]) -> tuple[str, ...]:
 def kernel(name: str) -> Any:
     """The module of an implementation. Imported when first asked for: Pallas takes half a second."""
     return importlib.import_module(f"easypipe.kernels.{name}")
+
+
+def missing(name: str) -> str | None:
+    """Why the module of an implementation cannot be imported (Pallas drops a backend now and then); None where it can."""
+    try:
+        kernel(name)
+    except ImportError as error:
+        return f"jax {jax.__version__} does not have what it is written with ({error})"
+    return None
 
 
 def by_platform(plan: Plan, run: Callable[..., Any], *arrays: Any, alike: bool = True) -> Any:

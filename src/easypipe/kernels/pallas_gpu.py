@@ -1,7 +1,7 @@
 """The strict loss on NVIDIA GPUs: the logits are computed slab by slab, twice, and no more than a slab of them ever exists.
 
 The products are cuBLAS's (through XLA); between them stand the row kernels of pallas_gpu_rows.py. A slab is a bounded piece of the logits
-in the dtype of the inputs:
+in the dtype of the inputs, or in float32 where `float32_logits` asks for it:
 
 - forward: a slab is some tokens x all columns. Only rows of `hidden` are sliced, so nothing is copied, and a row's sums are whole.
 - backward: a slab is all tokens x some columns. The head's gradient is final for these columns; d_hidden adds up in float32, [T, D].
@@ -40,7 +40,6 @@ DEFAULT_BLOCKS: Mapping[str, int] = {
     "slab_mib": 256,  # all temporaries but cuBLAS's workspace; with it 288 MiB, under the 0.3 GiB promised. A table may only say less
     "row_columns": RowBlock().columns,
     "row_warps": RowBlock().num_warps,
-    "fused_splits": 0,  # 0: slabs in the forward pass too; else pallas_gpu_fused.py with so many spans, where it takes the arguments
 }
 ALIGN = 128  # where a slab cannot be even, it is a multiple of this: whole tiles for the products
 VECTOR = 8  # elements of 16 bytes in half precision: rows must start at such a multiple for the widest loads
@@ -68,40 +67,37 @@ def stats(
     soft_cap: float | None,
     block: Mapping[str, int] | None = None,
     interpret: bool = False,
+    float32_logits: bool = False,
 ) -> LogitStats:
-    """The four sums (see stats.Kernel)."""
+    """The four sums (see stats.Kernel). `float32_logits`: the products' float32 sums are not rounded to the dtype of the inputs."""
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
-    if sizes["fused_splits"]:
-        from easypipe.kernels import pallas_gpu_fused as fused  # a second to import, and seldom asked for
-
-        if not fused.refusals(hidden, lm_head, bias, layout=layout):
-            return fused.stats(hidden, lm_head, labels, layout=layout, soft_cap=soft_cap, splits=sizes["fused_splits"])
     row_block = _row_block(sizes)
     asked = hidden.shape[0]
     hidden, (labels,) = _whole_vectors(hidden, (labels,))
     budget = _budget(sizes, hidden, asked)
     (num_tokens, width), vocab = hidden.shape, vocab_size(lm_head, layout)
+    dtype = jnp.dtype(jnp.float32) if float32_logits else hidden.dtype
 
     def sums(logits_NV: Array, labels_N: Array) -> Array:
         return jnp.stack(rows.row_stats(logits_NV, labels_N, soft_cap=soft_cap, block=row_block, interpret=interpret))
 
     def some_tokens(sums_4T: Array, hidden: Array, start: Any, size: int) -> Array:
-        logits_NV = _logits(jax.lax.dynamic_slice_in_dim(hidden, start, size), lm_head, bias, layout)
+        logits_NV = _logits(jax.lax.dynamic_slice_in_dim(hidden, start, size), lm_head, bias, layout, dtype)
         sums_4N = sums(logits_NV, jax.lax.dynamic_slice_in_dim(labels, start, size))
         return jax.lax.dynamic_update_slice_in_dim(sums_4T, sums_4N, start, axis=1)
 
     def some_columns(sums_4T: Array, hidden: Array, first: Any, count: int) -> Array:
         head_N, bias_N = _columns(lm_head, bias, first, count, layout)
-        lse_T, target_T, sum_T, best_T = sums(_logits(hidden, head_N, bias_N, layout), labels - first)
+        lse_T, target_T, sum_T, best_T = sums(_logits(hidden, head_N, bias_N, layout, dtype), labels - first)
         return jnp.stack([jnp.logaddexp(sums_4T[0], lse_T), sums_4T[1] + target_T, sums_4T[2] + sum_T, jnp.maximum(sums_4T[3], best_T)])
 
     if vocab % VECTOR == 0:
-        size = slab_tokens(num_tokens, vocab, hidden.dtype.itemsize, budget)
+        size = slab_tokens(num_tokens, vocab, dtype.itemsize, budget)
         sums_4T = _pieces(num_tokens, size, some_tokens, jax.lax.empty((4, num_tokens), jnp.float32), hidden)
     else:  # XLA would copy all of the head into one of whole vectors: cut it into slabs that are, and a narrow last one
         nothing_4T = jnp.broadcast_to(jnp.asarray([[rows.LOWEST], [0], [0], [rows.LOWEST]], jnp.float32), (4, num_tokens))
-        columns = slab_columns(num_tokens, width, vocab, hidden.dtype.itemsize, layout, budget)
+        columns = slab_columns(num_tokens, width, vocab, hidden.dtype.itemsize, layout, budget, dtype.itemsize)
         sums_4T = _pieces(vocab, columns, some_columns, nothing_4T, hidden)
     return LogitStats(*sums_4T[:, :asked])
 
@@ -116,8 +112,9 @@ def gradients(
     block: Mapping[str, int] | None = None,
     grad_dtype: DTypeLike | None = None,
     interpret: bool = False,
+    float32_logits: bool = False,
 ) -> Gradients:
-    """The gradients of the three sums (see stats.Kernel)."""
+    """The gradients of the three sums (see stats.Kernel); `float32_logits` as in `stats`."""
     hidden, lm_head, bias, labels = inputs
     sizes = _blocks(block, hidden, lm_head, layout)
     asked, per_token = hidden.shape[0], (labels, lse, *g)
@@ -125,7 +122,10 @@ def gradients(
     num_tokens, width = hidden.shape
     vocab, axis = vocab_size(lm_head, layout), 1 if layout == "dv" else 0
     row_block = _row_block(sizes)
-    passes = backward_slabs(num_tokens, width, vocab, hidden.dtype.itemsize, layout, _budget(sizes, hidden, asked))
+    dtype = jnp.dtype(jnp.float32) if float32_logits else hidden.dtype
+    item = hidden.dtype.itemsize
+    slab_item = item if dtype == hidden.dtype else dtype.itemsize + item  # dx is rounded beside the float32 slab
+    passes = backward_slabs(num_tokens, width, vocab, item, layout, _budget(sizes, hidden, asked), slab_item)
 
     def over_columns(sums: _Sums, hidden_GD: Array, per_token_G: tuple[Array, ...], columns: int) -> _Sums:
         """Of some tokens, by slabs: the gradients that `sums` has a place for."""
@@ -135,14 +135,14 @@ def gradients(
             d_hidden_GD, d_head, d_bias = sums
             head_N, bias_N = _columns(lm_head, bias, first, count, layout)
             dx_GN = rows.row_gradients(
-                _logits(hidden_GD, head_N, bias_N, layout),
+                _logits(hidden_GD, head_N, bias_N, layout, dtype),
                 labels_G - first,
                 lse_G,
                 Cotangents(*g_G),
                 soft_cap=soft_cap,
                 block=row_block,
                 interpret=interpret,
-            )
+            ).astype(hidden.dtype)
             if d_hidden_GD is not None:
                 d_hidden_GD += jnp.einsum("gn,dn->gd" if axis else "gn,nd->gd", dx_GN, head_N, preferred_element_type=jnp.float32)
             if d_head is not None:
@@ -200,7 +200,6 @@ def neighbours(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
     yield {**blocks, "slab_mib": DEFAULT_BLOCKS["slab_mib"] // 2}
     yield from ({**blocks, "row_columns": columns} for columns in (4096, 16384))
     yield from ({**blocks, "row_warps": warps} for warps in (8, 16))
-    yield from ({**blocks, "fused_splits": splits} for splits in (8, 16, 33))  # 33 x 16 groups of 256 tokens are four waves of 132 blocks
 
 
 def slab_tokens(num_tokens: int, vocab: int, itemsize: int, budget: int) -> int:
@@ -208,31 +207,42 @@ def slab_tokens(num_tokens: int, vocab: int, itemsize: int, budget: int) -> int:
     return _even(num_tokens, min(budget // (vocab * itemsize), -(-num_tokens // 2)))
 
 
-def slab_columns(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> int:
-    """Columns of a slab in the forward pass of a vocabulary of no whole vectors; also no more than half."""
-    return _even(vocab, min(budget // _column_bytes(num_tokens, 2 * width, itemsize, layout), -(-vocab // 2)))
+def slab_columns(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int, slab_item: int | None = None) -> int:
+    """Columns of a slab in the forward pass of a vocabulary of no whole vectors; also no more than half.
+
+    `slab_item`: bytes that one logit of the slab takes; None: `itemsize`, those of one number of the inputs.
+    """
+    return _even(vocab, min(budget // _column_bytes(num_tokens, 2 * width, itemsize, layout, slab_item), -(-vocab // 2)))
 
 
-def backward_slabs(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> Slabs:
-    """Of the backward pass: one, unless the sum of d_hidden would take more than half of the budget, so that slabs would be narrow."""
+def backward_slabs(
+    num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int, slab_item: int | None = None
+) -> Slabs:
+    """Of the backward pass: one, unless the sum of d_hidden would take more than half of the budget, so that slabs would be narrow.
+
+    `slab_item` as in `slab_columns`, of a logit and what stands beside it.
+    """
     most = max(ALIGN, budget // 2 // (4 * width))
     group = _even(num_tokens, most) if num_tokens > most else num_tokens
 
     def columns(tokens: int, sums: int, factors: int) -> int:
-        return _even(vocab, min((budget - sums) // _column_bytes(tokens, factors * width, itemsize, layout), -(-vocab // 2)))
+        return _even(vocab, min((budget - sums) // _column_bytes(tokens, factors * width, itemsize, layout, slab_item), -(-vocab // 2)))
 
     if group == num_tokens:
         return Slabs(group, columns(num_tokens, 4 * group * width, 2), 0)
     return Slabs(group, columns(num_tokens, 0, 2), columns(group, _group_bytes(group, width, itemsize), 1))
 
 
-def temporary_bytes(num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int) -> int:
+def temporary_bytes(
+    num_tokens: int, width: int, vocab: int, itemsize: int, layout: Layout, budget: int, *, float32_logits: bool = False
+) -> int:
     """What the slabs of one pass take at once, at most; beside it stand cuBLAS's workspace and a few numbers per token."""
-    group, columns, group_columns = backward_slabs(num_tokens, width, vocab, itemsize, layout, budget)
+    logit, slab_item = (4, 4 + itemsize) if float32_logits and itemsize < 4 else (itemsize, itemsize)
+    group, columns, group_columns = backward_slabs(num_tokens, width, vocab, itemsize, layout, budget, slab_item)
     sums = 4 * group * width if group == num_tokens else 0
-    first = sums + columns * _column_bytes(num_tokens, 2 * width, itemsize, layout)
-    second = _group_bytes(group, width, itemsize) + group_columns * _column_bytes(group, width, itemsize, layout)
-    return max(slab_tokens(num_tokens, vocab, itemsize, budget) * vocab * itemsize, first, second if group_columns else 0)
+    first = sums + columns * _column_bytes(num_tokens, 2 * width, itemsize, layout, slab_item)
+    second = _group_bytes(group, width, itemsize) + group_columns * _column_bytes(group, width, itemsize, layout, slab_item)
+    return max(slab_tokens(num_tokens, vocab, logit, budget) * vocab * logit, first, second if group_columns else 0)
 
 
 def _group_bytes(group: int, width: int, itemsize: int) -> int:
@@ -240,9 +250,9 @@ def _group_bytes(group: int, width: int, itemsize: int) -> int:
     return group * width * (4 + itemsize)
 
 
-def _column_bytes(tokens: int, strided: int, itemsize: int, layout: Layout) -> int:
+def _column_bytes(tokens: int, strided: int, itemsize: int, layout: Layout, slab_item: int | None) -> int:
     """A column of the slab; for "dv" also `strided` numbers, of the head and of its gradient, which lie strided in their arrays: copies."""
-    return itemsize * (tokens + (strided if layout == "dv" else 0))
+    return (slab_item or itemsize) * tokens + (itemsize * strided if layout == "dv" else 0)
 
 
 def _even(total: int, most: int) -> int:
@@ -261,7 +271,7 @@ def _blocks(block: Mapping[str, int] | None, hidden: Array, lm_head: Array, layo
         return {**DEFAULT_BLOCKS, **block}
     num_tokens, width = hidden.shape
     shape = num_tokens, width, vocab_size(lm_head, layout)
-    return {**DEFAULT_BLOCKS, **blocks_for(device_kind(), "pallas_gpu", *shape, hidden.dtype, default=dict)}
+    return blocks_for(device_kind(), "pallas_gpu", *shape, hidden.dtype, default=lambda: DEFAULT_BLOCKS)
 
 
 def _row_block(sizes: Mapping[str, int]) -> RowBlock:
@@ -286,10 +296,10 @@ def _columns(lm_head: Array, bias: Array | None, first: Any, count: int, layout:
     return head_N, None if bias is None else jax.lax.dynamic_slice_in_dim(bias, first, count)
 
 
-def _logits(hidden_ND: Array, head: Array, bias: Array | None, layout: Layout) -> Array:
-    """x = hidden @ head + bias, in the dtype of the inputs (accumulated in float32 by the product)."""
-    logits = jnp.einsum("td,dv->tv" if layout == "dv" else "td,vd->tv", hidden_ND, head, preferred_element_type=hidden_ND.dtype)
-    return logits if bias is None else (logits + bias).astype(hidden_ND.dtype)
+def _logits(hidden_ND: Array, head: Array, bias: Array | None, layout: Layout, dtype: DTypeLike) -> Array:
+    """x = hidden @ head + bias, in `dtype` (accumulated in float32 by the product)."""
+    logits = jnp.einsum("td,dv->tv" if layout == "dv" else "td,vd->tv", hidden_ND, head, preferred_element_type=dtype)
+    return logits if bias is None else (logits + bias).astype(dtype)
 
 
 def _pieces(total: int, size: int, body: Callable[[Any, Array, Any, int], Any], carry: Any, operand: Array) -> Any:

@@ -43,7 +43,7 @@ def stats(inputs: Inputs, plan: Plan) -> LogitStats:
 
     def on_device(inputs: Inputs) -> LogitStats:
         def run(platform: str, name: str, inputs: Inputs) -> LogitStats:
-            return kernel(name).stats(inputs, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
+            return kernel(name).stats(inputs, layout=plan.layout, soft_cap=plan.soft_cap, **_own_options(plan, name))
 
         local = by_platform(plan, run, _flat(inputs, plan))
         return _shaped(merge_shards(local, plan.vocab_axes()), inputs.labels)
@@ -56,7 +56,7 @@ def gradients(inputs: Inputs, lse: Array, g: Cotangents, plan: Plan) -> Gradient
 
     def on_device(inputs: Inputs, lse: Array, *g: Array) -> Gradients:
         def run(platform: str, name: str, inputs: Inputs, lse: Array, g: Cotangents) -> Gradients:
-            return kernel(name).gradients(inputs, lse, g, layout=plan.layout, soft_cap=plan.soft_cap, **_tile(plan, name))
+            return kernel(name).gradients(inputs, lse, g, layout=plan.layout, soft_cap=plan.soft_cap, **_own_options(plan, name))
 
         grads = by_platform(plan, run, _flat(inputs, plan), lse.reshape(-1), Cotangents(*(array.reshape(-1) for array in g)))
         grads = grads._replace(hidden=_summed(grads.hidden, plan.vocab_axes()).reshape(inputs.hidden.shape))
@@ -232,6 +232,8 @@ def _reduced(grads: Gradients, inputs: Inputs, plan: Plan) -> Gradients:
     return Gradients(grads.hidden, d_lm_head, d_bias)
 
 
-def _tile(plan: Plan, name: str) -> dict[str, Any]:
-    """A chunk_size that was asked for is the tile's number of tokens too."""
-    return {"block": (plan.chunk_size, chunked.TILE[1])} if name == "chunked" and plan.chunk_size is not None else {}
+def _own_options(plan: Plan, name: str) -> dict[str, Any]:
+    """What one implementation alone is told under *strict*: a chunk_size is the tile's number of tokens too, logits may be float32."""
+    if name == "chunked" and plan.chunk_size is not None:
+        return {"block": (plan.chunk_size, chunked.TILE[1])}
+    return {"float32_logits": True} if name == "pallas_gpu" and plan.float32_logits else {}

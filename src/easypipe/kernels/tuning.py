@@ -5,9 +5,9 @@ The table that comes with the package (tuning_table.json) and the user's own (`u
     {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048, "vocab": 32768, "dtype": "bfloat16",
      "blocks": {"name": size, ...}, "source": "measured", "ms": 12.3}
 
-An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of two. `source` says how the sizes
-were found: "measured" on such a device, or "model", chosen by the accounting of the implementation, untimed. The user's entries come
-before the package's. Where no entry fits, the caller's default is used: sizes that are safe for any shape.
+An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of two. A table holds what was measured
+on such a device and nothing else, so `source` is always "measured". The user's entries come before the package's. Where no entry
+fits, the caller's default is used: sizes that the implementation's own accounting chooses, safe for the shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from easypipe.core.storage import commit_bytes
 __all__ = ["Entry", "blocks_for", "bucket", "device_kind", "extend_table", "package_table", "read_table", "user_table"]
 
 TABLE = "tuning_table.json"
-Source = Literal["measured", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,8 @@ class Entry:
     vocab: int
     dtype: str  # of hidden states and head
     blocks: Mapping[str, int]
-    source: Source
-    ms: float | None = None  # forward and backward, where measured
+    source: Literal["measured"]
+    ms: float  # forward and backward
 
     @property
     def key(self) -> tuple[str, str, int, int, int, str]:
@@ -69,12 +68,21 @@ def device_kind() -> str:
 def blocks_for(
     device: str, implementation: str, tokens: int, width: int, vocab: int, dtype: Any, *, default: Callable[[], Mapping[str, int]]
 ) -> dict[str, int]:
-    """The block sizes of the first entry whose bucket holds the shape, the user's entries first; else those of `default()`."""
+    """The block sizes of `default()`, with those of the first entry whose bucket holds the shape over them, the user's entries first.
+
+    Raises ConfigError for an entry with a size that `default()` does not know.
+    """
     key = device, implementation, bucket(tokens), bucket(width), bucket(vocab), jnp.dtype(dtype).name
-    for table in (_user_entries(), _package_entries()):
-        if key in table:
-            return dict(table[key].blocks)
-    return dict(default())
+    sizes = dict(default())
+    for name, table in ((str(user_table()), _user_entries()), (TABLE, _package_entries())):
+        if key not in table:
+            continue
+        if unknown := sorted(table[key].blocks.keys() - sizes.keys()):
+            named = ", ".join(map(repr, unknown))
+            fix = "Take it out of the entry, or run `easypipe kernels tune` to measure anew."
+            raise ConfigError(at=f"{name}: {implementation}", problem=f"no block size is named {named}", have=tuple(sizes), fix=fix)
+        return sizes | dict(table[key].blocks)
+    return sizes
 
 
 def package_table() -> list[Entry]:
@@ -98,7 +106,7 @@ def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
     known |= {entry.key: entry for entry in entries}
     merged = [known[key] for key in sorted(known)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n".join("  " + json.dumps({name: value for name, value in asdict(entry).items() if value is not None}) for entry in merged)
+    rows = ",\n".join("  " + json.dumps(asdict(entry)) for entry in merged)
     commit_bytes(path, f"[\n{rows}\n]\n".encode())
     return merged
 
@@ -118,8 +126,8 @@ def _parse(text: str, name: str) -> list[Entry]:
             sizes = [entry.tokens, entry.width, entry.vocab]
             if any(size != bucket(size) for size in sizes):
                 raise ValueError(f"tokens, width and vocab must be powers of two, not {sizes}")
-            if entry.source not in get_args(Source):
-                raise ValueError(f"source is {entry.source!r}, not one of {get_args(Source)}")
+            if entry.source != "measured" or not (isinstance(entry.ms, float | int) and entry.ms > 0):
+                raise ValueError(f"source is {entry.source!r} and ms {entry.ms!r}: a table holds what was measured, with its milliseconds")
             if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
                 raise ValueError(f"blocks are no sizes: {entry.blocks}")
         except (TypeError, ValueError, AttributeError) as error:

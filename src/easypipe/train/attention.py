@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from easypipe.core.errors import ConfigError
-from easypipe.kernels.choice import platform_at_hand
+from easypipe.kernels.choice import missing, platform_at_hand
 from easypipe.train.axes import BATCH_AXES, TOKEN_AXES, constrain, fitting, on_mesh, rules
 from easypipe.train.mesh_config import axes_of
 from easypipe.train.model_config import TRITON_WIDTHS, AttentionBackend
@@ -77,7 +77,10 @@ def attend(
 
 
 def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> AttentionBackend:
-    """The backend that will run on the platform at hand. Raises ConfigError where the one asked for cannot."""
+    """The backend that will run on the platform at hand.
+
+    Where the platform's favourite cannot, "xla" runs with a warning. Raises ConfigError where the one asked for cannot.
+    """
     platform = platform_at_hand()
     wanted = FAVOURITES.get(platform, "xla") if backend is None else backend
     if wanted == "xla":
@@ -90,11 +93,14 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> Att
         problem = f"{wanted!r} knows bfloat16 and float32, not {jnp.dtype(dtype).name}"
     elif wanted == "triton" and head_width not in TRITON_WIDTHS:
         problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and this model's have {head_width}"
+    elif (reason := missing(f"attention_{wanted}")) is not None:
+        problem = f"{wanted!r} cannot run: {reason}"
     if problem is None:
         if platform == "cpu":
-            _warn_once(wanted)
+            _warn_once(f"attention {wanted!r} is interpreted on cpu: right, and far slower than 'xla'")
         return wanted
     if backend is None:
+        _warn_once(f"attention runs by 'xla', which holds all scores: {problem}")
         return "xla"
     favourite = FAVOURITES.get(platform, "xla")
     fix = "Leave attention out, and the fastest that can run is taken" + (f" (here {favourite!r})." if favourite != wanted else ".")
@@ -102,8 +108,8 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> Att
 
 
 @functools.cache
-def _warn_once(backend: str) -> None:
-    logger.warning("attention %r is interpreted on cpu: right, and far slower than 'xla'", backend)
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def head_axes() -> tuple[str, ...]:

@@ -8,10 +8,14 @@ from typing import NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+FUSED_SCATTER = "all-reduce-scatter"
+"""How XLA names a fusion for TPUs in which an all-reduce stands whose slice alone is kept: it sends what a reduce-scatter sends. Programs
+for GPUs hold a reduce-scatter instead."""
 
 _ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")  # of a computation
+_ROOT = re.compile(r"^\s*ROOT %?[\w.\-]+ = (.*?) [a-z][\w\-]*\(")
 _CALLS = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
@@ -58,6 +62,14 @@ def result(line: str) -> tuple[str, int, str] | None:
     return match[2], sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(of)), of
 
 
+def _kept(kind: str, size: int, of: str, lines: list[str]) -> tuple[str, int, str]:
+    """`result` of the all-reduce in a fused reduce-scatter, whose `lines` end in the slice that is kept."""
+    root = next((match[1] for line in lines if (match := _ROOT.match(line))), None)
+    if kind != "all-reduce" or root is None:
+        return kind, size, of
+    return "reduce-scatter", sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(root)), root
+
+
 def _elements(of: str) -> list[str]:
     """The elements of a tuple's type."""
     depth, found = 0, [""]
@@ -79,7 +91,7 @@ def read(text: str, devices: int) -> Read:
         for line in lines:
             one = result(line)
             if one is not None and times.get(name):
-                kind, size, of = one
+                kind, size, of = _kept(*one, lines) if name.startswith(FUSED_SCATTER) else one
                 group = _group(line, devices)
                 key = kind, _largest(of), size, group
                 found[key] = found.get(key, 0) + times[name]
