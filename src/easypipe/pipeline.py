@@ -27,7 +27,7 @@ from easypipe.stages.config import PipelineConfig
 from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixStage, MixStageConfig
 from easypipe.stages.pack import PackStage, PackStageConfig
-from easypipe.stages.plan_report import PlanReport, plan_report
+from easypipe.stages.plan_report import PlanReport, is_prepared, plan_report
 from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
@@ -174,6 +174,11 @@ class Pipeline:
         self._require_cache()
         waiting = {name: source.pending() for name, source in self.tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
+
+    def prepared(self) -> bool:
+        """Whether every token cache of the chain stands, or it needs none: rows that were saved, streaming. Reads no text."""
+        self._require_source()
+        return self._context.config.streaming or all(is_prepared(source) for source in self._plan[-1].data.values())
 
     def prepare_part(self, number: int, count: int) -> int:
         """Tokenizes part `number` (from 0) of `count` and nothing else, for jobs on machines that share cache_dir. Returns its rows.

@@ -92,7 +92,8 @@ def refuse(
             check_row_length(pack.seq_length, given["mesh"], at=f"{at}.pack.seq_length")
     check_batch_size(load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size")
     trainer = Trainer(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
-    trainer.check_checkpoint(unknown=() if run.train.steps is not None else ("train.steps",))
+    unknown = () if run.train.steps is not None else ("train.steps",)
+    trainer.check_checkpoint(unknown=unknown, loader=functools.partial(_known_loader, data, load))
 
 
 def train(
@@ -229,6 +230,11 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
 
 def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader | StreamLoader:
     return pipeline.copy().load(dataclasses.replace(options, mesh=mesh)).loader()
+
+
+def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | StreamLoader | None:
+    """The loader of a chain, to ask what data it reads; None where that would have to be prepared first."""
+    return _loader(pipeline, options, None) if pipeline.prepared() else None
 
 
 def _held_out(options: LoadStageConfig) -> LoadStageConfig:

@@ -74,6 +74,14 @@ def test_nothing_is_prepared_for_a_run_that_cannot_be(made: Path, tmp_path: Path
     assert not list(tmp_path.glob("cache/**/*.arrow")), "nothing was tokenized"
 
 
+def test_all_that_differs_is_named_at_once_where_the_data_is_prepared(made: Path, capsys: Any) -> None:
+    given = ["--set", "data.load.batch_size=4", "--set", "train.steps=3"]
+    assert command(["train", str(made / "run.yaml"), *given]) != 0
+    told = "".join(capsys.readouterr().err.split())
+    assert "train.resume_changes=[train.steps,loader.batch_size,loader.config]." in told
+    assert "loader.plan" not in told
+
+
 def test_a_run_as_long_as_its_data_is_compared_without_its_steps(made: Path, tmp_path: Path, capsys: Any) -> None:
     given = ["--set", f"data.cache_dir={tmp_path / 'cache'}", "--set", "train.steps=null"]
     assert command(["train", str(made / "run.yaml"), *given]) != 0

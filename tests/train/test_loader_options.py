@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import pytest
 
+from easypipe.core.config import apply_overrides, from_dict
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.train.config import TrainingConfig
 from easypipe.train.mesh import make_mesh
 from easypipe.train.metrics import read_metrics
 from easypipe.train.trainer import Trainer
@@ -57,9 +61,21 @@ def test_batches_grow_with_the_step(tmp_path):
     assert np.diff(tokens)[1] > 20
 
 
+def test_a_refusal_names_every_key_that_differs_ready_to_paste_and_no_other(tmp_path):
+    trainer(tmp_path, loader(), steps=3).run()
+    for given in ((), ("train.steps",), ("loader.sources", "loader.tokenizer")):  # the last did not change
+        with pytest.raises(StateError) as error:
+            trainer(tmp_path, loader(OTHER, batch_size=8), steps=5, resume_changes=given).run()
+        pasted = re.findall(r"train\.resume_changes=(\[\S+\])\.$", str(error.value))
+        assert pasted == ["[train.steps,loader.batch_size,loader.sources,loader.config,loader.plan]"], str(error.value)
+    assert "batch_size was 4, is 8" in str(error.value)
+    changes = from_dict(TrainingConfig, apply_overrides({"output_dir": "x"}, [f"resume_changes={pasted[0]}"])).resume_changes
+    assert trainer(tmp_path, loader(OTHER, batch_size=8), steps=5, resume_changes=changes).run().resumed_from == 3
+
+
 def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     trainer(tmp_path, loader(), steps=3).run()
-    with pytest.raises(StateError, match=r"3: belongs to a run on other data: sources and plan changed.*train\.resume_changes"):
+    with pytest.raises(StateError, match=r"3: belongs to a run on other data: sources and plan changed.*train\.resume_changes=\[train"):
         trainer(tmp_path, loader(OTHER), steps=5, resume_changes=("train.steps",)).run()
     one = loader(OTHER)
     trainer(tmp_path, one, steps=5, resume_changes=("train.steps", "loader.sources", "loader.plan")).run()

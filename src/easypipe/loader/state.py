@@ -75,6 +75,17 @@ class LoaderState:
         values["changes"] = tuple(values.get("changes", ()))
         return cls(**values)
 
+    def changed(self, components: Mapping[str, str], config: Mapping[str, Any]) -> tuple[list[str], str]:
+        """The components that are others now than when this state was saved, and in words what changed in them; ([], "") for none."""
+        names = [name for name in COMPONENTS if self.components.get(name) != components[name]]
+        details = [
+            f"{key} was {self.config.get(key)!r}, is {config.get(key)!r}"
+            for key in sorted({*self.config, *config})
+            if self.config.get(key) != config.get(key)
+        ]
+        problem = f"{' and '.join(names)} changed since this state was saved" + (f": {'; '.join(details)}" if details else "")
+        return names, problem if names else ""
+
     def check(self, components: Mapping[str, str], config: Mapping[str, Any], allow_changed: Collection[str] = ()) -> LoaderState:
         """This state, or what it becomes where a component is another one now than when it was saved, and `allow_changed` names it.
 
@@ -84,15 +95,9 @@ class LoaderState:
             if name not in COMPONENTS:
                 fix = did_you_mean(name, COMPONENTS)
                 raise ConfigError(at="allow_changed", problem=f"a state has no component {name!r}", have=COMPONENTS, fix=fix)
-        changed = [name for name in COMPONENTS if self.components.get(name) != components[name]]
+        changed, problem = self.changed(components, config)
         if not changed:
             return self
-        details = [
-            f"{key} was {self.config.get(key)!r}, is {config.get(key)!r}"
-            for key in sorted({*self.config, *config})
-            if self.config.get(key) != config.get(key)
-        ]
-        problem = f"{' and '.join(changed)} changed since this state was saved" + (f": {'; '.join(details)}" if details else "")
         if not set(changed) <= set(allow_changed):
             raise StateError(
                 at="loader state",

@@ -74,6 +74,8 @@ class StreamLoader:
     Raises ConfigError where streams do not divide the batch, PlacementError where batch and mesh do not fit.
     """
 
+    can_change = False  # whether a state may be restored where something changed
+
     def __init__(
         self,
         sources: Sequence[Forward],

@@ -207,6 +207,12 @@ def require_prepared(mixture: Mixture, *, prepare: bool) -> tuple[str, ...]:
     return tuple(missing)
 
 
+def is_prepared(source: ShardedSource) -> bool:
+    """Whether no token cache that `source` reads has to be made first."""
+    mixture = getattr(source, "mixture", None)
+    return all(_stands(part) for part in (mixture.parts.values() if isinstance(mixture, Mixture) else [source]))
+
+
 def _stands(source: ShardedSource) -> bool:
     """Whether its token cache can be opened as it is. A source of one's own that does not say where that is has to know itself."""
     path, folder = getattr(source, "cache_path", None), getattr(source, "folder", None)

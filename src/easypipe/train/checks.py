@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,32 @@ def loader_state(loader: BatchLoader, saved: Mapping[str, Any]) -> Any:
     return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
 
 
-def other_data(error: StateError, at: str, unlike: str) -> StateError:
-    """What a loader says to a state that is not its own, in words of a run. at: the checkpoint. unlike: keys of the config that differ."""
-    problem = f"belongs to a run on other data: {error.problem}" + (f" ({unlike})" if unlike else "")
-    ways = "list what may be another in train.resume_changes (loader.sources, loader.tokenizer, loader.config, loader.plan)"
-    return StateError(at=at, problem=problem, fix=f"Change that back, give another train.output_dir, or {ways}.")
+def changed_data(saved: Mapping[str, Any], loader: BatchLoader | None) -> tuple[list[str], str]:
+    """LOADER_PARTS of `loader` that are others than those of a saved state, and what changed in words.
+
+    ([], "") also where there is no loader to ask, or none that knows: such a one refuses a foreign state itself.
+    """
+    if loader is None or "text" not in saved:
+        return [], ""
+    now = loader.state()
+    return loader_state(loader, saved).changed(now.components, now.config) if hasattr(now, "changed") else ([], "")
 
 
 def is_under(path: str, key: str) -> bool:
     return path == key or path.startswith(f"{key}.")
 
 
-def check_newest(folder: Path, config: TrainingConfig, identity: Mapping[str, Any], unknown: Sequence[str] = ()) -> None:
-    """check_resume and check_same of the newest checkpoint in `folder`, where there is one. unknown: key paths that are not compared."""
+def check_newest(
+    folder: Path,
+    config: TrainingConfig,
+    identity: Mapping[str, Any],
+    unknown: Sequence[str] = (),
+    loader: Callable[[], BatchLoader | None] = lambda: None,
+) -> None:
+    """check_resume and check_same of the newest checkpoint in `folder`, where there is one. unknown: key paths that are not compared.
+
+    loader: gives that of the run where no data has to be prepared for it; called only where something is refused anyway.
+    """
     if not folder.is_dir():
         return
     with Checkpoints(folder, keep=None) as checkpoints:
@@ -104,7 +118,12 @@ def check_newest(folder: Path, config: TrainingConfig, identity: Mapping[str, An
             saved = checkpoints.run(steps[-1])
         except DamagedCheckpoint:
             return  # a run goes back to an older one
-    check_same(saved, identity, (*config.resume_changes, *unknown), folder / str(steps[-1]))
+    same = functools.partial(check_same, saved, identity, (*config.resume_changes, *unknown), folder / str(steps[-1]))
+    try:
+        same()
+    except StateError:
+        same(loader())
+        raise
 
 
 def check_resume(folder: Path, config: TrainingConfig, steps: Sequence[int]) -> None:
@@ -114,14 +133,35 @@ def check_resume(folder: Path, config: TrainingConfig, steps: Sequence[int]) -> 
         raise ConfigError(at="train.resume", problem=problem, fix="Set resume: true, or give another train.output_dir.")
 
 
-def check_same(saved: Mapping[str, Any], identity: Mapping[str, Any], allowed: Sequence[str], at: Path) -> dict[str, str]:
-    """What differs from a checkpoint, all of it allowed. Raises StateError with what is not. saved: what it was given as `run`."""
-    unlike = differences(saved["identity"], identity)
-    refused = {path: text for path, text in unlike.items() if not any(is_under(path, key) for key in allowed)}
-    if refused:
-        fix = "Change that back, give another train.output_dir, or list it in train.resume_changes."
-        raise StateError(at=str(at), problem=f"belongs to another run: {listed(refused)}", fix=fix)
-    return unlike
+def check_same(
+    saved: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    allowed: Sequence[str],
+    at: Path,
+    loader: BatchLoader | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """What differs from a checkpoint, all of it allowed: key path → what it was and is. saved: what the checkpoint was given as `run`.
+
+    data: the config of the data, whose keys that differ are told where the data does. Raises StateError with all that is not allowed, and
+    with what to write into resume_changes.
+    """
+    unlike, (parts, words) = differences(saved["identity"], identity), changed_data(saved["loader"], loader)
+    others = {f"loader.{part}": words for part in parts}
+    refused = [path for path in (*unlike, *others) if not any(is_under(path, key) for key in allowed)]
+    if not refused:
+        return unlike | others
+    problems = []
+    if own := {path: unlike[path] for path in refused if path in unlike}:
+        problems.append(f"belongs to another run: {listed(own)}")
+    if any(path in others for path in refused):
+        keys = listed(differences(saved["config"].get("data", {}), data or {}, "data")) if data is not None else ""
+        problems.append(f"belongs to a run on other data: {words}" + (f" ({keys})" if keys else ""))
+    ended = [ENDED] if ENDED in allowed else []
+    fix = f"list it in train.resume_changes=[{','.join([*unlike, *others, *ended])}]"  # as --set takes it, and YAML behind a colon
+    if others and not getattr(loader, "can_change", True):
+        fix = "leave streaming out of new runs: a stream cannot be entered at another place"
+    raise StateError(at=str(at), problem="; it ".join(problems), fix=f"Change that back, give another train.output_dir, or {fix}.")
 
 
 def check_changes(changes: Sequence[str], identity: Mapping[str, Any]) -> None:

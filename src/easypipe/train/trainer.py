@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
 from easypipe.train.callbacks.make import make_callbacks
 from easypipe.train.callbacks.metric import Known
-from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
+from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, listed
 from easypipe.train.checks import (
     CHECKPOINTS,
     ENDED,
@@ -38,7 +38,6 @@ from easypipe.train.checks import (
     is_under,
     loader_state,
     micro_batches,
-    other_data,
     resolve_steps,
     saved_loader_state,
 )
@@ -280,14 +279,15 @@ class Trainer:
         raise damaged[0]  # beginning anew over a run that is there is for its owner to decide
 
     def _restore(self, checkpoints: Checkpoints, step: int, watch: Watch) -> states.TrainState:
-        saved = checkpoints.run(step)
-        unlike = check_same(saved, self._identity(), self.config.resume_changes, checkpoints.folder / str(step))
+        saved, at, data = checkpoints.run(step), checkpoints.folder / str(step), self._run_config.get("data", {})
+        unlike = check_same(saved, self._identity(), self.config.resume_changes, at, self.train, data)
         allowed = [part for part in LOADER_PARTS if any(is_under(f"loader.{part}", key) for key in self.config.resume_changes)]
+        allowed = [part for part in allowed if f"loader.{part}" in unlike]
         try:
             self.train.restore(loader_state(self.train, saved["loader"]), **({"allow_changed": allowed} if allowed else {}))
         except StateError as error:
-            data = differences(saved["config"].get("data", {}), self._run_config.get("data", {}), "data")
-            raise other_data(error, str(checkpoints.folder / str(step)), listed(data)) from error
+            problem = f"belongs to a run on other data: {error.problem}"
+            raise StateError(at=str(at), problem=problem, fix="Change that back, or give another train.output_dir.") from error
         state = self.state_of(checkpoints, step)
         if others := [name for name, bits in saved.get("frozen", {}).items() if self._frozen.get(name) != bits]:
             raise StateError(
@@ -305,16 +305,17 @@ class Trainer:
         for name, told in saved.get("named_callbacks", {}).items():
             if name in self._named:
                 self._named[name].restore(told)
-        if unlike:
-            logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(unlike))
+        own = {path: text for path, text in unlike.items() if path not in {f"loader.{part}" for part in allowed}}
+        if own:  # of the others the loader tells
+            logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(own))
         return state
 
-    def check_checkpoint(self, *, unknown: Sequence[str] = ()) -> None:
+    def check_checkpoint(self, *, unknown: Sequence[str] = (), loader: Callable[[], BatchLoader | None] = lambda: None) -> None:
         """Raises what `run` would raise for the newest checkpoint in output_dir, as far as it can be told without data and arrays.
 
-        unknown: key paths that are not compared.
+        unknown: key paths that are not compared. loader: gives the run's, or None where data would have to be prepared for it.
         """
-        check_newest(self.output_dir / CHECKPOINTS, self.config, self._identity(), unknown)
+        check_newest(self.output_dir / CHECKPOINTS, self.config, self._identity(), unknown, loader)
 
     def fresh(self) -> states.TrainState:
         """The state before the first step."""
