@@ -164,7 +164,7 @@ def test_what_rows_may_hold(tmp_path: Path) -> None:
         rows = [{"image": png(a), "label": i % 2} for i, a in enumerate(arrays)] if images is None else str(path)
         seen[kind] = classify.inputs_of(config(tmp_path, {"data_files": rows}))
         assert seen[kind].run.model.image_shape == (6, 5, 1)
-        laws.assert_same_batches(seen[kind].train, seen["bytes"].train, what=kind) if kind != "floats" else None
+        laws.assert_same_batches(seen[kind].train.loader(0), seen["bytes"].train.loader(0), what=kind) if kind != "floats" else None
     np.testing.assert_allclose(seen["floats"].train.batch(0)["pixel_values"], seen["bytes"].train.batch(0)["pixel_values"], rtol=1e-6)
 
     small = classify.inputs_of(
@@ -174,7 +174,7 @@ def test_what_rows_may_hold(tmp_path: Path) -> None:
 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"image": a.tolist(), "label": i % 2}) + "\n" for i, a in enumerate(arrays)))
     lines = classify.inputs_of(config(tmp_path, {"data_files": str(tmp_path / "rows.jsonl")}))
-    laws.assert_same_batches(lines.train, seen["bytes"].train, what="lines")
+    laws.assert_same_batches(lines.train, seen["bytes"].train.loader(0), what="lines")
 
 
 def test_labels_may_be_names(tmp_path: Path) -> None:

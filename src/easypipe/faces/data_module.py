@@ -19,6 +19,7 @@ from easypipe.faces.loaders import DataLoaderConfig, DataLoaderFactory, require_
 from easypipe.faces.registry import DEFAULT, CollatorRegistry
 from easypipe.faces.text_rows import MESSAGES, TEXT, tokenizer_config
 from easypipe.faces.vision import IMAGE_COLUMNS
+from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
 from easypipe.plan.order import permute
 from easypipe.stages.source import DatasetConfig
@@ -52,7 +53,8 @@ class UniversalDataModule:
     tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with `name_or_path`; `messages` go through its chat
     template, and the assistant's turns are trained. max_length: tokens that are kept of a text. Rows without text are left out and counted,
     as on_error="skip" does.
-    The training loader is shuffled and leaves out a last batch that is not full; the validation loader is ordered and complete.
+    The training loader is shuffled, every iteration the next pass in an order of its own, and leaves out a last batch that is not full;
+    the validation loader is ordered, complete, and the same every time.
     seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further options are DataLoaderConfig's.
     """
 
@@ -82,6 +84,7 @@ class UniversalDataModule:
             log.info("data module: no seed was given, drew %d", self.seed)
         self.val_split, self.max_length, self.tokenizer = val_split, max_length, tokenizer
         self._train, self._val, self._collate_fn = train_data, val_data, collate_fn
+        self._passes: dict[str, int] = {}
         self.options = DataLoaderConfig(batch_size=batch_size, seed=self.seed, **options)
         if not len(train_data):
             raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
@@ -109,16 +112,18 @@ class UniversalDataModule:
         order = permute(np.arange(rows), rows, fold(self.seed, "val_split"))
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
-    def train_dataloader(self) -> Loader:
+    def train_dataloader(self) -> EpochLoader:
+        """A loader that begins at the pass behind the last one that a loader of this method has finished."""
         train = self._train if len(self.splits.train) == len(self._train) else subset(self._train, self.splits.train.tolist())
-        return self._loader(train, "train", shuffle=True, drop_last=True if self.options.drop_last is None else self.options.drop_last)
+        drop_last = True if self.options.drop_last is None else self.options.drop_last
+        return self._loader(train, "train", shuffle=True, drop_last=drop_last).counted_by(self._passes, "train")
 
     def val_dataloader(self) -> Loader | None:
         """None where nothing is held out."""
         if self._val is None and not len(self.splits.val):
             return None
         val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())
-        return self._loader(val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None)
+        return self._loader(val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None).loader(0)
 
     def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
         """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is known; else None."""
@@ -138,7 +143,7 @@ class UniversalDataModule:
         entry = CollatorRegistry.get_instance().find(self.task_spec)
         return entry.name == "text" and entry.builtin and not self.task_spec.options
 
-    def _loader(self, data: Any, name: str, **changes: Any) -> Loader:
+    def _loader(self, data: Any, name: str, **changes: Any) -> EpochLoader:
         options = dataclasses.replace(self.options, **changes)
         spelled = self.dataset_config(data, name)
         if spelled is not None:

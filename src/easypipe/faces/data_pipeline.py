@@ -18,7 +18,7 @@ from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
 from easypipe.faces.loaders import DataLoaderConfig, text_loader
-from easypipe.loader.loader import Loader
+from easypipe.loader.epochs import EpochLoader
 from easypipe.stages.source import DatasetConfig
 from easypipe.transforms.prompts import PromptConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
@@ -139,6 +139,7 @@ class DataPipeline:
         for problem in config.problems():
             raise problem
         self.config = config
+        self._passes: dict[tuple[str, bool], int] = {}
 
     @classmethod
     def from_config(cls, config: DataPipelineConfig | Mapping[str, Any] | str | Path) -> Result[Self, EasypipeError]:
@@ -151,10 +152,11 @@ class DataPipeline:
         made = attempt(_read, config)
         return [str(made.error)] if isinstance(made, Err) else [str(problem) for problem in made.value.problems()]
 
-    def get_dataloader(self, split: str, shuffle: bool | None = None) -> Result[Loader, EasypipeError]:
+    def get_dataloader(self, split: str, shuffle: bool | None = None) -> Result[EpochLoader, EasypipeError]:
         """The Loader of a split: `input_ids`, `labels`, `attention_mask`, `segment_ids`, `position_ids`, Int32[B, T].
 
-        shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
+        Every iteration is the next pass, in an order of its own where rows are shuffled; a loader begins at the pass behind the last one
+        that a loader of this split has finished. shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
         """
         return attempt(self._loader, split, shuffle)
 
@@ -173,11 +175,12 @@ class DataPipeline:
         """The dataloader section, with the seed that was drawn where none was given."""
         return self.config.dataloader.with_seed(drawing=True)
 
-    def _loader(self, split: str, shuffle: bool | None) -> Loader:
-        self.config.dataloader.warn_of_what_has_no_effect()
+    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader:
         shuffle = self.config.dataloader.shuffle if shuffle is None else shuffle
+        self.config.dataloader.warn_of_what_has_no_effect()
         options = dataclasses.replace(self.options if shuffle else self.config.dataloader, shuffle=shuffle)
-        return text_loader(self.dataset_config(split), options, columns=self.config.dataset.columns)
+        loader = text_loader(self.dataset_config(split), options, columns=self.config.dataset.columns)
+        return loader.counted_by(self._passes, (split, shuffle))
 
 
 def _read(given: DataPipelineConfig | Mapping[str, Any] | str | Path) -> DataPipelineConfig:

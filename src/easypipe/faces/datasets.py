@@ -125,7 +125,7 @@ class StreamingPreprocessedDataset:
         known_to_torch(StreamingPreprocessedDataset)
         self._data, self._engine = hf_iterable, prompt_engine
         self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.epoch = rank, world_size, 0
         self.skipped: Counter[str] = Counter()  # of the newest iteration
         self._lock = threading.Lock()
 
@@ -136,7 +136,8 @@ class StreamingPreprocessedDataset:
         if not shares_rows(self._data):
             first, step = first + step * worker, step * workers
         mine = itertools.islice(enumerate(self._data), first, None, step)
-        for number, row in _shuffled(mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker)):
+        turn = ("epoch", self.epoch) if self.epoch else ()
+        for number, row in _shuffled(mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker, *turn)):
             try:
                 made = _encode(self._engine, row, number)
             except SourceError as error:
@@ -148,6 +149,12 @@ class StreamingPreprocessedDataset:
             yield made
         if skipped:
             log.warning("stream: %d rows were left out: %s", skipped.total(), dict(skipped.most_common(5)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes later iterations those of pass `epoch`, in an order of its own; loaders call it, and a torch DataLoader's user does."""
+        self.epoch = epoch
+        if (passed_on := getattr(self._data, "set_epoch", None)) is not None:
+            passed_on(epoch)
 
     def sharded(self, rank: int, world_size: int) -> StreamingPreprocessedDataset:
         """The same for another rank."""

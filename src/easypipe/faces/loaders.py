@@ -17,6 +17,7 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
 from easypipe.faces.collators import default_collate
+from easypipe.loader.epochs import EpochLoader, passes_over
 from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.ranks import check_rank
@@ -53,7 +54,7 @@ class DataLoaderConfig:
     drop_last: leave out a last batch that is not full; None: where rows are shuffled, for every shape compiles a program.
     seed: of the order and of collators that draw. None draws one where it decides anything, logs it, and keeps it as `loader.seed`.
     collate_fn: a list of rows to a batch. None: what the dataset says of itself, else rows stacked as they are.
-    num_epochs: passes over the data; None goes on forever.
+    num_epochs: passes over the data in one iteration, the next one going on behind them; None goes on forever.
     group_by_length: rows of text of like length in one batch, as LoadStageConfig has it; a rank groups its own rows.
     rank, world_size: which rows are read: of every world_size neighbours the one with that number.
     """
@@ -132,9 +133,11 @@ class DataLoaderConfig:
 
 
 class DataLoaderFactory:
-    """`DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(...))`: a Loader, whose `state()` and `restore()` resume exactly."""
+    """`DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(...))`: a Loader, whose `state()` and `restore()` resume exactly,
+    and of which every iteration is the next pass (EpochLoader).
+    """
 
-    def create_dataloader(self, dataset: Any, config: DataLoaderConfig | None = None, *, name: str = "dataset1") -> Loader:
+    def create_dataloader(self, dataset: Any, config: DataLoaderConfig | None = None, *, name: str = "dataset1") -> EpochLoader:
         """dataset: one of easypipe's, anything with `len()` and rows by number, or (read in its order) anything to iterate over.
 
         name: decides the order, with the seed, as a Pipeline's dataset does by its name. Raises ConfigError for what cannot be read so, and
@@ -154,11 +157,16 @@ class DataLoaderFactory:
             return _forward_loader(dataset, options, name)
         require_rows(dataset, at="dataset")
         seed, collate = options.seed or 0, _collate(dataset, options)
-        rows = ItemRows(dataset, collate, seed=seed, shuffle=options.shuffle, num_epochs=options.num_epochs, name=name)
-        return _ranked(Loader(rows, options.load_options(), seed=seed, name=_name(dataset)), options)
+
+        def build(num_epochs: int | None) -> Loader:
+            rows = ItemRows(dataset, collate, seed=seed, shuffle=options.shuffle, num_epochs=num_epochs, name=name)
+            load = dataclasses.replace(options.load_options(), num_epochs=num_epochs)
+            return Loader(rows, load, seed=seed, name=_name(dataset))
+
+        return _ranked(passes_over(build, options.num_epochs), options)
 
 
-def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None) -> Loader:
+def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None) -> EpochLoader:
     """The Pipeline that the faces of text are short for: every document a row of its own.
 
     columns: of the source, which have to be there.
@@ -172,7 +180,11 @@ def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: S
             raise SourceError(at=f"dataset {name!r}", problem=f"no column {column!r}", have=have, fix=did_you_mean(column, have))
     if INPUT_IDS not in have:
         pipeline.tokenize()
-    return _ranked(pipeline.load(options.load_options()).build(), options)
+
+    def build(num_epochs: int | None) -> Loader:
+        return pipeline.copy().load(dataclasses.replace(options.load_options(), num_epochs=num_epochs)).build()
+
+    return _ranked(passes_over(build, options.num_epochs), options)
 
 
 class DataLoaderBuilder:
@@ -206,7 +218,7 @@ class DataLoaderBuilder:
         self._options |= options
         return self
 
-    def build(self) -> Loader:
+    def build(self) -> EpochLoader:
         """Raises ConfigError where there is no dataset, and what DataLoaderConfig and the factory raise."""
         if self._dataset is None:
             raise ConfigError(at="build()", problem="there is no dataset", fix="Call with_dataset(dataset) first.")
@@ -226,7 +238,7 @@ def require_rows(dataset: Any, *, at: str) -> None:
         raise ConfigError(at=at, problem=f"{name} gives no rows by number", fix=fix)
 
 
-def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> Loader:
+def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> EpochLoader:
     if options.shuffle:
         raise ConfigError(
             at="shuffle", problem=f"{type(dataset).__name__} is read from its start", fix="Give it a buffer_size that it shuffles within."
@@ -239,13 +251,19 @@ def _forward_loader(dataset: Any, options: DataLoaderConfig, name: str) -> Loade
     if options.num_workers is not None and options.num_workers > 1:
         log.warning("loader: num_workers=%d, but one thread reads a stream, in its order", options.num_workers)
     seed, load = options.seed or 0, dataclasses.replace(options.load_options(), prefetch_workers=1)
-    rows = ForwardRows(dataset, _collate(dataset, options), seed=seed, name=name)
-    return _ranked(Loader(rows, load, seed=seed, name=_name(dataset)), options)
+
+    def make(epoch: int) -> Loader:
+        rows = ForwardRows(dataset, _collate(dataset, options), seed=seed, name=name, epoch=epoch)
+        return Loader(rows, load, seed=seed, name=_name(dataset))
+
+    return _ranked(make, options)
 
 
-def _ranked(loader: Loader, options: DataLoaderConfig) -> Loader:
-    own = loader if options.world_size == 1 else loader.of_rank(options.rank, options.world_size)
-    require_a_batch(loader.name, own.rows, own.config)
+def _ranked(make: Callable[[int], Loader], options: DataLoaderConfig) -> EpochLoader:
+    """The passes of this rank. make: the loader of a pass, of all ranks."""
+    size = options.world_size
+    own = EpochLoader(make if size == 1 else lambda epoch: make(epoch).of_rank(options.rank, size))
+    require_a_batch(own.name, own.rows, own.config)
     return own
 
 

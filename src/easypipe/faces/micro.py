@@ -6,7 +6,7 @@ documents stand in the order of the files with EOS between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.protocols import ShardedSource
-from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS
 from easypipe.faces.loaders import DataLoaderConfig
+from easypipe.loader.epochs import EpochLoader, seed_of_epoch
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import OrderConfig, PipelineConfig
@@ -142,32 +142,6 @@ class TransformerDataset:
         return {INPUT_IDS: found[:-1].copy(), LABELS: found[1:].copy()}
 
 
-class EpochLoader:
-    """A loader whose every iteration is the next pass over the data, each in an order of its own; `len()` is the batches of one.
-
-    `loader(epoch)` is the Loader of a pass: it has `state()`, `restore()` and all else. `set_epoch(n)` makes the next iteration pass n.
-    """
-
-    def __init__(self, make: Callable[[int], Loader], seed: int) -> None:
-        self._make, self.seed, self.epoch = make, seed, 0
-        self._first: Loader = make(seed)
-
-    def loader(self, epoch: int) -> Loader:
-        return self._first if epoch == 0 else self._make(seed_of_epoch(self.seed, epoch))
-
-    def set_epoch(self, epoch: int) -> None:
-        if epoch < 0:
-            raise ConfigError(at="set_epoch", problem=f"there is no pass {epoch}", fix="They count from 0.")
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return iter(self.loader(epoch))
-
-
 def create_dataloaders(
     train_path: Any,
     val_path: Any,
@@ -210,12 +184,8 @@ def create_dataloaders(
         loader: Loader = pipeline.load(LoadStageConfig(**{**vars(load), "drop_last": train})).build()
         return loader if world_size == 1 else loader.of_rank(rank, world_size)
 
-    return EpochLoader(lambda order: made(train_path, order, train=True), options.seed or 0), made(val_path, 0, train=False)
-
-
-def seed_of_epoch(seed: int, epoch: int) -> int:
-    """The seed of the order of a pass; of the first one `seed` itself."""
-    return seed if epoch == 0 else fold(seed, "epoch", epoch) >> 1
+    first = options.seed or 0
+    return EpochLoader(lambda epoch: made(train_path, seed_of_epoch(first, epoch), train=True)), made(val_path, 0, train=False)
 
 
 def stream(

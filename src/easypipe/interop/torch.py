@@ -11,6 +11,7 @@ import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.interop.workers import torch_worker
+from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.items import ForwardRows
 from easypipe.loader.loader import Loader
 from easypipe.loader.streaming import StreamLoader
@@ -60,7 +61,16 @@ class TorchBatches(data.IterableDataset):
             self._yielded = step + 1
             yield batch
             step += workers
-        self._yielded = 0  # a worker that is kept begins its next pass at the first batch
+        self._yielded = 0  # a worker that is kept goes on with the next pass, or begins anew
+        loader._ended()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration pass `epoch`, for worker processes, which end with a pass and do not count them. Raises ConfigError for
+        a loader that has no passes: those of data modules, factories and builders have.
+        """
+        if not isinstance(self._loader, EpochLoader):
+            raise ConfigError(at="set_epoch", problem="this loader begins at its first batch every time", fix="Give an EpochLoader.")
+        self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Batches of a pass. Raises TypeError where they never end."""

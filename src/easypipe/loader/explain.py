@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import ConfigError, PlanError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.core.text import visible
-from easypipe.loader.ranks import RankRows
+from easypipe.loader.ranks import RenumberedRows
 from easypipe.loader.row_transforms import MappedRows
 from easypipe.loader.rows import PlannedRows, Rows
 from easypipe.loader.stored import StoredRows
@@ -136,8 +136,8 @@ def explain_rows(rows: Rows, step: int, numbers: NDArray[np.int64], chosen: Sequ
 
 def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     laid, there = rows, number
-    while isinstance(laid, MappedRows | RankRows):  # the first change tokens, never which document they are of
-        there = laid.row_below(there) if isinstance(laid, RankRows) else there
+    while isinstance(laid, MappedRows | RenumberedRows):  # the first change tokens, never which document they are of
+        there = laid.row_below(there) if isinstance(laid, RenumberedRows) else there
         laid = laid.below
     if isinstance(laid, PlannedRows):
         epoch, window, starts, place = _planned(laid, there)

@@ -158,14 +158,14 @@ class ForwardRows(_Unsized):
     """The rows of a dataset that can only be iterated over, from its start every time: exact, and quick where rows are asked for in order.
 
     dataset: something whose `iter()` begins at the first row and gives the same rows every time. A row behind the one that was read last
-    is reached by reading what lies between, one in front of it by beginning again. collate, seed, name: as ItemRows has them. Thread safe;
-    one thread reads at a time.
+    is reached by reading what lies between, one in front of it by beginning again. collate, seed, name: as ItemRows has them. epoch: which
+    pass this is, for `set_epoch` of datasets that have it, as those that shuffle do. Thread safe; one thread reads at a time.
     """
 
     num_epochs: int | None = 1
 
-    def __init__(self, dataset: Iterable[Any], collate: Any, *, seed: int = 0, name: str = "dataset1") -> None:
-        self._dataset, self._collate, self._seed, self._name = dataset, collate, seed, name
+    def __init__(self, dataset: Iterable[Any], collate: Any, *, seed: int = 0, name: str = "dataset1", epoch: int = 0) -> None:
+        self._dataset, self._collate, self._seed, self._name, self._epoch = dataset, collate, seed, name, epoch
         self._lock = threading.Lock()
         self._ahead: list[Any] = []  # rows from `_first` on that were read and not handed out
         self._first = 0
@@ -190,7 +190,7 @@ class ForwardRows(_Unsized):
         return {
             "sources": digest("forward", fingerprint_of(self._dataset)),
             "tokenizer": digest("collator", describe_collator(self._collate)),
-            "plan": digest("forward", self._name, self._seed),
+            "plan": digest("forward", self._name, self._seed, *([self._epoch] if self._epoch else [])),
         }
 
     def available(self, start: int, stop: int) -> int:
@@ -203,7 +203,7 @@ class ForwardRows(_Unsized):
             return stop - start if self._total is None else max(0, min(stop, self._total) - start)
 
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.zeros(len(rows), np.int64)
+        return np.full(len(rows), self._epoch, np.int64)
 
     def batch(self, rows: NDArray[np.int64], width: int) -> Any:
         real = rows[rows >= 0]
@@ -216,6 +216,8 @@ class ForwardRows(_Unsized):
     def _seek(self, row: int) -> None:
         """Makes `row` the first one that is kept."""
         if self._items is None or row < self._first:
+            if (set_epoch := getattr(self._dataset, "set_epoch", None)) is not None:
+                set_epoch(self._epoch)
             self._items, self._ahead, self._first = iter(self._dataset), [], 0
         self._reach(row)
         del self._ahead[: row - self._first]

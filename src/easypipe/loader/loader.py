@@ -7,6 +7,7 @@ position a row's place in the order of reading (order.py)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -212,9 +213,12 @@ class Loader:
             return self._steps
         return Steps(self.batch_size, self.config.batch_size_schedule, entry.begin)
 
-    def _twin(self, rows: Rows, config: LoadStageConfig) -> Loader:
+    def _twin(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
         options: dict[str, Any] = {"decoder": self._decoder, "remember": self._remember}
-        return Loader(rows, config, seed=self._seed, collate=self.collate, name=self.name, **options)
+        return Loader(rows, config, seed=self._seed if seed is None else seed, collate=self.collate, name=self.name, **options)
+
+    def _ended(self) -> None:
+        """The newest iteration has met the end of the data."""
 
     def _check_step(self, step: int, steps: Steps) -> None:
         if step < 0:
@@ -338,7 +342,7 @@ class Batches(Iterator[dict[str, Any]]):
         self._loader = loader
         self._number = number
         self._index = start
-        make = partial(loader._make, steps=steps)
+        make = partial(copy.copy(loader)._make, steps=steps)  # of these rows, whatever pass the loader goes to meanwhile
         if settings.prefetch_enabled:
             self._made: Prefetcher[dict[str, Any]] | InOrder[dict[str, Any]] = Prefetcher(
                 make,
@@ -352,7 +356,12 @@ class Batches(Iterator[dict[str, Any]]):
             self._made = InOrder(make, start)
 
     def __next__(self) -> dict[str, Any]:
-        batch = next(self._made)
+        try:
+            batch = next(self._made)
+        except StopIteration:
+            if self._loader._newest == self._number:
+                self._loader._ended()
+            raise
         self._index += 1
         if self._loader._newest == self._number:
             self._loader._yielded = self._index

@@ -15,7 +15,7 @@ from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import collate
-from easypipe.loader.ranks import RankRows
+from easypipe.loader.ranks import RenumberedRows
 from easypipe.loader.rows import Rows
 
 CHANGEABLE = (INPUT_IDS, LOSS_MASK)
@@ -120,15 +120,15 @@ class MappedRows:
 
 def transforms_of(rows: Rows) -> tuple[tuple[str, str], ...]:
     """(name, version) of every transform of rows, the first one first."""
-    while isinstance(rows, RankRows):
+    while isinstance(rows, RenumberedRows):
         rows = rows.below
     return rows.transforms if isinstance(rows, MappedRows) else ()
 
 
 def _row_of_run(rows: Rows, row: int) -> int:
-    """The number of a row among those of all ranks, so that what it becomes does not depend on how many there are."""
-    while isinstance(rows, MappedRows | RankRows):
-        row = rows.row_below(row) if isinstance(rows, RankRows) else row
+    """The number of a row among those of all ranks and passes, so that what it becomes does not depend on how many there are."""
+    while isinstance(rows, MappedRows | RenumberedRows):
+        row = rows.row_below(row) if isinstance(rows, RenumberedRows) else row
         rows = rows.below
     return row
 

@@ -32,6 +32,7 @@ class LoaderState:
     hint: where the plan's scan may start; it changes speed, never a result.
     changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row": 40, "sources": [was, is]}`
     with the beginnings of the two digests. Batches are counted on from the last of them.
+    epoch: of a loader that has passes (EpochLoader), the one under way, in which batches and rows are counted.
     """
 
     batch: int
@@ -40,6 +41,7 @@ class LoaderState:
     config: Mapping[str, Any] = field(default_factory=dict)
     hint: Any = None
     changes: tuple[Mapping[str, Any], ...] = ()
+    epoch: int = 0
 
     @property
     def begin(self) -> Begin:
@@ -49,8 +51,9 @@ class LoaderState:
     def to_json(self) -> str:
         """One line of JSON, at most 4 KiB, with a checksum."""
         values = {"version": VERSION, **asdict(self)}
-        if not self.changes:
-            del values["changes"]
+        for name in ("changes", "epoch"):
+            if not values[name]:
+                del values[name]
         return json.dumps(values | {"checksum": digest(values)}, separators=(",", ":"))
 
     @classmethod

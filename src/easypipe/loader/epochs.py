@@ -1,0 +1,120 @@
+"""A loop over epochs: every iteration behind a finished one is the next pass over the data, in an order of its own.
+
+pass   from 0; with `num_epochs` N an iteration is N of them, p to p + N - 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any, Self
+
+from easypipe.core.errors import ConfigError
+from easypipe.core.random import fold
+from easypipe.loader.loader import Loader
+from easypipe.loader.options import LoadStageConfig
+from easypipe.loader.ranks import PassRows
+from easypipe.loader.row_transforms import RowTransform
+from easypipe.loader.state import LoaderState
+
+
+class EpochLoader(Loader):
+    """A Loader for `for epoch in range(n): for batch in loader:`, as the data loaders of other libraries are used.
+
+    Law: an iteration behind one that met the end of the data is the next pass; one that was left before the end is begun again. The orders
+    of all passes follow from the seed, so that every rank and every new process has the same ones. `state()` knows the pass, and restoring
+    it goes on in it; the state behind a pass is the one in front of the next.
+    `len()`, `rows`, `explain` and `batch` are those of the pass that is under way, or that the next iteration begins. `loader(epoch)` is
+    the Loader of a pass, which begins at its first batch every time. Loaders made of this one (`copy`, `map_rows`, `of_rank`) have passes
+    of their own, from the first one on.
+    make: the Loader of a pass; those of all passes have one config.
+    """
+
+    def __init__(self, make: Callable[[int], Loader]) -> None:
+        self._made, self._told = make, (lambda epoch: None)
+        first = make(0)
+        options: dict[str, Any] = {"decoder": first._decoder, "remember": first._remember}
+        super().__init__(first.rows, first.config, seed=first.seed, collate=first.collate, name=first.name, **options)
+        self._first_seed, self.epoch = first.seed, 0
+
+    @property
+    def seed(self) -> int:
+        """Of the order of the first pass, from which those of the others follow."""
+        return self._first_seed
+
+    def loader(self, epoch: int) -> Loader:
+        """The Loader of a pass. Raises ConfigError where there is none of that number."""
+        if epoch < 0:
+            raise ConfigError(at="epoch", problem=f"there is no pass {epoch}", fix="They count from 0.")
+        return self._made(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration pass `epoch`, from its first batch."""
+        self._enter(self.loader(epoch), epoch)
+
+    def counted_by(self, passes: dict[Any, int], key: Any) -> Self:
+        """Begins at pass `passes[key]` (0 where there is none), and writes the pass that follows a finished one there: for what makes a
+        new loader every time it is asked for one.
+        """
+        if epoch := passes.get(key, 0):
+            self.set_epoch(epoch)
+        self._told = lambda epoch: passes.update({key: epoch})
+        return self
+
+    def state_at(self, batch: int) -> LoaderState:
+        return dataclasses.replace(super().state_at(batch), epoch=self.epoch)
+
+    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any], allow_changed: Collection[str] = ()) -> None:
+        if not isinstance(state, LoaderState):
+            state = LoaderState.from_json(state)
+        loader = self.loader(state.epoch)
+        loader.restore(state, allow_changed)
+        self._enter(loader, state.epoch)
+
+    def copy(self, config: LoadStageConfig | None = None) -> EpochLoader:
+        return EpochLoader(lambda epoch: self._made(epoch).copy(config))
+
+    def map_rows(self, transform: RowTransform, *, version: str) -> EpochLoader:
+        return EpochLoader(lambda epoch: self._made(epoch).map_rows(transform, version=version))
+
+    def of_rank(self, rank: int, world_size: int) -> EpochLoader:
+        return EpochLoader(lambda epoch: self._made(epoch).of_rank(rank, world_size))
+
+    def _ended(self) -> None:
+        self.set_epoch(self.epoch + (self.config.num_epochs or 1))
+        self._told(self.epoch)
+
+    def _enter(self, loader: Loader, epoch: int) -> None:
+        """Goes on in the place of `loader`."""
+        self.rows, self._order, self._seed, self.epoch = loader.rows, loader._order, loader._seed, epoch
+        self._yielded, self._entry, self._restored = loader._yielded, loader._entry, loader._restored
+        self._newest += 1
+        for known in ("_settings", "_words", "_components"):
+            vars(self).pop(known, None)
+
+
+def passes_over(build: Callable[[int | None], Loader], num_epochs: int | None) -> Callable[[int], Loader]:
+    """Makes the Loader of every pass over one dataset. build: the loader over that many passes, None for one without end."""
+
+    @cache
+    def endless() -> tuple[Loader, int]:
+        """The loader, and the rows of one pass."""
+        return build(None), build(1).rows.num_rows or 0
+
+    def make(epoch: int) -> Loader:
+        if epoch == 0:
+            return build(num_epochs)
+        loader, rows_each = endless()
+        config = dataclasses.replace(loader.config, num_epochs=num_epochs)
+        return loader._twin(PassRows(loader.rows, epoch, num_epochs, rows_each), config, seed_of_epoch(loader.seed, epoch))
+
+    return make
+
+
+def seed_of_epoch(seed: int, epoch: int) -> int:
+    """The seed of the order of a pass; of the first one `seed` itself."""
+    return seed if epoch == 0 else fold(seed, "epoch", epoch) >> 1
+
+
+__all__ = ["EpochLoader", "passes_over", "seed_of_epoch"]
