@@ -29,11 +29,12 @@ from easypipe.faces.datasets import PreprocessedDataset, StreamingPreprocessedDa
 from easypipe.faces.images import ImagesConfig
 from easypipe.faces.loaders import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory
 from easypipe.faces.masking import create_masked_lm_collate
-from easypipe.faces.micro import BPETokenizer, EpochLoader, TransformerDataset, create_dataloaders, train_tokenizer
+from easypipe.faces.micro import BPETokenizer, TransformerDataset, create_dataloaders, train_tokenizer
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.faces.trainer import Trainer
 from easypipe.faces.vision import create_vision_collate
 from easypipe.jobs import tokenize_and_save
+from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.explain import ExplainedBatch
 from easypipe.loader.loader import AsyncDataLoader, Loader, LoadStageConfig
 from easypipe.loader.state import LoaderState
