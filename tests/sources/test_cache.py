@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import CacheError, MissingFileError, SourceError
 from easypipe.sources import mapping
 from easypipe.sources.cache import Buffers, TokenCache
@@ -93,14 +93,14 @@ def test_a_cache_trains_without_its_sources_and_elsewhere(cache: TokenCache, tmp
 
 
 def edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    commit_checked(path, read_checked(path) | values)
 
 
 def test_other_formats_and_foreign_files_are_refused(cache: TokenCache, tmp_path: Path) -> None:
     edit(cache.path, format=99)
     with pytest.raises(CacheError, match=r"token cache format 99, this version of easypipe reads format 1\. Prepare the dataset again"):
         TokenCache(cache.path)
-    (tmp_path / "x.json").write_text('{"format": 1}')
+    commit_checked(tmp_path / "x.json", {"format": 1})
     with pytest.raises(CacheError, match="not a token cache manifest"):
         TokenCache(tmp_path / "x.json")
     with pytest.raises(MissingFileError):

@@ -41,6 +41,7 @@ from easypipe import (
     tokenize_and_save,
 )
 from easypipe.core import storage
+from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import digest
 from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
@@ -253,8 +254,7 @@ def test_a_shard_that_is_lost_or_cut_is_noticed_and_written_again(tmp_path: Path
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     packed(tmp_path).save(SaveStageConfig(output_dir=out)).build()
-    manifest = json.loads((out / MANIFEST).read_text())
-    (out / MANIFEST).write_text(json.dumps(manifest | {"format_version": 99}))
+    commit_checked(out / MANIFEST, read_checked(out / MANIFEST) | {"format_version": 99})
     with pytest.raises(CacheError, match=r"format version 99, this easypipe reads 1. Save the data again"):
         SavedSource(out)
 
@@ -426,8 +426,8 @@ def test_folders_of_the_first_version_are_known(tmp_path: Path) -> None:
         (out / CARD).unlink()  # they had none
         assert pipeline().save(SaveStageConfig(output_dir=out, **options)).build().folders[0].up_to_date
         assert (out / CARD).exists()
-    manifest = json.loads((out / MANIFEST).read_text()) | {"fingerprint": digest(*what, None, 100_000)}
-    (out / MANIFEST).write_text(json.dumps(manifest))
+    manifest = read_checked(out / MANIFEST) | {"fingerprint": digest(*what, None, 100_000)}
+    (out / MANIFEST).write_text(json.dumps(manifest))  # they had no checksum either
     with pytest.raises(ConfigError, match="max_shard_size counted bytes before compression when they were written"):
         pipeline().save(SaveStageConfig(output_dir=out, max_shard_size=100_000)).build()
 

@@ -15,6 +15,7 @@ import yaml
 
 from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
 from easypipe.cli import main
+from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
 from easypipe.core.storage import TEMPORARY
 from easypipe.jobs import repair_as_made
@@ -93,9 +94,10 @@ def manifest_of(cache: Path, dataset: str) -> Path:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    read = json.loads(path.read_text())
+    """The file lies, and its checksum is right."""
+    read = read_checked(path)
     change(read)
-    path.write_text(json.dumps(read))
+    commit_checked(path, read)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +115,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 )
 def test_a_manifest_that_lies_is_found_and_made_again(tmp_path: Path, change: Any, message: str) -> None:
     cache = prepared(tmp_path)
-    before = {name: json.loads(data) for name, data in files(cache / "manifests").items()}
+    before = {name: json.loads(data) | {"xxh3_128": ""} for name, data in files(cache / "manifests").items()}
     edit(manifest_of(cache, "code"), change)
     assert message in str([str(problem) for one in verify(cache) for problem in one.problems])
     assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
-    after = {name: json.loads(data) for name, data in files(cache / "manifests").items()}
+    after = {name: json.loads(data) | {"xxh3_128": ""} for name, data in files(cache / "manifests").items()}
     assert [m | {"facts": {}} for m in after.values()] == [m | {"facts": {}} for m in before.values()]
 
 
@@ -132,7 +134,7 @@ def test_not_json_and_broken_records(tmp_path: Path) -> None:
     assert files(cache, "locks") == before
     manifest_of(cache, "code").write_text("{")
     [found] = [one for one in verify(cache) if not one.ok]
-    assert "not JSON" in found.problems[0].what
+    assert "it is no JSON" in found.problems[0].what
     assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
 
 
@@ -163,7 +165,7 @@ def test_a_saved_manifest_that_lies(tmp_path: Path) -> None:
     assert all(one.ok for one in chain.repair(out))
     assert files(out) == before
     (out / MANIFEST).write_text("{")
-    assert "not JSON" in str(verify(out)[0].problems[0])
+    assert "it is no JSON" in str(verify(out)[0].problems[0])
     assert all(one.ok for one in chain.repair(out))
     assert files(out) == before
 

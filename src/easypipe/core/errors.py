@@ -13,6 +13,7 @@ EasypipeError
 ├── PlanError          (ValueError)        an order, mixture or packing that cannot be planned
 ├── CacheError         (ValueError)        a token cache or saved folder that is damaged, foreign or too new
 ├── StorageError       (OSError)           reading or committing bytes failed
+│   └── DamagedFileError                   a file that easypipe wrote is not as it was written
 ├── StateError         (ValueError)        a saved state that does not belong to this pipeline
 ├── LedgerError        (RuntimeError)      rows or tokens that are not accounted for
 ├── PlacementError     (ValueError)        a batch that does not fit its mesh
@@ -87,6 +88,10 @@ class CacheError(EasypipeError, ValueError):
 
 class StorageError(EasypipeError, OSError):
     __str__ = EasypipeError.__str__
+
+
+class DamagedFileError(StorageError):
+    pass
 
 
 class StateError(EasypipeError, ValueError):

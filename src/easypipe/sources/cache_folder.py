@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import xxhash
 
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
@@ -45,6 +46,18 @@ class CacheFolder:
         """Whether a token file is there as it was committed."""
         path = self.local / "tokens" / file
         return path.is_file() and storage.checksum(path).checksum == checksum
+
+    def holds_quarantine(self, manifest: Manifest) -> bool:
+        """Whether the quarantine file of a manifest is there as it was committed; True where it has none."""
+        if not manifest.quarantine:
+            return True
+        hasher = xxhash.xxh3_128()
+        try:
+            for chunk in storage.chunks(self.at("manifests", manifest.quarantine), self.options):
+                hasher.update(chunk)
+        except FileNotFoundError:
+            return False
+        return manifest.quarantine_checksum in ("", hasher.hexdigest())
 
     def content(self, file: str) -> pa.Buffer:
         """The bytes of a token file. Raises FileNotFoundError, OSError."""

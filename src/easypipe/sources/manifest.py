@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.errors import CacheError
+from easypipe.core.checked import checked_json, parse_checked
+from easypipe.core.errors import CacheError, DamagedFileError
 from easypipe.core.ledger import Ledger
-from easypipe.core.storage import commit_bytes, json_bytes, read_json
+from easypipe.core.storage import commit_bytes, read_bytes
 
 FORMAT = 1
 
@@ -104,13 +105,14 @@ class Manifest:
     fingerprint: str  # of the documents: equal wherever the same text met the same tokenizer
     loss_mask: bool = False
     pairs: bool = False  # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
-    quarantine: str = ""  # file beside this one
+    quarantine: str = ""  # file beside this one ...
+    quarantine_checksum: str = ""  # ... and its XXH3-128; "" in manifests that earlier versions wrote
     facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
     format: int = FORMAT
 
 
 def manifest_json(manifest: Manifest) -> bytes:
-    return json_bytes(dataclasses.asdict(manifest))
+    return checked_json(dataclasses.asdict(manifest))
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
@@ -119,13 +121,14 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:
     """Raises CacheError for another format version or a file that is no manifest, MissingFileError where there is none."""
-    return parse_manifest(read_json(path, storage_options), path)
+    return parse_manifest(read_bytes(path, storage_options), path)
 
 
-def parse_manifest(values: Any, path: str | Path) -> Manifest:
-    """values: the JSON of the manifest that is at `path`. Raises CacheError as `read_manifest` does."""
-    check_format(values, path)
+def parse_manifest(data: bytes, path: str | Path) -> Manifest:
+    """data: what is in the file at `path`. Raises CacheError as `read_manifest` does."""
     try:
+        values = parse_checked(data, path, older=_KEYS)
+        check_format(values, path)
         return Manifest(
             **{
                 **values,
@@ -136,8 +139,13 @@ def parse_manifest(values: Any, path: str | Path) -> Manifest:
                 "shard_rows": tuple(values["shard_rows"]),
             }
         )
+    except DamagedFileError as error:
+        raise CacheError(at=str(path), problem=error.problem, fix="Delete it and prepare again.") from None
     except (KeyError, TypeError) as error:
         raise CacheError(at=str(path), problem=f"not a token cache manifest: {error}", fix="Delete it and prepare again.") from error
+
+
+_KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))
 
 
 def check_format(values: Any, path: str | Path) -> None:

@@ -7,7 +7,6 @@ much reading. It is kept beside other indexes as `<identity>.index.json` where a
 from __future__ import annotations
 
 import base64
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,15 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core import storage
+from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import EasypipeError, SourceError, place
+from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject
 from easypipe.sources.files import FileRef, changed
 from easypipe.sources.scanners import BROKEN, CLOSED, OPEN_QUOTE, pick_entries
 from easypipe.sources.streams import Bytes, Restart, open_bytes, open_stream
-
-log = logging.getLogger("easypipe")
 
 INDEX_VERSION = 1
 ENTRY_ROWS = 1024
@@ -257,7 +254,7 @@ def kept_index(file: FileRef, index_dir: Path | None, options: Any, build: Calla
     """
     whole = file if file.head_bytes is None else replace(file, head_bytes=None)
     sidecar = None if index_dir is None else index_dir / f"{digest('index', INDEX_VERSION, whole.digest, options)}.index.json"
-    kept = None if sidecar is None else _kept(sidecar, file)
+    kept = None if sidecar is None else recall_checked(sidecar, _from_json, what=f"the index of {file.path}")
     if file.head_bytes is not None:
         head = build()
         return head if kept is None else replace(head, total_rows=kept.num_rows)
@@ -265,18 +262,8 @@ def kept_index(file: FileRef, index_dir: Path | None, options: Any, build: Calla
         return kept
     index = build()
     if sidecar is not None:
-        storage.commit_json(sidecar, _to_json(index))
+        commit_checked(sidecar, _to_json(index))
     return index
-
-
-def _kept(sidecar: Path, file: FileRef) -> RecordIndex | None:
-    if not sidecar.exists():
-        return None
-    try:
-        return _from_json(storage.read_json(sidecar))
-    except (EasypipeError, KeyError, TypeError, ValueError) as error:
-        log.warning("index %s of %s is damaged (%s) and is made again", sidecar, file.path, error)
-        return None
 
 
 def _line_at(store: Bytes, offset: int) -> int:

@@ -126,7 +126,7 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
             done = totals.rows
             progress(ProgressEvent(stage="tokenize", dataset=dataset, done=done, total=rows, unit="rows", num_bytes=totals.text_bytes))
     totals.require_documents()
-    quarantine = _write_quarantine(job) if job.on_error == "quarantine" and totals.bad else ""
+    quarantine, checksum = _write_quarantine(job) if job.on_error == "quarantine" and totals.bad else ("", "")
     seconds = time.perf_counter() - started
     manifest = Manifest(
         dataset=dataset,
@@ -141,6 +141,7 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
         loss_mask=form.masked,
         pairs=form.pairs,
         quarantine=quarantine,
+        quarantine_checksum=checksum,
         facts={
             "seconds": round(seconds, 3),
             "text_bytes": totals.text_bytes,
@@ -228,9 +229,13 @@ class _Job:
 
 
 def _open(job: _Job) -> TokenCache | None:
-    """None where the cache was never finished, or a file of it is gone: then it is made good."""
+    """None where the cache was never finished, or a file of it is gone or damaged: then it is made good."""
     try:
-        return TokenCache(job.manifest, dataset=job.dataset, folder=job.folder)
+        cache = TokenCache(job.manifest, dataset=job.dataset, folder=job.folder)
+        if job.folder.holds_quarantine(cache.manifest):
+            return cache
+        logger.warning("dataset %s: %s is gone or damaged, and is written again", job.dataset, cache.quarantine)
+        return None
     except MissingFileError:
         return None
     except (CacheError, StorageError) as error:
@@ -367,11 +372,11 @@ def _found(folder: CacheFolder, file: str) -> tuple[dict[str, Any] | None, stora
     return stats, storage.Stamp(num_bytes=data.size, checksum=xxh3_128_hexdigest(data))
 
 
-def _write_quarantine(job: _Job) -> str:
-    """One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows."""
+def _write_quarantine(job: _Job) -> tuple[str, str]:
+    """The file and its checksum. One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows."""
     name = f"{job.key}.quarantine.jsonl"
     with (
-        storage.commit_file(job.folder.at("manifests", name), job.folder.options) as (temporary, _),
+        storage.commit_file(job.folder.at("manifests", name), job.folder.options) as (temporary, stamp),
         open(temporary, "w", encoding="utf-8") as out,
     ):
         for piece in job.ranges:
@@ -382,7 +387,7 @@ def _write_quarantine(job: _Job) -> str:
                     raw = raw_row(job.source, piece.shard, reject, job.form.columns[0])
                     row = {"file": record.shard_name, "row": reject.row, "reason": reject.reason, "detail": reject.detail, "raw": raw}
                     out.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return name
+    return name, stamp().checksum
 
 
 def _identity(tokenizer: Tokenizer) -> TokenizerIdentity:

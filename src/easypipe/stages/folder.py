@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from easypipe.core import storage
+from easypipe.core.checked import checked_json, commit_checked, recall_checked
 from easypipe.core.errors import CacheError, ConfigError
 from easypipe.stages.saved import MANIFEST, SavedManifest, SavedShard, join, read_manifest
 
@@ -44,7 +45,7 @@ class Run:
         return {name: shard for name, shard in found.items() if shard is not None and self._stands(shard)}
 
     def record(self, shard: SavedShard) -> None:
-        storage.commit_json(self._record_path(shard.name), asdict(shard), self.storage_options)
+        commit_checked(self._record_path(shard.name), asdict(shard), self.storage_options)
 
     def commit(self, manifest: SavedManifest) -> None:
         """The manifest last; then what was only needed on the way, and what it replaces, goes.
@@ -59,7 +60,7 @@ class Run:
                     problem="was emptied while rows were written there",
                     fix="Save again, alone.",
                 )
-        storage.commit_json(join(self.folder, MANIFEST), manifest.to_json(), self.storage_options)
+        commit_checked(join(self.folder, MANIFEST), manifest.to_json(), self.storage_options)
         self.tidy()
 
     def tidy(self) -> None:
@@ -77,7 +78,7 @@ class Run:
         """
         if not self.claimed or self.edges is None:
             claim = {"fingerprint": self.fingerprint, "replaces": list(self.replaces), "edges": [int(edge) for edge in edges]}
-            path, data = join(self.folder, RUN), storage.json_bytes(claim)
+            path, data = join(self.folder, RUN), checked_json(claim)
             if self.claimed or self.takes_over or not storage.is_remote(self.folder):  # a local folder is locked
                 storage.commit_bytes(path, data, self.storage_options)
             elif not storage.create_bytes(path, data, self.storage_options):
@@ -90,8 +91,13 @@ class Run:
             storage.sweep(self.folder.removeprefix("file://"))
 
     def _recorded(self, name: str) -> SavedShard | None:
-        path = self._record_path(name)
-        return SavedShard(**storage.read_json(path, self.storage_options)) if storage.exists(path, self.storage_options) else None
+        return recall_checked(
+            self._record_path(name),
+            lambda record: SavedShard(**record),
+            what="the record of a saved shard",
+            storage_options=self.storage_options,
+            older=[entry.name for entry in fields(SavedShard)],
+        )
 
     def _stands(self, shard: SavedShard) -> bool:
         path = join(self.folder, shard.name)
@@ -119,10 +125,10 @@ def open_run(
     Raises ConfigError where something else is there and `overwrite` is False. Files that no run wrote are never removed.
     """
     names = storage.names_in(folder, storage_options)
-    manifest, claim = _manifest(folder, names, overwrite, storage_options), _claim(folder, names, storage_options)
+    manifest, claim = _manifest(folder, names, overwrite, storage_options), _claim(folder, names, fingerprint, storage_options)
     if claim is not None and claim["fingerprint"] == fingerprint:
         own = manifest if manifest is not None and manifest.fingerprint == fingerprint else None
-        edges = claim.get("edges")
+        edges = claim["edges"]
         return Run(
             folder=folder,
             fingerprint=fingerprint,
@@ -170,8 +176,21 @@ def _manifest(folder: str, names: Sequence[str], overwrite: bool, storage_option
         raise
 
 
-def _claim(folder: str, names: Sequence[str], storage_options: dict[str, Any] | None) -> dict[str, Any] | None:
-    return storage.read_json(join(folder, RUN), storage_options) if RUN in names else None
+def _claim(folder: str, names: Sequence[str], fingerprint: str, storage_options: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Whose folder it is, None where nobody says so. Where the claim is damaged, the names of its shards tell."""
+    if RUN not in names:
+        return None
+    found = recall_checked(
+        join(folder, RUN),
+        lambda claim: {"fingerprint": claim["fingerprint"], "replaces": claim["replaces"], "edges": claim.get("edges")},
+        what="the claim of a saved run",
+        storage_options=storage_options,
+        older=("fingerprint", "replaces", "edges"),
+    )
+    if found is not None:
+        return found
+    own = set(names) <= {RUN, RECORDS} or any(name.startswith(prefix_of(fingerprint)) for name in names)
+    return {"fingerprint": fingerprint if own else "unknown", "replaces": [], "edges": None}
 
 
 def _occupied(

@@ -6,16 +6,16 @@ Nothing is tokenized before a plan is asked for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from easypipe.core import storage
+from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import LOSS_MASK
@@ -128,9 +128,9 @@ class Mixture:
         if len(known) <= self._remembered.get(plan.fingerprint, 0):
             return
         self._remembered[plan.fingerprint] = len(known)
-        path, states = self._checkpoint_path(plan), [state.to_json() for state in known]
-        if not path.exists() or len(storage.read_json(path)["states"]) < len(states):
-            storage.commit_json(path, {"plan": plan.fingerprint, "states": states})
+        if len(self._recalled(plan)) < len(known):
+            path = self._checkpoint_path(plan)
+            commit_checked(path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]})
 
     @cached_property
     def _plans(self) -> dict[_Choice, Plan]:
@@ -162,10 +162,18 @@ class Mixture:
             max_epochs=self.max_epochs,
         )
         plan = Plan(datasets, spec)
-        path = self._checkpoint_path(plan)
-        if not path.exists():
-            return plan
-        return Plan(datasets, spec, checkpoints=[WindowState.from_json(state) for state in storage.read_json(path)["states"]])
+        states = self._recalled(plan)
+        return Plan(datasets, spec, checkpoints=states) if states else plan
+
+    def _recalled(self, plan: Plan) -> Sequence[WindowState]:
+        """The checkpoints that `remember` committed; none where they are not there, or damaged: then they are found again."""
+
+        def states(kept: Mapping[str, Any]) -> Sequence[WindowState]:
+            if kept["plan"] != plan.fingerprint:
+                raise ValueError(f"it is of the plan {kept['plan']}")
+            return [WindowState.from_json(state) for state in kept["states"]]
+
+        return recall_checked(self._checkpoint_path(plan), states, what="the plan") or ()
 
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
         cache = self.caches[i]

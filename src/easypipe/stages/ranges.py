@@ -10,16 +10,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
-from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
+from easypipe.core.errors import SourceError, place
 from easypipe.core.protocols import Reject, Shard, ShardedSource
-from easypipe.core.storage import commit_json, read_bytes
 from easypipe.sources.cache_folder import CacheFolder
 from easypipe.sources.manifest import FORMAT, Part, check_format
 from easypipe.transforms.tokenizer import Tokenizer
@@ -120,18 +119,14 @@ def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:
 
 
 def write_record(path: Path | str, record: Record, storage_options: dict[str, Any] | None = None) -> None:
-    commit_json(path, dataclasses.asdict(record), storage_options)
+    commit_checked(path, dataclasses.asdict(record), storage_options)
 
 
 def read_record(path: Path | str, storage_options: dict[str, Any] | None = None) -> Record | None:
-    """None where there is none that this version can read: the range is then tokenized again."""
-    try:
-        data = read_bytes(path, storage_options)
-    except MissingFileError:
-        return None
-    try:
-        values: dict[str, Any] = json.loads(data)
+    """None where there is none, or, with a warning, a damaged one: the text is then read again, and its tokens are found by its content."""
+
+    def record(values: dict[str, Any]) -> Record:
         check_format(values, path)
         return Record(**{**values, "rejects": tuple(Reject(**reject) for reject in values["rejects"])})
-    except (CacheError, ValueError, KeyError, TypeError):
-        return None
+
+    return recall_checked(path, record, what="the record of a range of rows", storage_options=storage_options)

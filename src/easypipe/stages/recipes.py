@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from easypipe.core import storage
+from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import CODE_KEYS, to_dict
-from easypipe.core.errors import ConfigError, EasypipeError, MissingFileError, StorageError
+from easypipe.core.errors import ConfigError, EasypipeError, StorageError
 from easypipe.core.protocols import BaseStage, PipelineContext
 from easypipe.core.remote import public_url
 from easypipe.sources.cache_folder import CacheFolder
@@ -27,6 +28,7 @@ from easypipe.stages import saved
 from easypipe.stages.folder import prefix_of
 
 FOLDER = "configs"
+KEYS = ("config", "stages", "folder", "unknown")
 STAGES = ("tokenize", "mix", "pack", "save")
 
 log = logging.getLogger("easypipe")
@@ -40,7 +42,7 @@ def remember(name: str, stages: Sequence[BaseStage], context: PipelineContext, f
     try:
         if not _read(here, name).get("unknown", "?"):
             return
-        storage.commit_json(path, _described(stages, context), here.options)
+        commit_checked(path, _described(stages, context), here.options)
     except StorageError as error:
         log.info("`easypipe verify --repair` will have to be given the config: %s", error)
 
@@ -79,10 +81,10 @@ def _path(folder: CacheFolder, name: str) -> Path | str:
 
 def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
     try:
-        kept = storage.read_json(_path(folder, name), folder.options)
-    except (MissingFileError, StorageError):  # it is written again when the data is made again
+        kept = recall_checked(_path(folder, name), dict, what="the config of a cache", storage_options=folder.options, older=KEYS)
+    except StorageError:  # it is written again when the data is made again
         return {}
-    return kept if isinstance(kept, dict) and {"config", "stages", "folder", "unknown"} <= kept.keys() else {}
+    return kept if kept is not None and set(KEYS) <= kept.keys() else {}
 
 
 def _described(stages: Sequence[BaseStage], context: PipelineContext) -> dict[str, Any]:

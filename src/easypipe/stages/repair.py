@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import tempfile
@@ -91,8 +90,8 @@ def _files(found: Verification) -> set[str]:
 def _keep_the_old_facts(path: str, before: bytes | None, options: dict[str, Any] | None) -> None:
     """A manifest that only measured other seconds this time is put back as it was."""
     try:
-        old = None if before is None else parse_manifest(json.loads(before), path)
-    except (EasypipeError, ValueError):  # that is what was broken
+        old = None if before is None else parse_manifest(before, path)
+    except EasypipeError:  # that is what was broken
         return
     new = read_manifest(path, options)
     if before is not None and old is not None and dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old:

@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from easypipe.core import storage
-from easypipe.core.errors import CacheError, MissingFileError
+from easypipe.core.checked import read_checked
+from easypipe.core.errors import CacheError, DamagedFileError, MissingFileError
 from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.open import open_files
@@ -25,6 +26,10 @@ from easypipe.sources.refs import format_of
 
 MANIFEST = "_easypipe.json"
 FORMAT_VERSION = 1
+
+_KEYS = (
+    "format_version", "fingerprint", "format", "compression", "schema", "columns", "num_rows", "num_tokens", "tokens", "shards", "ledger",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +105,13 @@ def is_saved(path: str | Path, storage_options: dict[str, Any] | None = None) ->
 
 
 def read_manifest(folder: str | Path, storage_options: dict[str, Any] | None = None) -> SavedManifest:
-    """Raises CacheError where the manifest is of another version, or is none."""
+    """Raises CacheError where the manifest is of another version, damaged, or is none."""
     path = join(folder, MANIFEST)
-    text = storage.read_json(path, storage_options)
-    version = text.get("format_version") if isinstance(text, dict) else None
+    try:
+        text = read_checked(path, storage_options, older=_KEYS)
+    except DamagedFileError as error:
+        raise CacheError(at=path, problem=error.problem, fix="Save the data again, with overwrite=True.") from None
+    version = text.get("format_version")
     if version != FORMAT_VERSION:
         raise CacheError(at=path, problem=f"format version {version!r}, this easypipe reads {FORMAT_VERSION}", fix="Save the data again.")
     try:

@@ -110,7 +110,7 @@ def _cache(folder: CacheFolder, key: str) -> Verification:
     try:
         manifest = read_manifest(path, folder.options)
     except EasypipeError as error:
-        problem = Problem(at=str(path), what=f"the manifest {error.problem}", file=str(path))
+        problem = Problem(at=str(path), what=f"the manifest: {error.problem}", file=str(path))
         return Verification(
             path=str(path), kind="token cache", dataset="?", files=0, num_bytes=0, rows=0, tokens=0, problems=(problem,)
         )  # fmt: skip
@@ -119,8 +119,8 @@ def _cache(folder: CacheFolder, key: str) -> Verification:
     for part in parts:
         problems += _part(manifest, part, folder)
     quarantine = folder.at("manifests", manifest.quarantine)
-    if manifest.quarantine and not storage.exists(quarantine, folder.options):
-        problems.append(Problem(at=str(quarantine), what="the quarantine file is missing", file=str(path)))
+    if manifest.quarantine and not folder.holds_quarantine(manifest):
+        problems.append(Problem(at=str(quarantine), what="the quarantine file is missing or damaged", file=str(path)))
     more, notes = _probe(manifest.tokenizer.name, manifest.tokenizer.fingerprint)
     return Verification(
         path=str(path),

@@ -9,18 +9,20 @@ import functools
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from easypipe.core.checked import commit_checked, recall_checked
 from easypipe.core.config import digest
 from easypipe.core.random import fold, permute
-from easypipe.core.storage import commit_json, exists, read_json
 from easypipe.transforms import fast
 
 PROOF_FORMAT = 1  # counts up when TORTURE changes: older verdicts are then forgotten
+
+_OLDER = ("equal", "why", "after_use")  # what was refuted stays refuted, though its file was written without a checksum
 
 _PIECES = (
     "", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n ", "\xa0", "\u3000", "\u2028", "\u200b", "\u200d", "\ufeff", "\x00", "\x07",
@@ -74,15 +76,15 @@ def prove(engine: fast.FastEngine, reference: Callable[[list[str]], list[list[in
 
 
 def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
-    if folder is None or not exists(path := _memo(folder, fingerprint)):
+    """What `remember` kept; None where there is nothing, or where it is damaged."""
+    if folder is None:
         return None
-    values = read_json(path)
-    return Verdict(bool(values["equal"]), str(values["why"]), bool(values["after_use"]))
+    return recall_checked(_memo(folder, fingerprint), lambda kept: Verdict(**kept), what="the proof of a fast tokenizer", older=_OLDER)
 
 
 def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
     if folder is not None:
-        commit_json(_memo(folder, fingerprint), {"equal": verdict.equal, "why": verdict.why, "after_use": verdict.after_use})
+        commit_checked(_memo(folder, fingerprint), asdict(verdict))
 
 
 def _memo(folder: Path, fingerprint: str) -> Path:

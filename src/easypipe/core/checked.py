@@ -1,0 +1,120 @@
+# pyright: strict
+"""Small files that easypipe writes and reads back: JSON objects that carry a checksum of themselves.
+
+`commit_checked` writes one and `read_checked` reads it; `recall_checked` is for files that can be
+made again. No other code should parse JSON that easypipe wrote for itself: a changed digit is JSON
+too, and would be believed.
+
+The file is plain JSON with the key `xxh3_128`: XXH3-128, in hex, of the file's bytes with zeros in
+the place of those 32 digits.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from xxhash import xxh3_128_hexdigest
+
+from easypipe.core import storage
+from easypipe.core.errors import DamagedFileError, MissingFileError
+
+T = TypeVar("T")
+KEY = "xxh3_128"
+
+_BLANK = b"0" * 32
+_MARK = f'\n "{KEY}": "'.encode()  # keys of nested objects are indented further, and no JSON string holds a bare newline
+
+log = logging.getLogger("easypipe")
+_told: set[str] = set()  # what was warned of: a file may be asked for often before it is made again
+
+
+def checked_json(value: Mapping[str, Any]) -> bytes:
+    """The bytes of such a file."""
+    before, mark, after = storage.json_bytes({**value, KEY: _BLANK.decode()}).partition(_MARK)
+    return before + mark + _checksum(before, after) + after[len(_BLANK) :]
+
+
+def commit_checked(path: str | Path, value: Mapping[str, Any], storage_options: dict[str, Any] | None = None) -> storage.Stamp:
+    """Commits `value`, whose keys are strings, for `read_checked`."""
+    return storage.commit_bytes(path, checked_json(value), storage_options)
+
+
+def read_checked(
+    path: str | Path, storage_options: dict[str, Any] | None = None, *, older: Collection[str] | None = None
+) -> dict[str, Any]:
+    """What `commit_checked` wrote.
+
+    Args:
+        older: take a JSON object without a checksum too, as earlier versions wrote it, if it has no
+            keys but these.
+
+    Raises:
+        MissingFileError: There is no file.
+        DamagedFileError: It is not as it was written.
+        StorageError: It cannot be read.
+    """
+    return parse_checked(storage.read_bytes(path, storage_options), path, older=older)
+
+
+def parse_checked(data: bytes, path: str | Path, *, older: Collection[str] | None = None) -> dict[str, Any]:
+    """`read_checked` of the bytes `data` that stand at `path`."""
+    before, mark, after = data.partition(_MARK)
+    if mark and after[: len(_BLANK)] != _checksum(before, after):
+        raise _damaged(path, "its checksum is not that of its content")
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise _damaged(path, f"it is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _damaged(path, "it holds no JSON object")
+    found = cast("dict[str, Any]", value)
+    if not mark and (older is None or not found.keys() <= set(older)):
+        raise _damaged(path, f"it has no checksum under {KEY!r}, or was written by an earlier version of easypipe")
+    found.pop(KEY, None)
+    return found
+
+
+def recall_checked(
+    path: str | Path,
+    parse: Callable[[dict[str, Any]], T],
+    *,
+    what: str,
+    storage_options: dict[str, Any] | None = None,
+    older: Collection[str] | None = None,
+) -> T | None:
+    """`parse` of what `commit_checked` wrote; None where it is not there or, with a warning, damaged.
+
+    The caller then makes it again.
+
+    Args:
+        parse: may raise KeyError, TypeError, ValueError, IndexError or AttributeError.
+        what: the file in a few words, for the warning: "the plan".
+        older: as in `read_checked`.
+
+    Raises:
+        StorageError: The file cannot be read, which says nothing about its content.
+    """
+    try:
+        return parse(read_checked(path, storage_options, older=older))
+    except MissingFileError:
+        return None
+    except DamagedFileError as error:
+        why = error.problem
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        why = f"damaged: it does not hold what this version of easypipe writes: {error!r}"
+    if str(path) not in _told:
+        _told.add(str(path))
+        log.warning("%s %s is made again: %s", what, path, why)
+    return None
+
+
+def _checksum(before: bytes, after: bytes) -> bytes:
+    return xxh3_128_hexdigest(b"".join((before, _MARK, _BLANK, after[len(_BLANK) :]))).encode()
+
+
+def _damaged(path: str | Path, why: str) -> DamagedFileError:
+    return DamagedFileError(at=str(path), problem=f"damaged: {why}", fix="Delete the file and run again.")
