@@ -110,6 +110,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
         "subset": Effect("output", "sources/test_hub.py::test_layouts", "which configuration of a dataset of the Hub"),
         "revision": Effect("output", "sources/test_hub.py::test_the_commit_is_kept", "which commit of a dataset of the Hub"),
+        "text_unit": Effect("output+error", "sources/test_text_units.py::test_what_each_unit_gives", "what a document of text files is"),
         "token_files": Effect(
             "output+error", "sources/test_tokens.py::test_layouts_are_for_token_files", "how documents lie in files of tokens"
         ),

@@ -362,3 +362,32 @@ def test_exported() -> None:
 def _bytes_read() -> int:
     with open(f"/proc/{os.getpid()}/io") as file:
         return int(next(line for line in file if line.startswith("rchar")).split()[1])
+
+
+PROSE = "A line of text that was\nwrapped at some width.\n\n" * 9
+FILES: dict[str, tuple[dict[str, str], str, str]] = {
+    "lines": ({"a.txt": "one\ntwo\nthree\n"}, "line", "no blank lines stand between its lines"),
+    "single lines": ({f"{i}.txt": f"only {i}\n" for i in range(5)}, "line", "no file has several lines of text"),
+    "spaced lines": ({"a.txt": "one\n\ntwo\n\nthree\n\nfour\n"}, "line", "each paragraph is a line"),
+    "one book": ({"a.txt": PROSE}, "paragraph", "blank lines stand between runs of 2.0 lines on average"),
+    "many texts": ({f"{i}.txt": PROSE for i in range(6)}, "file", "6 files of about 432 bytes, with several paragraphs each"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_unit_of_text_files_is_told_and_why(tmp_path: Path, name: str) -> None:
+    files, unit, why = FILES[name]
+    for file, text in files.items():
+        (tmp_path / "data" / file).parent.mkdir(exist_ok=True)
+        (tmp_path / "data" / file).write_text(text)
+    found = discover(tmp_path / "data")
+    [part] = found.parts
+    proposal = part.propose()
+    assert proposal.config.text_unit == unit
+    assert proposal.reasons[0].startswith(f"text_unit = '{unit}': ")
+    assert why in proposal.reasons[0]
+    assert f"proposed {proposal.reasons[0]}" in str(found)
+    assert_reads(found)
+    read = Pipeline(PipelineConfig(datasets=(proposal.config,), seed=1)).source().get_data()["dataset1"]
+    assert sum(shard.num_rows for shard in read.shards) == part.num_rows
+    assert part.sample[0]["text"] == read.read(0, 0, 1).column("text").to_pylist()[0]

@@ -22,8 +22,9 @@ from easypipe.core.protocols import Scan, Shard, ShardedDataSource
 from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
 from easypipe.sources.hub_layout import choose_files
 from easypipe.sources.hub_repo import BY_RANGES, HubRepo
-from easypipe.sources.open import FORMATS
+from easypipe.sources.open import FORMATS, require_text_files
 from easypipe.sources.refs import FileRef, format_of
+from easypipe.sources.txt import TextUnit
 
 log = logging.getLogger("easypipe")
 
@@ -66,7 +67,8 @@ class HuggingFaceShardedSource(ShardedDataSource):
     dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes `train`; no split with a pattern.
     subset: one of the configurations that the dataset's card or folders name; None takes the default one. revision: branch, tag or commit;
     None takes main. storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
-    num_rows: so many rows will be read at most: files behind them are not opened. Other options are those of FileSource.
+    num_rows: so many rows will be read at most: files behind them are not opened. text_unit: as in
+    TextShardedSource. Other options are those of FileSource.
 
     `commit` is the commit that is read. Raises MissingFileError for a dataset, revision, subset or split that is not there; SourceError
     for a gated one, with the page of its licence, and where the files of a split have several formats.
@@ -80,6 +82,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
         subset: str | None = None,
         revision: str | None = None,
         num_rows: int | None = None,
+        text_unit: TextUnit | None = None,
         **options: Unpack[FileOptions],
     ) -> None:
         name = parse_hub_name(dataset)
@@ -92,7 +95,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
         self._hub = HubRepo(name.repo, options.get("storage_options"))
         self.repo, self.split, self.subset = name.repo, split or (None if name.pattern else "train"), subset
         self._num_rows = num_rows
-        self._made: FileOptions = {"columns": options.get("columns"), "on_error": options.get("on_error", "error")}
+        self._made: dict[str, Any] = {"columns": options.get("columns"), "on_error": options.get("on_error", "error")}
         if "index_dir" in options:
             self._made["index_dir"] = options["index_dir"]
         self._lock = threading.Lock()
@@ -111,6 +114,9 @@ class HuggingFaceShardedSource(ShardedDataSource):
         )
         found = [self._hub.file(file, listing) for file in names]
         self.kind = one_format(found, self._hub)
+        require_text_files(text_unit, self.kind)
+        if text_unit is not None:
+            self._made["text_unit"] = text_unit
         self.files = tuple(found)
         log.info("%s: revision %s is commit %s; %d files of %s", self._hub.at, revision or "main", self.commit, len(found), self.kind)
 
@@ -126,6 +132,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
     def fingerprint(self) -> str:
         """Digest of the commit, the files and the reading options. Opens no file."""
         options = [self._made.get("columns"), "error" if self._made.get("on_error") == "error" else "tolerant"]
+        options += [self._made["text_unit"]] if self._made.get("text_unit", "line") != "line" else []
         files = [file.digest for file in self.files]
         return digest("hub", READER_VERSION, self.repo, self.commit, self.split, self.subset, self.kind, options, files)
 
@@ -169,7 +176,7 @@ class HuggingFaceShardedSource(ShardedDataSource):
             return rows
 
 
-def open_repo_files(hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: FileOptions) -> FileSource:
+def open_repo_files(hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: dict[str, Any]) -> FileSource:
     """The files read by ranges, whatever their format, where the Hub's client has not downloaded them already."""
     reader: Any = FORMATS[kind]
     return reader([hub.ready(file, commit, whole=False) for file in files], **options)

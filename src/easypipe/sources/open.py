@@ -16,7 +16,7 @@ from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.parquet import ParquetShardedSource
 from easypipe.sources.refs import TOKEN_EXTENSIONS
 from easypipe.sources.tokens import TokenFilesConfig, TokenShardedSource
-from easypipe.sources.txt import TextShardedSource
+from easypipe.sources.txt import TextShardedSource, TextUnit
 
 UNREAD = (".xz", ".lzma", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar")  # compressions and archives that people have
 
@@ -40,10 +40,11 @@ def open_files(
     storage_options: Mapping[str, Any] | None = None,
     index_dir: str | os.PathLike[str] | None = None,
     token_files: TokenFilesConfig | None = None,
+    text_unit: TextUnit | None = None,
 ) -> FileSource:
     """A source of the format `type` (a key of FORMATS), by default of the one that the extensions name. Options are those of FileSource.
 
-    token_files: how documents lie in files of tokens.
+    token_files: how documents lie in files of tokens. text_unit: what a row of text files is; None: a line.
 
     Raises MissingFileError for files that are not there, SourceError for extensions that are unknown or name different formats,
     ConfigError for an unknown type.
@@ -66,12 +67,20 @@ def open_files(
     layouts: dict[str, Any] = {"tokens": TokenShardedSource, "arrayrecord": ArrayRecordShardedSource}
     if token_files is not None and type not in layouts:
         raise ConfigError(at="token_files", problem=f"has no effect on {type} files", fix="Leave it out.")
+    require_text_files(text_unit, type)
     if type in layouts:
         return layouts[type](
             data_files, layout=token_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir
         )
     source: Any = FORMATS[type]
-    return source(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir)
+    more = {} if text_unit is None else {"text_unit": text_unit}
+    return source(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir, **more)
+
+
+def require_text_files(text_unit: TextUnit | None, kind: str) -> None:
+    """Raises ConfigError where a unit of text is named for files of another format."""
+    if text_unit is not None and kind != "txt":
+        raise ConfigError(at="text_unit", problem=f"has no effect on {kind} files", fix="Leave it out: it is for text files.")
 
 
 def _unknown(path: str) -> SourceError:

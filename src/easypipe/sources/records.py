@@ -186,7 +186,8 @@ def index_records(
             if have == len(buffer):
                 if have >= MAX_RECORD_BYTES:
                     problem = f"a record of more than {MAX_RECORD_BYTES >> 20} MiB begins here"
-                    raise SourceError(at=place(file.path, row=row), problem=problem, fix="A quote or bracket may be open.")
+                    fix = "A quote or bracket may be open; of text, take a smaller text_unit."
+                    raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
                 buffer = np.concatenate([buffer, np.empty_like(buffer)])
             room = len(buffer) if limit is None else min(len(buffer), limit - base)
             while have < room and not final:  # full, so that a record longer than the buffer is scanned few times

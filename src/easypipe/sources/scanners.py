@@ -67,6 +67,33 @@ def split_lines(data, final, starts, ends):
 
 
 @jit
+def split_paragraphs(data, final, starts, ends):
+    """Runs of lines that are not blank, as they stand, without the line break behind the last one."""
+    n, count, consumed, i = len(data), 0, 0, 0
+    start, end = -1, -1  # of the paragraph at hand; -1: none is open
+    while i < n and count < len(starts):
+        stop = i
+        while stop < n and data[stop] != _NEWLINE:
+            stop += 1
+        if stop == n and not final:
+            break
+        if skip_space(data, i, stop) == stop:
+            if start >= 0:
+                starts[count], ends[count] = start, end
+                count += 1
+                start = -1
+            consumed = min(stop + 1, n)
+        else:
+            start = i if start < 0 else start
+            end = stop - 1 if data[stop - 1] == _RETURN else stop
+        i = min(stop + 1, n)
+    if final and i == n and start >= 0 and count < len(starts):
+        starts[count], ends[count] = start, end
+        count, consumed = count + 1, n
+    return count, consumed, MORE
+
+
+@jit
 def split_elements(data, final, starts, ends):
     """Elements of a JSON array. `data` begins at the "[" or "," before an element, and so do `starts`: an element begins one byte later."""
     n, count, i = len(data), 0, 0

@@ -34,8 +34,9 @@ class Part:
 
     subset, split: None and `train` where nothing names them. files: their paths; none for rows in memory. num_bytes: at rest; None for
     rows in memory. num_rows: None where counting would have to read the files; then `cost` says what it would read. rows_from: who says
-    so: `footer`, `index` (of a file that easypipe has read before), `read` (all of it was looked at), `manifest`, `card`, `memory`,
-    `count`. columns: None where the part was listed only. sample: the first rows. notes: what could not be told, and why.
+    so: `files` (each is one row), `footer`, `index` (of a file that easypipe has read before), `read` (all of it was looked at),
+    `manifest`, `card`, `memory`, `count`. columns: None where the part was listed only. sample: the first rows. notes: what could not be
+    told, and why. because: why the config that is proposed reads the files as it does.
     """
 
     subset: str | None
@@ -50,6 +51,7 @@ class Part:
     kind: Kind
     sample: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
+    because: tuple[str, ...] = ()
     reads: Mapping[str, Any] = dataclasses.field(repr=False)  # fields of the DatasetConfig that reads this part, but for its columns
     schema: pa.Schema | None = dataclasses.field(repr=False)
     rows: tuple[Mapping[str, Any], ...] = dataclasses.field(repr=False)  # all that were looked at
@@ -139,6 +141,7 @@ def _part_lines(part: Part) -> Iterator[str]:
     if part.columns is not None:
         yield "  columns  " + ", ".join(f"{column.name} ({short_type(column.type)})" for column in part.columns)
         yield f"  kind     {part.kind}"
+        yield from (f"  proposed {reason}" for reason in part.because)
         yield from (f"  proposed {choice.slot} = {choice.column!r}: {choice.reason}" for choice in part.kind.choices)
         yield from (f"  refused  {tie.error(part.name).problem}" for tie in part.kind.ties)
         yield from (f"  row {i}    {json.dumps(_shown(row), ensure_ascii=False)}" for i, row in enumerate(part.sample))

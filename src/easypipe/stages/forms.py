@@ -45,13 +45,16 @@ class RowForm(Protocol):
 
 
 class TextForm:
-    """One column of text; every token is trained. lengths: what cuts them in place of max_length."""
+    """One column of text; every token is trained.
+
+    lengths: what cuts them in place of max_length. blanks: texts of white space alone are documents too.
+    """
 
     pairs = False
 
-    def __init__(self, content_field: str, lengths: Lengths | None = None) -> None:
+    def __init__(self, content_field: str, lengths: Lengths | None = None, *, blanks: bool = False) -> None:
         self.columns, self.label = (content_field,), content_field
-        self._lengths = lengths
+        self._lengths, self._blanks = lengths, blanks
         self.masked = lengths is not None and lengths.masks
 
     def require(self, source: ShardedSource, dataset: str) -> None:
@@ -62,7 +65,7 @@ class TextForm:
         return recipe if self._lengths is None else digest(recipe, *lengths_identity(self._lengths))
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
-        return read_texts(source, shard, start, stop, self.label)
+        return read_texts(source, shard, start, stop, self.label, blanks=self._blanks)
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
         return encode_texts(texts, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key, lengths=self._lengths)
@@ -84,7 +87,7 @@ def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) 
             error = ConfigError(at="chat_template", problem=error.problem, have=error.have, fix=error.fix)
         raise error.under(at if error.at == "tokenizer" or error.at.startswith("length.") else inside) from None
     if prompt.format_type == "text":
-        return TextForm(prompt.inputs[0], engine.lengths)
+        return TextForm(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
     form = PromptForm if prompt.rejected_column is None else PairForm
     return form(engine, source.schema.names)
 

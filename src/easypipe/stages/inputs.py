@@ -36,6 +36,14 @@ def is_tokens(dataset: Any) -> bool:
     return bool(files) and all(isinstance(file, str | Path) and format_of(str(file)) in TOKEN_EXTENSIONS for file in files)
 
 
+def _may_be_text(dataset: Any) -> bool:
+    """Whether these can be text files, as far as their names tell."""
+    if dataset.in_memory or dataset.type not in (None, "txt", "huggingface"):
+        return False
+    files = dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    return dataset.type is not None or all(format_of(str(file)) in (None, "txt") for file in files)
+
+
 def check_input(dataset: Any) -> None:
     """What type, split, subset and revision mean together. Raises ConfigError for those that would have no effect."""
     files = dataset.data_files
@@ -45,6 +53,8 @@ def check_input(dataset: Any) -> None:
         raise ConfigError(
             at="token_files", problem="has no effect: these are no files of tokens", fix="Set type='tokens', or leave it out."
         )
+    if dataset.text_unit is not None and not _may_be_text(dataset):
+        raise ConfigError(at="text_unit", problem="has no effect: these are no text files", fix="Leave it out.")
     if is_hub(dataset):
         if dataset.type not in (None, "huggingface"):
             problem = f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
@@ -91,6 +101,7 @@ def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
             on_error=dataset.on_error,
             storage_options=dataset.storage_options,
             index_dir=index_dir,
+            text_unit=dataset.text_unit,
         )
     if is_tokens(dataset):
         return open_files(
@@ -106,5 +117,5 @@ def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
             raise ConfigError(
                 at=f"datasets.{dataset.name}.type", problem=f"{dataset.type!r}, but {files} is a folder of `datasets`", fix="Leave it out."
             )
-        return open_files(saved_dataset_files(files, split), type="arrow", on_error=dataset.on_error)
+        return open_files(saved_dataset_files(files, split), type="arrow", on_error=dataset.on_error, text_unit=dataset.text_unit)
     return None

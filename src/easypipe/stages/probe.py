@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from easypipe.sources.open import open_files
 from easypipe.sources.refs import FileRef
 from easypipe.sources.schemas import reconcile
 from easypipe.sources.tokens import TokenFilesConfig
+from easypipe.sources.txt import TextUnit
 from easypipe.stages.discovery import Column, Part, bytes_text
 from easypipe.stages.saved import SavedManifest
+from easypipe.stages.text_units import guess_text_unit
 from easypipe.transforms.kinds import guess_kind
 
 HEAD_BYTES, HEADS = 4 << 20, 4  # read of each of the first files of a part, where they are files of lines
@@ -36,7 +38,7 @@ class Candidate:
     """Files that may be one part. reads: fields of the DatasetConfig that reads them. ready: makes a file ready to be read.
 
     card_rows: what the card of a Hub dataset says of their number. manifest: of a saved folder. apart: files of different kinds are
-    parts of their own.
+    parts of their own. because: why `reads` are so, where that was guessed.
     """
 
     files: tuple[FileRef, ...]
@@ -48,6 +50,7 @@ class Candidate:
     card_rows: int | None = None
     manifest: SavedManifest | None = None
     apart: bool = False
+    because: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,7 @@ class Look:
     indexes: Path | None
     count: bool
     sample: int
+    text_unit: TextUnit | None = None
 
     def open(self, files: Iterable[FileRef], kind: str) -> FileSource:
         return open_files(
@@ -66,6 +70,7 @@ class Look:
             storage_options=self.storage,
             index_dir=self.indexes,
             token_files=self.token_files if kind in ("tokens", "arrayrecord") else None,
+            text_unit=self.text_unit,
         )
 
 
@@ -86,6 +91,10 @@ def probe(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
     """
     most = 1 if found.card_rows is not None else LOOKED_AT_REMOTE if found.files[0].remote else LOOKED_AT
     files = [found.ready(file) for file in found.files[:most]]
+    if found.format == "txt":
+        unit, why = guess_text_unit([*files, *found.files[most:]])
+        found = replace(found, reads={**found.reads, "text_unit": unit}, because=(f"text_unit = {unit!r}: {why}",))
+        look = replace(look, text_unit=unit)
     opened, notes, first_error = [], [], None
     with ThreadPoolExecutor(8, thread_name_prefix="easypipe-discover") as pool:
         sizes = itertools.chain([HEAD_BYTES] * HEADS, itertools.repeat(OTHER_HEAD_BYTES))
@@ -149,6 +158,8 @@ def _files_part(found: Candidate, group: Sequence[_Opened], look: Look, *, alone
 
 def _counted(found: Candidate, files: Sequence[FileRef], group: Sequence[_Opened], look: Look) -> tuple[int | None, str | None, str | None]:
     """(rows, who says so, what it would cost to know)."""
+    if look.text_unit == "file":
+        return len(files), "files", None
     totals = [one.total for one in group]
     whole = len(files) == len(group)
     lines = found.format in ("json", "csv", "txt", "tokens")
@@ -207,6 +218,7 @@ def part_of(
         sample=tuple(rows[: look.sample]),
         notes=tuple(notes),
         reads=reads,
+        because=found.because,
         schema=schema,
         rows=tuple(rows),
     )

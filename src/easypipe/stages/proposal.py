@@ -79,7 +79,7 @@ def propose(
     if found.name == "preference" and found.roles and "user" not in found.roles:
         problem = "preference pairs whose conversations begin with the answer: the prompt stands in a column of its own"
         raise ConfigError(at=part.name, problem=problem, fix="Put it in front of both with format_callback.")
-    reasons = tuple(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices)
+    reasons = (*part.because, *(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices))
     unknown = [role for role in found.roles if found.name == "sharegpt" and role not in {**ROLES, **(roles or {})}]
     if unknown:
         raise ConfigError(

@@ -18,9 +18,11 @@ from easypipe.sources.forward import ForwardSource, open_forward
 from easypipe.sources.hub import HuggingFaceShardedSource
 from easypipe.sources.limit import LimitedSource, select
 from easypipe.sources.memory import InMemoryShardedSource
-from easypipe.sources.open import open_files
+from easypipe.sources.open import open_files, require_text_files
+from easypipe.sources.records import MAX_RECORD_BYTES
 from easypipe.sources.splits import PartialSource
 from easypipe.sources.tokens import TokenFilesConfig
+from easypipe.sources.txt import TextUnit
 from easypipe.stages.caching import index_folder
 from easypipe.stages.formats import check_formats, formatted, read_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
@@ -50,6 +52,8 @@ class DatasetConfig:
         of one is written as `datasets` does: `train[:10%]`, `train[100:200]`, `train[-5%:]`; num_rows counts in it.
     subset: the configuration of a dataset of the Hub; None takes its default.
     revision: branch, tag or commit of a dataset of the Hub; None takes main. It is resolved to a commit when the source is opened.
+    text_unit: what a document of `.txt` files is: a `line` (what None takes), a `paragraph` (lines up to a blank one, with the line breaks
+        inside), or the whole `file`, as it is.
     token_files: how documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord files, that records are tokens, of its dtype.
     num_rows: only the first so many rows, counted over the files in order.
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
@@ -89,6 +93,7 @@ class DatasetConfig:
     split: str | None = None
     subset: str | None = None
     revision: str | None = None
+    text_unit: TextUnit | None = None
     token_files: TokenFilesConfig | None = None
     num_rows: int | None = None
     tokenizer: TokenizerConfig | str | None = None
@@ -194,14 +199,26 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext, first_rows: i
                 problem=f"{dataset.type!r}, but {files} was saved as {saved.manifest.format}",
                 fix="Leave it out.",
             )
+        if dataset.text_unit is not None:
+            problem = "has no effect: this folder was saved row by row"
+            raise ConfigError(at=f"datasets.{dataset.name}.text_unit", problem=problem, fix="Leave it out.")
         source = saved
     else:
         options: dict[str, Any] = {"on_error": dataset.on_error, "storage_options": dataset.storage_options}
-        lines = context.config.streaming and split_of(dataset)[1] is None  # a part needs its rows counted
+        # a part needs its rows counted, paragraphs and whole files need to be found
+        lines = context.config.streaming and split_of(dataset)[1] is None and dataset.text_unit in (None, "line")
         forward = open_forward(files, kind, **options, num_rows=dataset.num_rows) if lines else None
-        source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context))
+        unit = dataset.text_unit
+        try:
+            if forward is not None:
+                require_text_files(unit, forward.kind)
+            source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context), text_unit=unit)
+        except ConfigError as error:
+            raise error.under(f"datasets.{dataset.name}") from None
     if first_rows is not None:
-        head = source.head(HEAD_BYTES, files=1) if isinstance(source, FileSource | HuggingFaceShardedSource) else source
+        whole = dataset.text_unit == "file"  # every file is one row
+        size, count = (MAX_RECORD_BYTES, first_rows) if whole else (HEAD_BYTES, 1)
+        head = source.head(size, files=count) if isinstance(source, FileSource | HuggingFaceShardedSource) else source
         return formatted(LimitedSource(_without_conflicts(head, dataset), min(first_rows, dataset.num_rows or first_rows)), dataset)
     source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]

@@ -82,8 +82,8 @@ def require_text(source: ShardedSource, content_field: str, dataset: str) -> Non
         raise SourceError(at=at, problem=f"holds {kind}, not text; columns of text", have=texts, fix="Set content_field to one of them.")
 
 
-def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content_field: str) -> Texts:
-    """Raises what the source raises for rows that it does not accept."""
+def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content_field: str, *, blanks: bool = False) -> Texts:
+    """blanks: texts of white space alone are texts, but for empty ones. Raises what the source raises for rows that it does not accept."""
     batch, rejects = scan(source, shard, start, stop)
     numbered = ROW_NUMBER in batch.schema.names
     rows = batch.column(ROW_NUMBER).to_numpy() if numbered else np.arange(start, start + batch.num_rows, dtype=np.int64)
@@ -99,7 +99,10 @@ def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content
             if valid
         ]
     missing = column.is_null().to_numpy(zero_copy_only=False)
-    empty = ~has_text(column) & ~missing if is_text(column.type) else np.zeros(len(column), np.bool_)
+    empty = np.zeros(len(column), np.bool_)
+    if is_text(column.type):
+        ends = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else np.zeros(1, np.int64)
+        empty = (np.diff(ends) == 0 if blanks else ~has_text(column)) & ~missing
     bad += [Reject(row=int(row), reason="null", detail="no value") for row in rows[missing]]
     bad += [Reject(row=int(row), reason=EMPTY, detail="an empty text", benign=True) for row in rows[empty]]
     if not bad:
