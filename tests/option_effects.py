@@ -537,7 +537,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output",
             "loader/test_loader.py::test_a_short_batch_on_a_mesh_is_filled_with_rows_that_weigh_nothing",
             "leaves out the last batch where it is not full",
-            "ends before the first batch that is not full",
+            "ends before the one batch that is not full, behind the end of all streams",
         ),
         "prefetch_to_device": Effect(
             "memory", "loader/test_placement.py::test_without_a_mesh_batches_are_numpy_and_with_one_they_are_jax", "batches lie on devices"

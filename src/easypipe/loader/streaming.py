@@ -5,9 +5,9 @@ share    the ranges of every dataset that a stream reads (streaming_read.py); th
 window   documents of a stream that are drawn, shuffled and packed together (streaming_window.py); a row never holds two
 state    of a stream: what its next window depends on (streaming_state.py); of the loader: that of every stream, and the batch
 
-Row r of stream s stands in batch r // R; where batch_size_schedule changes the size, R is that of the step. A stream that has ended
-gives rows of padding (segment 0, labels -100). A pass over finite data ends with the last batch that any stream has a row for; with
-drop_last, before the first that one has no row for.
+Row r of stream s stands in batch r // R; where batch_size_schedule changes the size, R is that of the step. Streams that have ended
+hand their places in the batch to the others (plan/turns.py), so that a pass over finite data ends where no stream has a row more: the
+last batch is filled up with rows of padding (segment 0, labels -100), or left out with drop_last.
 A process reads the streams that its rows belong to. Where the data ends, it has to know when the others end, and reads all.
 """
 
@@ -95,9 +95,8 @@ class StreamLoader:
         check_streams(spec.num_streams, self.config)
         schedule = self.config.batch_size_schedule
         self._steps = Steps(self.batch_size, schedule)
-        steps = Steps(self.batch_size // spec.num_streams, [(step, size // spec.num_streams) for step, size in schedule])
-        shapes = {size // spec.num_streams: self._shape(size) for size in self._steps.sizes}
-        own = sorted({int(row) // each for each, shape in shapes.items() for row in shape.local})
+        shapes = {size: self._shape(size) for size in self._steps.sizes}
+        own = sorted({int(row) // (size // spec.num_streams) for size, shape in shapes.items() for row in shape.local})
         if spec.last_epoch is not None and len(own) < spec.num_streams:
             log.warning(
                 "%s: the data ends after %d epochs, so every process reads all %d streams to know where they end, not only its own %d; "
@@ -109,7 +108,7 @@ class StreamLoader:
             sources=tuple(sources),
             spec=spec,
             collate=self.collate,
-            steps=steps,
+            steps=self._steps,
             shapes=shapes,
             own=tuple(own),
             accumulation_steps=self.accumulation_steps,
@@ -239,11 +238,11 @@ class StreamLoader:
             rows = rows[placement.local_rows]
         local = np.sort(rows)
         order = None if pieces == 1 else np.searchsorted(local, rows)
-        return Shape(rows_each=size // self.spec.num_streams, placement=placement, local=local, order=order)
+        return Shape(placement=placement, local=local, order=order)
 
     def _fixed_width(self, shapes: Mapping[int, Shape]) -> int | None:
         known = known_width(self.collate, None if self.spec.pack is None else self.spec.pack.seq_length)
-        if known is None and any(len(shape.local) < shape.rows_each * self.spec.num_streams for shape in shapes.values()):
+        if known is None and any(len(shape.local) < size for size, shape in shapes.items()):
             raise PlacementError(
                 at="padding",
                 problem="the longest row of a global batch is known only to the processes that read it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,9 @@ from easypipe.core.ledger import Ledger
 from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.plan.tally import COUNTERS, FIELDS
+
+BY_KEY = ("rejects", "strings", "lengths", "shares", "shares_read", "shares_before", "shares_left")
+LEFT_OUT = "left out, for want of a full batch"
 
 
 @dataclass
@@ -28,27 +31,52 @@ class Books:
     left: Counter[int] = field(default_factory=Counter)  # read, and not drawn before their epoch ended
     resumed: Counter[int] = field(default_factory=Counter)  # read again, and placed before the state that was restored
     waiting: Counter[int] = field(default_factory=Counter)
+    # Of the shares of every pass that was begun, by unit (Deal.share): all, what was read, what lay before the state that was restored,
+    # and what was not read when its epoch ended.
+    shares: dict[int, Counter[str]] = field(default_factory=dict)
+    shares_read: dict[int, Counter[str]] = field(default_factory=dict)
+    shares_before: dict[int, Counter[str]] = field(default_factory=dict)
+    shares_left: dict[int, Counter[str]] = field(default_factory=dict)
     table: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, COUNTERS), np.int64))
     packed_rows: int = 0
+    # Of all streams of a process: rows in batches, in windows made anew but given before the state, in no batch, and rows of padding.
+    rows_given: int = 0
+    rows_before: int = 0
+    rows_left_out: int = 0
     padding_rows: int = 0
 
     @classmethod
-    def total(cls, parts: Iterable[Books], padding_rows: int = 0) -> Books:
+    def total(cls, parts: Iterable[Books]) -> Books:
         """Of several streams together, as they stand now."""
-        whole = cls(padding_rows=padding_rows)
+        whole = cls()
         for part in parts:
             for name in ("rows", "docs", "added", "left", "resumed", "waiting"):
                 getattr(whole, name).update(getattr(part, name))
-            for name in ("rejects", "strings", "lengths"):
+            for name in BY_KEY:
                 for i, counts in getattr(part, name).items():
                     getattr(whole, name).setdefault(i, Counter()).update(counts)
             if part.table.shape[0]:
                 whole.table = whole.table + part.table if whole.table.shape[0] else part.table.copy()
             whole.packed_rows += part.packed_rows
-            whole.padding_rows += part.padding_rows
         return whole
 
-    def chunk(self, dataset: int, loaded: Loaded, skipped: int) -> None:
+    def begin_pass(self, dataset: int, share: Mapping[str, int], before: Mapping[str, int]) -> None:
+        self.shares.setdefault(dataset, Counter()).update(share)
+        self.shares_before.setdefault(dataset, Counter()).update(before)
+
+    def end_epoch(self, dataset: int) -> None:
+        """What was not read until now stays so."""
+        self.shares_left[dataset] = self.unread(dataset)
+
+    def unread(self, dataset: int) -> Counter[str]:
+        """Of every unit in the shares of `dataset`, how many were not read."""
+        left = Counter(self.shares.get(dataset, {}))
+        for counts in (self.shares_read, self.shares_before):
+            left.subtract(counts.get(dataset, {}))
+        return left
+
+    def chunk(self, dataset: int, loaded: Loaded, skipped: int, share: Mapping[str, int]) -> None:
+        self.shares_read.setdefault(dataset, Counter()).update(share)
         self.resumed[dataset] += skipped
         self.rows[dataset] += loaded.rows
         self.docs[dataset] += loaded.num_docs
@@ -58,7 +86,8 @@ class Books:
 
 
 def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
-    """rows → documents or rejected; documents → drawn, waiting or left at an epoch's end; tokens → placed, truncated or dropped."""
+    """What lies in files → read or not; rows → documents or rejected; documents → drawn, waiting or left at an epoch's end;
+    tokens → placed, truncated or dropped; rows made → in batches, waiting or left out."""
     ledger = Ledger()
     for i, name in enumerate(names):
         rejects = books.rejects.get(i, Counter())
@@ -66,6 +95,20 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
         over = dict(sorted(books.lengths.get(i, Counter()).items()))
         read = {"read": books.rows[i], **({"pieces": over.pop("pieces")} if "pieces" in over else {})}
         over.pop("overlap", None)  # tokens are counted when they are drawn
+        for unit, left in sorted(books.unread(i).items()):
+            known_left = books.shares_left.get(i, Counter())[unit]
+            ledger.add(
+                "files",
+                name,
+                unit,
+                into={"of the passes begun": books.shares[i][unit]},
+                out={
+                    "read": books.shares_read.get(i, Counter())[unit],
+                    "before the state": books.shares_before.get(i, Counter())[unit],
+                    "unread when their epoch ended": known_left,
+                    "unread so far": left - known_left,
+                },
+            )
         ledger.add("stream", name, "rows", into=read, out={"documents": books.docs[i], **dict(sorted(rejects.items()))})
         if over:
             ledger.add("lengths", name, "documents", into={"over max_length": sum(over.values())}, out=over)
@@ -115,5 +158,8 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
         slots = books.packed_rows * spec.pack.seq_length
         ledger.add("pack", "stream", "slots", into={"slots": slots}, out={"tokens": placed, "padding": slots - placed})
         ledger.facts["pack.stream.fill"] = placed / slots if slots else 1.0
+    known_rows = {"in batches": books.rows_given, "before the state": books.rows_before, LEFT_OUT: books.rows_left_out}
+    out = {**known_rows, "waiting": books.packed_rows - sum(known_rows.values())}
+    ledger.add("load", "stream", "rows", into={"made": books.packed_rows}, out=out)
     ledger.facts |= {"stream.rows": books.packed_rows, "stream.rows of padding": books.padding_rows}
     return ledger

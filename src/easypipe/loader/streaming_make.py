@@ -1,9 +1,14 @@
-"""Making the batches of a streaming loader one after the other: streams reach their next rows, and their tokens are laid out."""
+"""Making the batches of a streaming loader one after the other: streams reach their next rows, and their tokens are laid out.
+
+Batch `t` holds its rows of the order of plan/turns.py, those of stream 0 first: while no stream has ended, R = batch / S of each; then
+the others stand in for those that have. Windows are made in that order too, always that of the stream whose next row comes first, so
+which streams had ended by then is the same for every process, thread and restart.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +29,7 @@ from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.loader.streaming_state import StreamState
 from easypipe.loader.streaming_stream import Stream
 from easypipe.loader.streaming_window import Window, Windows
+from easypipe.plan import turns
 
 BLOCK_BATCHES = 16  # laid out together: a call of a compiled function costs as much as the few rows that a stream has of one batch
 BLOCK_BYTES = 64 << 20  # of such a block, at most, unless one batch takes more
@@ -31,28 +37,22 @@ BLOCK_BYTES = 64 << 20  # of such a block, at most, unless one batch takes more
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A size that batches have: each stream gives `rows_each` of their rows.
+    """A size that batches have.
 
     local: Int64[n], this process's rows of such a batch, ascending. order: Int64[n], which of them come first, second and so on where a
     batch lies otherwise (micro-batch after micro-batch); None: as they stand.
     """
 
-    rows_each: int
     placement: Placement | None
     local: NDArray[np.int64]
     order: NDArray[np.int64] | None = None
 
-    def rows_of(self, own: tuple[int, ...]) -> dict[int, NDArray[np.int64]]:
-        """Which of the local rows each stream gives: neighbours."""
-        numbers = self.local // self.rows_each
-        return {n: np.flatnonzero(numbers == n) for n in own if (numbers == n).any()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What making batches depends on. own: the streams that this process reads. steps: of the rows of one stream.
+    """What making batches depends on. own: the streams that this process reads; all of them where streams end.
 
-    shapes: by rows of a batch of each stream. width: slots of every batch; None: of its longest row.
+    shapes: by rows of a batch. width: slots of every batch; None: of its longest row.
     workers: threads that read. ahead: threads that make a window of each stream ahead; 0 makes each when a batch needs it.
     """
 
@@ -85,12 +85,12 @@ class After(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Batches `start` to `stop`, laid out. columns: stream after stream, batch after batch. padding: rows of it in each batch."""
+    """Batches `start` to `stop`, laid out stream after stream. places: Int64[stop - start, n], where each local row of them lies."""
 
     start: int
     stop: int
     columns: dict[str, NDArray[np.int32]]
-    padding: list[int]
+    places: NDArray[np.int64]
 
 
 class Maker:
@@ -98,14 +98,15 @@ class Maker:
 
     def __init__(self, job: Job, entry: After) -> None:
         self._job, self._entry = job, entry
-        self._books, self._versions, self._padding = Books(), (-1, 0), 0
+        self._books, self._versions = Books(), (-1, 0)
         self._bad: Counter[int] = Counter()  # by dataset
         self.last: Books | None = None  # at the end of the data
         self.abandoned = False  # somebody hangs: close() does not wait
         self._pool = ReadPool(job.workers, f"easypipe-{job.name}-read")
         self._window_pool = ReadPool(job.ahead, f"easypipe-{job.name}-window") if job.ahead else None
         self._streams: dict[int, Stream] = {}
-        self._rows_of = {each: shape.rows_of(job.own) for each, shape in job.shapes.items()}
+        self._ends = np.full(job.spec.num_streams, turns.NEVER)  # rows of each stream, once it has ended
+        self._rows_before = 0  # in windows that are made anew, and given before the state that was restored
         self._block: _Block | None = None
 
     def close(self) -> None:
@@ -120,25 +121,25 @@ class Maker:
             enter(stage)
             if not self._streams:
                 self._begin()
-            first, stop = job.steps.start(batch), job.steps.start(batch + 1)
-            for stream in self._streams.values():
-                for window in stream.reach(stop - 1):
-                    self._charge(window)
-            full = all(stream.holds(stop - 1) for stream in self._streams.values())
-            if not full and (job.drop_last or not any(stream.holds(first) for stream in self._streams.values())):
-                self.last = self._snapshot()
+            start, stop = job.steps.start(batch), job.steps.start(batch + 1)
+            self._reach(stop)
+            given = turns.given_by(self._ends, stop)
+            there = int(given.sum() - turns.given_by(self._ends, start).sum())
+            if not there or (there < stop - start and job.drop_last):
+                self.last = self._snapshot(start, left_out=there)
                 return None
             stage = "gather"
             enter(stage)
             columns = self._columns(batch)
-            for stream in self._streams.values():
-                stream.forget(stop)
-            states = tuple(Numbered(number, stream.state_at(stop)) for number, stream in self._streams.items())
-            after = After(batch + 1, states, self._snapshot())
+            states = []
+            for number, stream in self._streams.items():
+                stream.forget(given[number])
+                states.append(Numbered(number, stream.state_at(given[number])))
+            after = After(batch + 1, tuple(states), self._snapshot(stop))
             columns = with_asked(columns, job.collate)
             if job.accumulation_steps > 1:
                 columns = {name: column.reshape(job.accumulation_steps, -1, column.shape[1]) for name, column in columns.items()}
-            placement = job.shapes[stop - first].placement
+            placement = job.shapes[stop - start].placement
             if placement is None:
                 return columns, after
             stage = "place"
@@ -154,11 +155,31 @@ class Maker:
         states = dict(self._entry.streams)
         for state in states.values():
             self._bad.update(dict(enumerate(state.bad)))
+        # Windows of a weight schedule depend on which streams have ended, which is known in the order of their rows alone.
+        ahead = self._window_pool if spec.schedule is None or spec.last_epoch is None else None
         for number in job.own:
-            made = Windows(number, spec, deals, self._pool, states.get(number))
-            self._streams[number] = Stream(made, self._window_pool)
+            stream = self._streams[number] = Stream(Windows(number, spec, deals, self._pool, states.get(number), self._ends), ahead)
+            self._ended(number, stream)
+        given = turns.given_by(self._ends, job.steps.start(self._entry.batch))
+        self._rows_before = sum(int(given[number]) - stream.state.first_row for number, stream in self._streams.items())
         for stream in self._streams.values():
             stream.begin()
+
+    def _reach(self, rows: int) -> None:
+        """Makes windows until all of the first `rows` rows that are this process's stand in one, or every stream has ended."""
+        while (known := self._known()) is not None and known[0] < rows:
+            stream = self._streams[known[1]]
+            self._charge(stream.go_on())
+            self._ended(known[1], stream)
+
+    def _known(self) -> tuple[int, int] | None:
+        """(rows of the order that stand in windows, the stream whose row is next); None: every stream has ended."""
+        live = [(stream.state.first_row, number) for number, stream in self._streams.items() if not stream.ended]
+        return (turns.rows_before(self._ends, *min(live)), min(live)[1]) if live else None
+
+    def _ended(self, number: int, stream: Stream) -> None:
+        if stream.ended:
+            self._ends[number] = stream.state.first_row
 
     def _charge(self, window: Window) -> None:
         """Counts the bad rows of a window. Those of streams that other processes read are known up to the state that was restored."""
@@ -175,78 +196,75 @@ class Maker:
                         fix="Correct the rows, or raise max_bad_rows.",
                     )
 
-    def _snapshot(self) -> Books:
-        """The books of all streams up to the windows that batches have reached."""
-        versions = sum(stream.version for stream in self._streams.values()), self._padding
+    def _snapshot(self, rows: int, left_out: int = 0) -> Books:
+        """The books of all streams up to the windows that batches have reached, where the first `rows` rows were given."""
+        versions = sum(stream.version for stream in self._streams.values()), rows
         if versions != self._versions:
-            self._books, self._versions = Books.total((stream.books for stream in self._streams.values()), self._padding), versions
+            own = list(self._streams)
+            begin = self._job.steps.start(self._entry.batch)
+            before, given = turns.given_by(self._ends, begin), turns.given_by(self._ends, rows)
+            self._books, self._versions = Books.total(stream.books for stream in self._streams.values()), versions
+            self._books.rows_given, self._books.rows_before = int((given - before)[own].sum()), self._rows_before
+            self._books.padding_rows = rows - begin - int((given - before).sum())
+        self._books.rows_left_out = left_out
         return self._books
 
     def _columns(self, batch: int) -> dict[str, NDArray[np.int32]]:
         """This process's rows of a batch that its streams have reached."""
-        job = self._job
-        if self._block is None or batch >= self._block.stop:
-            self._block = self._lay_out(batch)
         block = self._block
-        each = job.steps.size(batch)
-        shape, rows_of = job.shapes[each], self._rows_of[each]
-        at, count = batch - block.start, block.stop - block.start
-        self._padding += block.padding[at]
-        if count == 1:
+        if block is None or batch >= block.stop:
+            block = self._block = self._lay_out(batch)
+        shape, places = self._job.shapes[self._job.steps.size(batch)], block.places[batch - block.start]
+        if shape.order is not None:
+            places = places[shape.order]
+        elif block.stop - block.start == 1 and (places[:-1] < places[1:]).all():
             self._block = None
-            return block.columns if shape.order is None else _reordered(block.columns, shape.order)
-        width = block.columns[INPUT_IDS].shape[1]
-        columns = fresh_columns(BATCH_COLUMNS, len(shape.local), width)
-        counts = {len(mine) for mine in rows_of.values()}
+            return block.columns
+        columns = fresh_columns(BATCH_COLUMNS, len(places), block.columns[INPUT_IDS].shape[1])
         for name, values in columns.items():
-            if len(counts) == 1:
-                rows = counts.copy().pop()
-                blocks = block.columns[name].reshape(len(rows_of), count, rows, width)
-                np.copyto(values.reshape(len(rows_of), rows, width), blocks[:, at])
-                continue
-            for mine in rows_of.values():
-                a, b = int(mine[0]), int(mine[-1]) + 1
-                start = a * count + at * (b - a)
-                values[a:b] = block.columns[name][start : start + b - a]
-        return columns if shape.order is None else _reordered(columns, shape.order)
+            np.take(block.columns[name], places, axis=0, out=values, mode="clip")  # "raise" would make a copy more
+        return columns
 
     def _lay_out(self, batch: int) -> _Block:
         """This batch, and those behind it whose rows stand in windows that are made already."""
         job = self._job
-        each, first = job.steps.size(batch), job.steps.start(batch)
-        local, rows_of = job.shapes[each].local, self._rows_of[each]
+        start, size = job.steps.start(batch), job.steps.size(batch)
+        local = job.shapes[size].local
         count = 1
         if job.spec.pack is not None and job.width is not None:
-            made = [(stream.state.first_row - first) // each for stream in self._streams.values() if not stream.ended]
+            known = self._known()
+            made = (int(self._ends.sum()) if known is None else known[0]) - start
             room = BLOCK_BYTES // (16 * job.width * max(1, len(local)))
-            count = max(1, min([BLOCK_BATCHES, room, *made]))
-            while job.steps.size(batch + count - 1) != each:
+            count = max(1, min(BLOCK_BATCHES, room, made // size))
+            while job.steps.size(batch + count - 1) != size:
                 count -= 1
-        rows = np.empty(len(local) * count, np.int64)
-        for number, mine in rows_of.items():
-            a, b = int(mine[0]) * count, (int(mine[-1]) + 1) * count
-            wanted = (first + np.arange(count)[:, None] * each + local[mine] % each).reshape(-1)
-            rows[a:b] = np.where(wanted < self._streams[number].state.first_row, wanted, -1)
+        parts = [turns.in_order_of_streams(self._ends, start + i * size, start + (i + 1) * size) for i in range(count)]
+        streams, rows = (np.stack(columns)[:, local].reshape(-1) for columns in zip(*parts, strict=True))
+        order = np.argsort(streams, kind="stable")
+        streams, rows = streams[order], rows[order]
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+        numbers = [-1, *self._streams]
+        edges = [np.searchsorted(streams, (number, number + 1)).tolist() for number in numbers]
         width = job.width
         if width is None or job.spec.pack is None:
-            longest = row_width(self._lengths(rows, rows_of), job.collate)
+            longest = row_width(self._lengths(streams, rows), job.collate)
             width = longest if width is None else width
         columns = fresh_columns(BATCH_COLUMNS, len(rows), width)
-        padding = np.zeros(count, np.int64)
-        for number, mine in rows_of.items():
-            a, b = int(mine[0]) * count, (int(mine[-1]) + 1) * count
-            padding += (rows[a:b] < 0).reshape(count, -1).sum(axis=1)
-            self._fill(self._streams[number], rows[a:b], {name: values[a:b] for name, values in columns.items()})
-        return _Block(batch, batch + count, columns, padding.tolist())
+        for number, (a, b) in zip(numbers, edges, strict=True):
+            if a < b:
+                stream = self._streams.get(number)
+                self._fill([] if stream is None else stream.windows, rows[a:b], {name: values[a:b] for name, values in columns.items()})
+        return _Block(batch, batch + count, columns, places.reshape(count, -1))
 
-    def _fill(self, stream: Stream, rows: NDArray[np.int64], part: dict[str, NDArray[np.int32]]) -> None:
+    def _fill(self, windows: Sequence[Window], rows: NDArray[np.int64], part: dict[str, NDArray[np.int32]]) -> None:
         spec, pad = self._job.spec, self._job.pad_token_id
         ids, labels, segments, positions = (part[name] for name in (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS))
         runs = spec.pack is not None and spec.pack.strategy == "stream"
         eos = -1 if spec.eos is None else spec.eos
         done, ahead = np.zeros(len(rows), np.bool_), np.full(len(rows), IGNORE, np.int32)
         last = int(rows.max())
-        windows = [window for window in stream.windows if window.first_row <= last]
+        windows = [window for window in windows if window.first_row <= last]
         masked = any(int(window.tables.mask[0]) for window in windows)
         mask = np.empty(ids.shape if masked else (0, 0), np.uint8)
         for window in (*windows, _EMPTY):
@@ -263,23 +281,14 @@ class Maker:
         if runs:
             labels[:, -1] = ahead
 
-    def _lengths(self, rows: NDArray[np.int64], rows_of: Mapping[int, NDArray[np.int64]]) -> NDArray[np.int32]:
+    def _lengths(self, streams: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Tokens of each of a single batch's local rows, which are documents."""
         lengths = np.zeros(len(rows), np.int32)
-        for number, mine in rows_of.items():
-            for i in mine.tolist():  # rows of one batch
-                if rows[i] >= 0:
-                    window = next(w for w in self._streams[number].windows if rows[i] < w.stop)
-                    lengths[i] = window.layout.length[window.layout.first_piece[rows[i] - window.first_row]]
+        for i, (number, row) in enumerate(zip(streams.tolist(), rows.tolist(), strict=True)):  # rows of one batch
+            if number >= 0:
+                window = next(w for w in self._streams[number].windows if row < w.stop)
+                lengths[i] = window.layout.length[window.layout.first_piece[row - window.first_row]]
         return lengths
-
-
-def _reordered(columns: Mapping[str, NDArray[np.int32]], order: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
-    first = next(iter(columns.values()))
-    fresh = fresh_columns(tuple(columns), *first.shape)
-    for name, values in fresh.items():
-        np.take(columns[name], order, axis=0, out=values)
-    return fresh
 
 
 class _Empty(NamedTuple):

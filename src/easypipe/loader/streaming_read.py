@@ -2,16 +2,18 @@
 
 entry   a range of rows of one shard, or a whole file whose rows can only be found by reading on; every pass permutes the entries anew
 chunk   what is read and tokenized at a time: a range, or the c-th piece of such a file
-deal    the chunk of the entry at position j of a pass belongs to stream j mod S; of a file, its chunk c to stream (j + c) mod S
+deal    every entry of a pass goes to the stream with the fewest bytes so far, large ones first; of a whole file, chunk c goes to the
+        c-th stream behind that one
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -34,6 +36,7 @@ ROWS_OF_UNKNOWN_SIZE = 1 << 10
 FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
 EMPTY_PASSES = 64  # in a row, before a stream takes it that no pass will bring it a document: each deals anew
 KEPT_BYTES = 16 << 20  # of documents of a dataset that is read again and again; a larger one is read anew in every pass
+KEPT_ENTRIES = 1 << 16  # of passes whose dealing is kept; streams may stand in different ones
 MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
 
 
@@ -106,7 +109,9 @@ class Deal:
         self.piece = min(CHUNK_BYTES, max(LEAST_PIECE_BYTES, UNPACKED * self.step))
         entries = list(self._entries(shards))
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
-        self.files_forward = bool((self._entries_at[:, 2] < 0).any())
+        self._forward = self._entries_at[:, 2] < 0
+        self._num_bytes = self._sizes(shards)
+        self._passes: OrderedDict[int, _Pass] = OrderedDict()
         # A small dataset with a large weight is gone through thousands of times, a few documents at a time.
         self._room = KEPT_BYTES if total * UNPACKED <= KEPT_BYTES else 0
         self._kept: dict[tuple[int, int, int], Loaded] = {}
@@ -123,22 +128,62 @@ class Deal:
 
     def entry(self, epoch: int, position: int) -> tuple[int, int, int]:
         """(shard, start, stop); a stop of -1: the whole file, in chunks of `piece` plain bytes."""
-        if self._key is not None:
-            position = int(permute(np.array([position]), self.num_entries, child(self._key, epoch))[0])
-        shard, start, stop = self._entries_at[position].tolist()
+        shard, start, stop = self._entries_at[self._dealt(epoch).entries[position]].tolist()
         return shard, start, stop
 
     def first(self, stream: int, place: Place) -> Place | None:
         """The first chunk of `stream` at `place` or behind it; None where the pass has no more."""
-        entry, chunk, streams = place.entry, place.chunk, self.num_streams
-        while entry < self.num_entries:
-            if self.files_forward and self.entry(place.epoch, entry)[2] < 0:
-                chunk += (stream - entry - chunk) % streams
-                return Place(place.epoch, entry, chunk, place.taken if (entry, chunk) == (place.entry, place.chunk) else 0)
-            if chunk == 0 and entry % streams == stream:
-                return Place(place.epoch, entry, 0, place.taken if entry == place.entry else 0)
-            entry, chunk = entry + 1 if self.files_forward or chunk else entry + (stream - entry) % streams, 0
-        return None
+        dealt = self._dealt(place.epoch)
+        mine = dealt.of(stream)
+        here = mine[np.searchsorted(mine, place.entry) :][:1].tolist()
+        if not here:
+            return None
+        entry, chunk = here[0], place.chunk if here[0] == place.entry else 0
+        if self._forward[dealt.entries[entry]]:
+            chunk += (stream - int(dealt.owners[entry]) - chunk) % self.num_streams
+        return Place(place.epoch, entry, chunk, place.taken if (entry, chunk) == (place.entry, place.chunk) else 0)
+
+    def share(self, stream: int, place: Place, *, before: bool = False) -> dict[str, int]:
+        """What the share of `stream` holds in the pass of `place`, or in front of it: so many records, or bytes of lines; and of files
+        whose content nobody counts, so many."""
+        dealt = self._dealt(place.epoch)
+        mine = dealt.of(stream)
+        entries = dealt.entries[mine[: np.searchsorted(mine, place.entry)] if before else mine]
+        ranges = entries[~self._forward[entries]]
+        counted = int((self._entries_at[ranges, 2] - self._entries_at[ranges, 1]).sum())
+        return self._share(counted, len(entries) - len(ranges))
+
+    def share_of(self, place: Place, *, ended: bool) -> dict[str, int]:
+        """What of a share the chunk at `place` is. ended: whether it is the last of its entry."""
+        _, start, stop = self.entry(place.epoch, place.entry)
+        return self._share(0, int(ended)) if stop < 0 else self._share(stop - start, 0)
+
+    def _share(self, counted: int, files: int) -> dict[str, int]:
+        unit = "bytes" if self.source.rows_are_bytes else "records"
+        return ({unit: counted} if counted else {}) | ({"files to each stream": files} if files else {})
+
+    def _dealt(self, epoch: int) -> _Pass:
+        with self._lock:
+            found = self._passes.get(epoch)
+            if found is None:
+                entries = np.arange(self.num_entries)
+                if self._key is not None:
+                    entries = permute(entries, self.num_entries, child(self._key, epoch))
+                owners = deal(self._num_bytes[entries], self._forward[entries], self.num_streams, self.piece)
+                found = self._passes[epoch] = _Pass(entries, owners, self._forward[entries])
+                while len(self._passes) > max(2, KEPT_ENTRIES // max(1, self.num_entries)):
+                    self._passes.popitem(last=False)
+            else:
+                self._passes.move_to_end(epoch)
+            return found
+
+    def _sizes(self, shards: Sequence[Shard]) -> NDArray[np.int64]:
+        """Bytes of every entry, as far as the sizes of files tell: Int64[entries]. Of a whole file, what it may hold unpacked."""
+        packed = np.array([shard.num_bytes for shard in shards], np.int64)
+        rows = np.array([shard.num_rows or 0 for shard in shards], np.int64)
+        shard, start, stop = self._entries_at.T
+        counted = np.where(packed[shard] > 0, packed[shard] * (stop - start) // np.maximum(1, rows[shard]), stop - start)
+        return np.maximum(1, np.where(self._forward, UNPACKED * packed[shard], counted))
 
     def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
         """The chunk at `place`: read on the pool, or there at once."""
@@ -181,6 +226,45 @@ class Deal:
                     yield number, a, b
 
 
+class _Pass:
+    """How the entries of a pass are dealt. entries: Int64[n], which stands at every position. owners: Int64[n], as `deal` gives them."""
+
+    def __init__(self, entries: NDArray[np.int64], owners: NDArray[np.int64], forward: NDArray[np.bool_]) -> None:
+        self.entries, self.owners, self._forward = entries, owners, forward
+        self._of: dict[int, NDArray[np.int64]] = {}
+
+    def of(self, stream: int) -> NDArray[np.int64]:
+        """The positions, ascending, of the entries of which `stream` has a part."""
+        if stream not in self._of:
+            self._of[stream] = np.flatnonzero(self._forward | (self.owners == stream))
+        return self._of[stream]
+
+
+def deal(num_bytes: NDArray[np.int64], forward: NDArray[np.bool_], num_streams: int, piece: int) -> NDArray[np.int64]:
+    """Which stream has each entry, so that all have about equally many bytes: Int64[n]. Of a whole file, the one that has its first chunk.
+
+    num_bytes, forward: of the entries, in the order of the pass. Large ones are dealt first, each to whoever has least; among those of
+    similar size (within a power of two) the order of the pass decides, so that a new one brings others together.
+    """
+    classes = np.frexp(num_bytes.astype(np.float64))[1]
+    owners = np.zeros(len(num_bytes), np.int64)
+    loads = np.zeros(num_streams, np.int64)
+    order = np.argsort(-classes, kind="stable")
+    for i in order[forward[order]].tolist():  # files: their chunks go round, and what is left beyond full rounds counts
+        owners[i] = first = int(loads.argmin())
+        left = int(num_bytes[i]) % (num_streams * piece)
+        for chunk in range(-(-left // piece)):
+            loads[(first + chunk) % num_streams] += min(piece, left - chunk * piece)
+    waiting = [(load, stream) for stream, load in enumerate(loads.tolist())]
+    heapq.heapify(waiting)
+    ranges = order[~forward[order]]
+    for i, size in zip(ranges.tolist(), num_bytes[ranges].tolist(), strict=True):
+        load, stream = waiting[0]
+        owners[i] = stream
+        heapq.heapreplace(waiting, (load + size, stream))
+    return owners
+
+
 class Cursor:
     """The documents of one stream's share of one dataset, pass after pass. Not thread safe: a stream owns it.
 
@@ -194,7 +278,8 @@ class Cursor:
         stream: int,
         place: Place,
         pool: ReadPool,
-        count: Callable[[Loaded, int], None],
+        count: Callable[[Loaded, int, Mapping[str, int]], None],
+        begun: Callable[[Mapping[str, int], Mapping[str, int]], None],
         *,
         endless: bool,
         passes: int | None = None,
@@ -202,9 +287,12 @@ class Cursor:
     ) -> None:
         """endless: a new pass begins behind the last document, until there were `passes` of them.
 
-        count: called for every chunk, in order, with how many of its documents were taken before `place`.
+        count: called for every chunk, in order, with how many of its documents were taken before `place`, and what of its share it is.
+        begun: called for every pass with the share of this stream, and what of that lies in front of `place`.
         """
         self._deal, self._stream, self._pool, self._count, self._endless = deal, stream, pool, count, endless
+        self._begun = begun
+        begun(deal.share(stream, place), deal.share(stream, place, before=True))
         self._passes = passes
         self.bad = bad
         self._bad_chunks: list[Loaded] = []  # those that were counted since `bad_chunks` was asked
@@ -301,6 +389,7 @@ class Cursor:
         self.close()
         self._start = Place(epoch)
         self._next = self._deal.first(self._stream, self._start)
+        self._begun(self._deal.share(self._stream, self._start), {})
         self._pass_docs = 0
 
     @property
@@ -331,7 +420,7 @@ class Cursor:
         self._read_ahead()
         place, future = self._ahead.popleft()
         loaded = future.result()
-        self._count(loaded, min(place.taken, loaded.num_docs))
+        self._count(loaded, min(place.taken, loaded.num_docs), self._deal.share_of(place, ended=loaded.ended))
         self._pass_docs += loaded.num_docs
         num_tokens = int(loaded.offsets[-1])
         self._chunk_docs = max(1.0, (self._chunk_docs or loaded.num_docs) * 0.75 + loaded.num_docs * 0.25)

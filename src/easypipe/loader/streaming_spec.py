@@ -11,7 +11,7 @@ from easypipe.plan.pack import PackSpec
 from easypipe.plan.schedule import Schedule
 from easypipe.plan.spec import Unit
 
-STREAM_VERSION = 1  # raise it with every change that moves a document to another row
+STREAM_VERSION = 2  # raise it with every change that moves a document to another row
 
 WINDOW_DOCS = 4096  # of a stream, where shuffle_buffer_size says nothing else: so many, ...
 WINDOW_TOKENS = 1 << 20  # ... or so many tokens, or WINDOW_ROWS rows' worth where that is more, whichever comes first

@@ -23,29 +23,22 @@ class Stream:
         self.state, self.ended, self.books, self.version = made.state, made.ended, Books(), 0
         self.windows: list[Window] = []
 
-    def reach(self, row: int) -> list[Window]:
-        """Goes on until `row` stands in a window, or the stream ends before it. Returns the windows that are new."""
-        found = []
-        while not self.ended and self.state.first_row <= row:
-            window = self._made.make() if self._ahead is None else self._wait().result()
-            self._next = None
-            if window.layout.num_rows:
-                self.windows.append(window)
-            self.state, self.books = window.after, window.books
-            self.ended = self._made.at_end(window.after)
-            self.version += 1
-            self.begin()
-            found.append(window)
-        return found
+    def go_on(self) -> Window:
+        """The next window, which may hold no row."""
+        window = self._made.make() if self._ahead is None else self._wait().result()
+        self._next = None
+        if window.layout.num_rows:
+            self.windows.append(window)
+        self.state, self.books = window.after, window.books
+        self.ended = self._made.at_end(window.after)
+        self.version += 1
+        self.begin()
+        return window
 
     def begin(self) -> None:
         """Starts on the next window, where windows are made ahead."""
         if self._ahead is not None and not self.ended:
             self._wait()
-
-    def holds(self, row: int) -> bool:
-        """Whether it has been reached."""
-        return row < self.state.first_row
 
     def state_at(self, row: int) -> StreamState:
         """The state from which `row` is found again; it must not be forgotten."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from easypipe.loader.streaming_pool import ReadPool
 from easypipe.loader.streaming_read import Cursor, Deal, Loaded, Place
 from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
 from easypipe.loader.streaming_state import StreamState
-from easypipe.plan import mix, tally
+from easypipe.plan import mix, tally, turns
 from easypipe.plan.order import permute
 from easypipe.plan.pack import OVERSIZE, Layout, PackSpec, cut_stream, one_row_each, pack_window
 from easypipe.plan.schedule import normalized
@@ -54,12 +55,22 @@ class Window(NamedTuple):
 class Windows:
     """The windows of one stream, in order. Not thread safe, but any thread may ask for the next.
 
-    Law: from equal states come equal windows, whatever other streams there are.
+    Law: from equal states come equal windows, whatever other streams there are. Only where weights follow the training step does a window
+    also depend on which of the others ended before its first row comes (plan/turns.py): `ends`, kept by whoever makes the windows in order.
     state: behind the window that was made last. ended: there is no further one.
     """
 
-    def __init__(self, number: int, spec: StreamSpec, deals: Sequence[Deal], pool: ReadPool, state: StreamState | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        spec: StreamSpec,
+        deals: Sequence[Deal],
+        pool: ReadPool,
+        state: StreamState | None = None,
+        ends: NDArray[np.int64] | None = None,
+    ) -> None:
         self.number, self.spec, self._books = number, spec, Books()
+        self._ends = np.full(spec.num_streams, turns.NEVER) if ends is None else ends
         self._stop: mix.Stop = "all_exhausted" if len(deals) == 1 else spec.stop
         self._names = [deal.source.name for deal in deals]
         self._keys = [fold(spec.seed, "stream", number, name) for name in self._names]
@@ -73,7 +84,8 @@ class Windows:
                 number,
                 place,
                 pool,
-                lambda loaded, skipped, i=i: self._books.chunk(i, loaded, skipped),
+                partial(self._books.chunk, i),
+                partial(self._books.begin_pass, i) if not self.ended else _nothing,
                 endless=spec.endless_parts,
                 passes=spec.caps[i],
                 bad=bad[i],
@@ -146,8 +158,13 @@ class Windows:
     def _shares(self, row: int) -> tuple[tuple[Fraction, ...] | None, int | None]:
         """(the shares of a window that begins at `row`, None for the static weights of documents; rows until they change)."""
         spec = self.spec
-        if spec.schedule is not None:
-            return spec.schedule.shares(spec.schedule.step_of(row)), spec.schedule.rows_left(row)
+        if spec.schedule is not None:  # which counts the rows of one stream among streams that all live
+            streams, known = spec.num_streams, turns.known_before(self._ends, row, self.number)
+            there = turns.rows_before(known, row, self.number) // streams
+            left = spec.schedule.rows_left(there)
+            if left is not None:
+                left = int(turns.given_by(known, (there + left) * streams)[self.number]) - row
+            return spec.schedule.shares(spec.schedule.step_of(there)), left
         return (normalized(spec.weights) if spec.unit == "tokens" else None), None
 
     def _draw(self, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None, *, leave_last: bool = False) -> Drawn:
@@ -334,6 +351,7 @@ class Windows:
         epoch = before.epoch + 1
         for i, cursor in enumerate(self._cursors):
             self._books.left[i] += cursor.drop()
+            self._books.end_epoch(i)
             cursor.close()
             if last is None or epoch < last:
                 cursor.begin(epoch)
@@ -369,6 +387,9 @@ class Windows:
         if drawn.cut is None or len(drawn.dataset) > 1:
             self._placed_before = 0  # that document is through
         books.packed_rows += layout.num_rows
+
+
+def _nothing(*_: object) -> None: ...
 
 
 def _first(pieces: list[tuple[Loaded, int, int]], count: int) -> list[tuple[Loaded, int, int]]:
