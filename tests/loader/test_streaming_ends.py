@@ -167,7 +167,7 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
 @given(sizes=st.lists(st.integers(1, 1 << 20), max_size=200), forward=st.booleans(), streams=st.integers(1, 9))
 @examples(100)
 def test_work_is_dealt_by_bytes(sizes: list[int], forward: bool, streams: int) -> None:
-    """Streams differ by no more than the largest entry, and by no more than a chunk where every file's chunks go round."""
+    """Streams differ by no more than the largest entry, and by a few chunks where every file's chunks go round."""
     num_bytes, piece = np.array(sizes, np.int64), 1 << 12
     owners = deal(num_bytes, np.full(len(sizes), forward), streams, piece)
     loads = np.zeros(streams, np.int64)
@@ -175,7 +175,7 @@ def test_work_is_dealt_by_bytes(sizes: list[int], forward: bool, streams: int) -
         for chunk in range(-(-size // piece) if forward else 1):
             loads[(owner + chunk) % streams] += min(piece, size - chunk * piece) if forward else size
     assert loads.sum() == sum(sizes)
-    assert not sizes or loads.max() - loads.min() <= (2 * piece if forward else max(sizes))
+    assert not sizes or loads.max() - loads.min() <= (4 * piece if forward else max(sizes))
     equal = deal(np.full(3 * streams, 77), np.zeros(3 * streams, bool), streams, piece)
     assert (equal == np.arange(3 * streams) % streams).all()
 

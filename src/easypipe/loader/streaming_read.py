@@ -251,10 +251,12 @@ def deal(num_bytes: NDArray[np.int64], forward: NDArray[np.bool_], num_streams: 
     loads = np.zeros(num_streams, np.int64)
     order = np.argsort(-classes, kind="stable")
     for i in order[forward[order]].tolist():  # files: their chunks go round, and what is left beyond full rounds counts
-        owners[i] = first = int(loads.argmin())
-        left = int(num_bytes[i]) % (num_streams * piece)
-        for chunk in range(-(-left // piece)):
-            loads[(first + chunk) % num_streams] += min(piece, left - chunk * piece)
+        starts = np.arange(0, int(num_bytes[i]) % (num_streams * piece), piece)
+        added = np.minimum(piece, int(num_bytes[i]) % (num_streams * piece) - starts)
+        whose = (np.arange(num_streams)[:, None] + np.arange(len(starts))) % num_streams
+        after = loads[whose] + added
+        owners[i] = first = int(np.lexsort((after.sum(axis=1), after.max(axis=1, initial=0)))[0])
+        loads[whose[first]] += added
     waiting = [(load, stream) for stream, load in enumerate(loads.tolist())]
     heapq.heapify(waiting)
     ranges = order[~forward[order]]
