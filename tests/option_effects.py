@@ -153,6 +153,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_prompt_rows.py::test_the_cache_is_used_again_and_not_for_another_template",
             "the day that templates are told",
         ),
+        "train_empty_thinking": Effect(
+            "output+error",
+            "transforms/test_prompts.py::test_train_empty_thinking",
+            "whether a thought without words is a target",
+        ),
         "tools_field": Effect("output", "stages/test_prompt_rows.py::test_tools_reach_the_template", "the tools that templates are told"),
         "length": Effect(
             "output+error", "transforms/test_lengths.py::test_the_default_is_what_max_length_always_did", "what becomes of long documents"
@@ -262,6 +267,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "output+error",
             "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",
             "the day that templates are told",
+        ),
+        "train_empty_thinking": Effect(
+            "output+error",
+            "transforms/test_prompts.py::test_train_empty_thinking",
+            "whether a thought without words is a target",
         ),
     },
     "FewShotConfig": {

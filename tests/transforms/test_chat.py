@@ -182,6 +182,120 @@ def test_ways_of_writing_turns(name: str) -> None:
         assert trained(source, parts) == expected
 
 
+CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+CALLS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call00001", "content": "rain"},
+    {"role": "assistant", "content": "Wet."},
+    *talk("And?", "Bye"),
+]
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+HEADERS = "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+# Ways in which templates in use end and begin the turns of a conversation with a tool, and what is trained of it.
+TOOL_STYLES = {
+    "a channel, and what a tool returned under its name": (  # gpt-oss
+        "<|start|>system<|message|>S<|end|>{% set ns = namespace(name='') %}{% for m in messages %}"
+        "{% if m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|message|>{{ m.content }}<|end|>"
+        "{% elif m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
+        "<|start|>assistant to=functions.{{ ns.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+        "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last else '<|end|>' }}"
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}" + HEADERS,
+        [
+            ' to=functions.look<|message|>{"city": "Oslo"}<|call|>',
+            "<|channel|>final<|message|>Wet.<|end|>",
+            "<|channel|>final<|message|>Bye<|return|>",
+        ],
+    ),
+    "another stop where a result is to follow": (  # functionary
+        "{% for t in tools %}{{ t.function | tojson }}{% endfor %}"
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>{% endfor %}<|eom_id|>"
+        "{% else %}<|eot_id|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}",
+        ['<function=look>{"city": "Oslo"}</function><|eom_id|>', "Wet.<|eot_id|>", "Bye<|eot_id|>"],
+    ),
+    "two special tokens": (  # Cohere 2
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|start|><|bot|><|a|>"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}"
+        "<|b|><|end|>{% else %}<|start|><|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|><|bot|><|a|>{% endif %}",
+        ['look({"city": "Oslo"})<|b|><|end|>', "Wet.<|b|><|end|>", "Bye<|b|><|end|>"],
+    ),
+}
+TOOL_CLOSERS = ("<s>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>", "<|eot_id|>", "<|eom_id|>")
+TOOL_CLOSERS += ("<|bot|>", "<|user|>", "<|tool|>", "<|a|>", "<|b|>")
+
+
+@pytest.mark.parametrize("name", TOOL_STYLES)
+def test_tool_calls_are_trained_with_what_ends_them(name: str) -> None:
+    source, expected = TOOL_STYLES[name]
+    assert trained(source, CALLS, TOOLS, closers=TOOL_CLOSERS) == expected
+    assert trained(source, CALLS[:2], TOOLS, closers=TOOL_CLOSERS) == expected[:1]
+    for messages in (CALLS[:4], CALLS[:5]):
+        ends = [expected[0], expected[1].replace("<|end|>", "<|return|>") if len(messages) == 4 and "chan" in name else expected[1]]
+        assert trained(source, messages, TOOLS, closers=TOOL_CLOSERS) == ends
+    assert trained(source, talk("Hi", "Wet.", "And?", "Bye"), TOOLS, closers=TOOL_CLOSERS) == expected[1:]
+
+
+HEAD_BEHIND = "<|start|>assistant\n"  # of an answer that is still to come
+
+
+@pytest.mark.parametrize("behind", [HEAD_BEHIND, "<|start|>system\nCall a function now.<|end|>", "<s>", "\n\n"])
+def test_text_behind_the_last_turn_is_never_trained(behind: str) -> None:
+    """As of templates that open the next answer always, and of Command R+, which says there what is to be written."""
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}: {{ c.function.arguments | tojson }}{% endfor %}END{% endfor %}"
+    ) + behind
+    stopped = source.replace("END", "<|end|>")
+    assert trained(stopped, CALLS, TOOLS, closers=TOOL_CLOSERS) == ['look: {"city": "Oslo"}<|end|>', "Wet.<|end|>", "Bye<|end|>"]
+    assert trained(stopped, CALLS[:2], TOOLS, closers=TOOL_CLOSERS) == ['look: {"city": "Oslo"}<|end|>']
+    calls_are_open = stopped.replace("<|end|>", "{% if not m.tool_calls %}<|end|>{% endif %}", 1)
+    for messages in (CALLS[:2], CALLS[:3]):
+        assert render(calls_are_open, messages, TOOLS, closers=TOOL_CLOSERS).reason == "unproven_spans"
+    for no_stop in (source.replace("END", ""), source.replace("END", "\n")):
+        made = render(no_stop, talk("Hi", "Hello"), closers=TOOL_CLOSERS)
+        assert isinstance(made, Refused) or behind.startswith(("<s>", "\n")), made
+        if isinstance(made, Rendered):
+            assert made.text[made.spans[0][0] : made.spans[0][1]].strip() in ("Hello", "Hello<s>")
+
+
+def test_the_header_of_a_call_is_found_where_a_thought_begins_alike() -> None:
+    """`<t` of <think> and <tool_call> belongs to neither header."""
+    source = REASONING.replace(
+        "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}",
+        "{%- for c in message.tool_calls or [] %}{{- '<tool_call>' + c.function.name + '</tool_call>' }}{%- endfor %}"
+        "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}",
+    ).replace("{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}")
+    assert source.count("tool_call>'") == 2
+    messages = [*CALLS[:2], *talk("And?", "Bye")]
+    assert trained(source, messages) == ["<tool_call>look</tool_call><|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
+
+
+def test_a_refusal_gives_the_first_reason() -> None:
+    """The second attempt, with the assistant's words alone replaced, fails for other reasons that help nobody."""
+    said = "{{ m.tool_calls[0].function.name if m.tool_calls else m.content + '<|im_end|>' }}"
+    source = "{% for m in messages %}{{ m.role }}: " + said + "\n{% endfor %}"
+    assert render(source, CALLS, TOOLS).detail.startswith("nothing that is known to end a turn follows message 1: '\\ntool: '")
+    source = "{% for m in messages %}{{ m.role }}{{ raise_exception('no ' + m.content) if 'Sentinel' in m.content }}{% endfor %}"
+    detail = render(source, talk("Hi", "Hello")).detail
+    assert detail.startswith("the template does not render other words in place of these: no Sentinel"), detail
+
+
+@pytest.mark.parametrize("prompted", [False, True])
+def test_an_empty_thought_is_trained_unless_the_option_says_otherwise(prompted: bool) -> None:
+    source = (
+        REASONING.replace("assistant\\n' }}{%- endif", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif") if prompted else REASONING
+    )
+    messages, empty = talk("1?", "A1", "2?", "A2"), "<think>\n\n</think>\n\n"
+    assert trained(source, messages) == ["A1<|im_end|>", f"{empty}A2<|im_end|>"]
+    assert trained(source, messages, train_empty_thinking=False) == ["A1<|im_end|>", "A2<|im_end|>"]
+    thought = talk("2?", "<think>\ntwo\n</think>\n\nA2")
+    assert trained(source, thought, train_empty_thinking=False) == ["<think>\ntwo\n</think>\n\nA2<|im_end|>"]
+    assert template(source).fingerprint != template(source, train_empty_thinking=False).fingerprint
+
+
 def test_the_next_header_is_no_stop() -> None:
     source = "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<s>' }}\n{{ m.content }}{% endfor %}"
     assert render(source, talk("Hi", "Hello", "And?", "Bye")).reason == "unproven_spans"

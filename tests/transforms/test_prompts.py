@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import laws
 import strategies
-from chat_support import CHATML, HOSTILE, MARKED, chat_tokenizer, processor_time_of_workers, talk
+from chat_support import CHATML, HOSTILE, MARKED, REASONING, chat_tokenizer, processor_time_of_workers, talk
 from easypipe import ConfigError, DatasetConfig, FewShotConfig, Pipeline, PipelineConfig, PromptConfig, PromptEngine, SourceError
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
@@ -264,6 +264,18 @@ def test_built_in_templates_by_name_mark_what_the_sentinels_find(name: str) -> N
     if name != "chatml":
         with pytest.raises(SourceError, match="refused_by_template: this built-in template knows no tools"):
             shown(row | {"tools": [{"name": "f"}]}, template=name)
+
+
+def test_train_empty_thinking() -> None:
+    row, options = {"messages": talk("2?", "A2")}, {"template": REASONING}
+    for value, expected in ((None, "<think>\n\n</think>\n\nA2<|im_end|>"), (False, "A2<|im_end|>")):
+        assert shown(row, **options, train_empty_thinking=value)[1] == [expected]
+    with pytest.raises(ConfigError, match=r"train_empty_thinking: has no effect beside train_on 'all'.*Leave it out"):
+        PromptConfig(train_on="all", train_empty_thinking=True)
+    with pytest.raises(ConfigError, match="train_empty_thinking: has no effect on format_type 'text'"):
+        PromptConfig(format_type="text", train_empty_thinking=False)
+    with pytest.raises(ConfigError, match=r"train_empty_thinking: has no effect beside train_on 'all'"):
+        DatasetConfig(data_files="x.jsonl", content_field="messages", train_on="all", train_empty_thinking=False)
 
 
 def test_tools_column_system_prompt_and_template_date() -> None:

@@ -118,4 +118,5 @@ def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:
         train_on=dataset.train_on,
         tools_column=dataset.tools_field,
         template_date=dataset.template_date,
+        train_empty_thinking=dataset.train_empty_thinking,
     )

@@ -20,10 +20,11 @@ from easypipe.transforms.fields import BENIGN, EMPTY
 from easypipe.transforms.lengths import TOO_LONG, Lengths
 from easypipe.transforms.messages import plain_of
 from easypipe.transforms.prompt_engine import PromptEngine
+from easypipe.transforms.prompts import check_thinking
 from easypipe.transforms.tokenizer import Tokenizer
 
 ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
-PROMPT_OPTIONS = ("prompt_field", "completion_field", "train_on", "chat_template", "template_date", "tools_field")
+PROMPT_OPTIONS = ("prompt_field", "completion_field", "train_on", "chat_template", "template_date", "train_empty_thinking", "tools_field")
 
 
 def check_prompts(dataset: Any) -> None:
@@ -40,11 +41,12 @@ def check_prompts(dataset: Any) -> None:
     if dataset.prompt_field is not None:
         if dataset.prompt_field == dataset.completion_field:
             raise ConfigError(at="completion_field", problem="is the prompt_field too", fix="Name another column.")
-        for name in ("chat_template", "template_date", "tools_field"):
+        for name in ("chat_template", "template_date", "train_empty_thinking", "tools_field"):
             if getattr(dataset, name) is not None:
                 raise ConfigError(at=name, problem="has no effect on prompts and completions", fix="Leave it out.")
         if dataset.train_on in ("assistant", "last_assistant"):
             raise ConfigError(at="train_on", problem="prompts have no assistant", have=["completion", "all"], fix="Use 'completion'.")
+    check_thinking(dataset)
     check_whole(dataset.chat_template, "chat_template")
     if dataset.template_date is not None:
         check_date(dataset.template_date)

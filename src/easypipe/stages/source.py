@@ -68,6 +68,9 @@ class DatasetConfig:
         (`last_assistant`), the `completion` (what prompts have where it is None; of messages, the last one).
     chat_template: a Jinja file, its text, or a built-in template's name (chatml, plain, zephyr, alpaca), in place of the tokenizer's own.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses those.
+    train_empty_thinking: of messages, whether the thought without words that templates of models that reason write in
+        front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's training templates. Where a
+        template has generation markers, they decide.
     tools_field: the column with the tools of each conversation; None takes the column `tools`, where there is one.
     length: what becomes of documents with more than max_length tokens; None keeps their start.
     format_fields: columns under new names, old to new; all other options know the new ones.
@@ -105,6 +108,7 @@ class DatasetConfig:
     train_on: TrainOn | None = None
     chat_template: str | Path | None = None
     template_date: str | None = None
+    train_empty_thinking: bool | None = None
     tools_field: str | None = None
     length: LengthPolicy | None = None
     format_fields: dict[str, str] | None = None

@@ -24,7 +24,7 @@ from easypipe.transforms.talks import Talks
 from easypipe.transforms.tokenizer import Tokenizer
 from easypipe.transforms.tokenizer_files import find_chat_template
 
-ENGINE_VERSION = 3  # counts up when the same conversation gives other text or other spans
+ENGINE_VERSION = 4  # counts up when the same conversation gives other text or other spans
 OTHER_FILES = ("include", "import", "from", "extends")  # statements of Jinja that read them
 
 
@@ -45,11 +45,13 @@ class ChatTemplate:
     train_on: str
     date: str | None  # ISO date that strftime_now tells
     origin: str
+    train_empty_thinking: bool = True  # whether `<think>\n\n</think>` in front of an answer is trained
 
     @property
     def fingerprint(self) -> str:
         """Of everything that decides text and spans but the rows."""
-        return digest("chat", ENGINE_VERSION, self.source, self.tool_use, self.names, list(self.closers), self.train_on, self.date)
+        values = (self.source, self.tool_use, self.names, list(self.closers), self.train_on, self.date, self.train_empty_thinking)
+        return digest("chat", ENGINE_VERSION, *values)
 
     def render(self, rows: Sequence[Mapping[str, Any] | WrittenTalk], talks: Talks | None = None) -> list[Rendered | Refused]:
         """rows: `messages`, a list of dicts, and `tools`, a list or None; or JSON of these, which `talks` says how to read and to refuse.
@@ -64,6 +66,7 @@ class ChatTemplate:
             "closers": self.closers,
             "train_on": self.train_on,
             "date": self.date,
+            "train_empty_thinking": self.train_empty_thinking,
             "talks": dataclasses.asdict(talks or Talks()),
         }
         return answers_of(spec, rows, self.origin)
@@ -83,7 +86,9 @@ def answers_of(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | Writt
     return answers
 
 
-def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None, train_on: str, date: str | None) -> ChatTemplate:
+def load_chat_template(
+    tokenizer: Tokenizer, *, chat_template: str | Path | None, train_on: str, date: str | None, train_empty_thinking: bool = True
+) -> ChatTemplate:
     """The tokenizer's own template, or the given one: a file, the text itself, or the name of a built-in one.
 
     Raises TokenizerError where there is none, ConfigError for a file that is not there, a date that is none, and what `check_whole` raises.
@@ -105,6 +110,7 @@ def load_chat_template(tokenizer: Tokenizer, *, chat_template: str | Path | None
         train_on=train_on,
         date=date,
         origin=origin,
+        train_empty_thinking=train_empty_thinking,
     )
 
 

@@ -1,35 +1,33 @@
 """Which characters of a rendered conversation are trained: proven, or refused.
 
-sentinel  a word that stands nowhere in the conversation, put in place of a message's text
-gap       what the template writes between two sentinels
-stop      what the template writes to end a turn
+gap   what the template writes between two texts
+stop  what the template writes to end a turn
+lead  what the template writes between its generation prompt and the words of a turn, which the model has to write
 
-The conversation is rendered twice: as it is, and with sentinels. Both are read side by side: every gap of the second must stand in the
-first, with the very text (or its trimmed or JSON-escaped form) between. Then the positions of all texts are known, and known to be right.
-Imports nothing: it runs in the worker process.
+The conversation is rendered twice: as it is, and with sentinels (chat_sentinels.py), so that it is known where each text stands. What
+ends and begins turns is seen on a probe, and on renderings of parts of the conversation. Runs in the worker process, as light as can be.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from easypipe.transforms.chat_sandbox import KEYS_OF_REASONING, REASONING, RenderError, Template
+from easypipe.transforms.chat_sandbox import RenderError, Template
+from easypipe.transforms.chat_sentinels import Place, Sentinels, UnprovenError, align
 
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2  # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
 FLAG = "train"  # a message's own word on whether it is trained
-MOST_TRIES = 10_000  # of ways to read two renderings side by side
+MOST_ENDS = 1000  # of calls that are remembered
 
-_THINK = re.compile(r"(</?think>)")
-
-
-class UnprovenError(Exception):
-    """Where the trained text stands cannot be told for certain."""
+_THOUGHT = r"(?:<(think|thinking|thought|reasoning)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*"  # one without a word in it
+_EMPTY_THOUGHT, _ENDS_IN_EMPTY_THOUGHT = re.compile(rf"\s*{_THOUGHT}"), re.compile(rf"{_THOUGHT}\Z")
+_OPENED_THOUGHT = re.compile(r"(?:<(think|thinking|thought|reasoning)>\s*(?:</\1>\s*)?|\[THINK\]\s*(?:\[/THINK\]\s*)?)\Z")
+_HALF_TAG = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
 
 
 class Rendered(NamedTuple):
@@ -41,24 +39,37 @@ class Rendered(NamedTuple):
 
 
 class Stops(NamedTuple):
-    """What ends a turn of the assistant that another follows, and the last one; None where nothing does, or nobody can tell."""
+    """What ends a turn of the assistant that another follows, and the last one; None where nothing does, or nobody can tell.
+
+    opening: the assistant's header as the generation prompt has it, empty where there is none. leads: what the template writes between
+    that and the words of a turn, longest first: the model has to write it (`<|channel|>final<|message|>`), so it is trained.
+    """
 
     middle: str | None
     last: str | None
+    opening: str = ""
+    leads: tuple[str, ...] = ()
 
 
 @dataclass
 class Spans:
-    """Rendering with spans, for one template. closers: the special tokens of the tokenizer."""
+    """Rendering with spans, for one template.
+
+    closers: the special tokens of the tokenizer. empty_thoughts: whether a thought without words,
+    which templates of models that reason write in front of an answer, is trained.
+    """
 
     template: Template
     closers: Sequence[str]
+    empty_thoughts: bool = True
     _stops: Stops | None = field(default=None, repr=False)
+    _known_ends: set[tuple[bool, str]] = field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
         words = sorted((re.escape(word) for word in self.closers if word.strip()), key=len, reverse=True)
         self._closer = re.compile(rf"\s*(?:{'|'.join(words)})") if words else None
         self._closed = re.compile(rf"(?:{'|'.join(words)})\s*\Z") if words else None
+        self._token = re.compile("|".join(words)) if words else None
         self._longest = max(map(len, self.closers), default=0)
 
     def find(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, train_on: str) -> Rendered:
@@ -104,46 +115,98 @@ class Spans:
     def _seek_stops(self) -> Stops:
         words = [f"easypipe{name}probe" for name in ("One", "Two", "Three", "Four")]
         roles = ("user", "assistant", "user", "assistant")
+        talk = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+        tools: list[Any] | None = None
         try:
-            text, _ = self.template.render([{"role": role, "content": word} for role, word in zip(roles, words, strict=True)])
+            text, _ = self.template.render(talk)
         except RenderError:
-            return Stops(None, None)
+            tools = [_PROBE_TOOL]  # for templates that only know rows with tools
+            try:
+                text, _ = self.template.render(talk, tools)
+            except RenderError:
+                return Stops(None, None)
         if any(text.count(word) != 1 for word in words):
             return Stops(None, None)
         before, *gaps = re.split("|".join(words), text)
         if len(gaps) != 4 or [text.index(word) for word in words] != sorted(text.index(word) for word in words):
             return Stops(None, None)
-        between, tail = gaps[1], gaps[3]
+        asked, alone = (self._after(talk[:1], words[0], tools, prompt=prompt) for prompt in (True, False))
+        opening = asked[len(alone) :] if asked != alone and asked.startswith(alone) else ""
+        opening = _OPENED_THOUGHT.sub("", opening)
+        leads = {gap.rpartition(opening)[2] for gap in (gaps[0], gaps[2]) if opening and opening in gap}
+        middle, last = self._ends(before, gaps, alone)
+        return Stops(middle, last, opening, tuple(sorted(leads - {""}, key=len, reverse=True)))
+
+    def _after(self, messages: Sequence[Mapping[str, Any]], word: str, tools: Sequence[Any] | None, *, prompt: bool) -> str:
+        """What the template writes behind a word; nothing where it refuses half a conversation."""
+        try:
+            return self.template.render(messages, tools, prompt=prompt)[0].rpartition(word)[2]
+        except RenderError:
+            return ""
+
+    def _ends(self, before: str, gaps: Sequence[str], alone: str) -> tuple[str | None, str | None]:
+        """(middle, last) of Stops. before: the first word; gaps: behind question, answer, question, answer; alone: behind a question that
+        nothing follows."""
+        _, between, _, tail = gaps
         ends, follows = (self._closer.match(gap) if self._closer is not None else None for gap in (tail, between))
         last = (ends[0] if ends else tail.rstrip()) or None
+        if ends and self._heads(ends[0].strip(), before) and alone.lstrip().startswith(ends[0].strip()):
+            ends = last = None  # it opens a turn, here one that is still to come
         if last is not None and between.startswith(last):
-            return Stops(last, last)
-        if follows is not None and follows[0].strip() not in before:  # else it opens the user's turn
-            return Stops(follows[0], last)
+            if ends:
+                last = self._whole_run(before, between, tail, alone, len(last))
+            return last, last
+        if last is not None and last.strip() in gaps[0]:  # the header of an answer that is still to come
+            ends = last = None
+        if follows is not None:
+            stop = follows[0].strip()
+            opens = stop in before and (self._heads(stop, before) or not alone.lstrip().startswith(stop))
+            if not opens:
+                return follows[0], last
         if last is not None:
-            return Stops(None, last)
+            return None, last
         shared = _shared(between[::-1], before[::-1])
-        return Stops(between[: len(between) - shared].rstrip() or None, None)
+        middle = between[: len(between) - shared].rstrip() or None
+        return middle, middle if middle is not None and tail.startswith(middle) else None
+
+    def _heads(self, token: str, before: str) -> bool:
+        """Whether a special token stands in front of the first word with no text before it."""
+        assert self._token is not None
+        head, found, _ = before.partition(token)
+        return bool(found) and not self._token.sub("", head).strip()
+
+    def _whole_run(self, before: str, between: str, tail: str, alone: str, end: int) -> str:
+        """All special tokens that end a turn, in the middle and at the end alike: those before the one that opens the user's turn."""
+        assert self._closer is not None
+        while (found := self._closer.match(tail, end)) is not None and between.startswith(found[0], end):
+            opens = before.endswith(found[0].lstrip() + between[found.end() :]) and not alone.lstrip().startswith(found[0].strip())
+            if opens:
+                break
+            end = found.end()
+        return tail[:end]
 
     def _proven(self, prove: Callable[[bool], list[tuple[int, int]]]) -> list[tuple[int, int]]:
         """What `prove` gives with other words in place of everyone's, else with those of the assistant alone replaced."""
         try:
             return prove(True)
-        except (UnprovenError, RenderError):  # a template may look into what users and tools say
-            pass
+        except (UnprovenError, RenderError) as error:  # a template may look into what users and tools say
+            first = error
         try:
             return prove(False)
-        except RenderError as error:
-            raise UnprovenError(f"the template does not render other words in place of these: {error}") from None
+        except (UnprovenError, RenderError):
+            pass
+        if isinstance(first, RenderError):
+            raise UnprovenError(f"the template does not render other words in place of these: {first}") from None
+        raise first
 
     def _aligned(
         self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, everyone: bool
-    ) -> tuple[_Words, Sequence[Mapping[str, Any]], list[_Place]]:
+    ) -> tuple[Sentinels, Sequence[Mapping[str, Any]], list[Place]]:
         """Sentinels, the messages with them, and where in `text` stands what they replaced."""
-        words = _Words(text, messages)
+        words = Sentinels(text, messages)
         changed = [words.replace(i, m) if everyone or m.get("role") == "assistant" else m for i, m in enumerate(messages)]
         other, _ = self.template.render(changed, tools)
-        return words, changed, _align(text, other, words)
+        return words, changed, align(text, other, words)
 
     def _owned(
         self,
@@ -178,52 +241,135 @@ class Spans:
                 if any(words.owner[word] == i for word in words.owner):
                     raise UnprovenError(f"the template does not print what message {i} says")
                 continue  # an empty turn
-            if len({place.word for place in here}) != len(here):
-                raise UnprovenError(f"the template prints the text of message {i} more than once")
-            if messages[i].get("tool_calls") and not any(place.word in words.of_tools for place in here):
-                raise UnprovenError(f"the template does not print the tool calls of message {i}")
-            first, last = places.index(here[0]), places.index(here[-1])
-            if last - first + 1 != len(here):
+            first = places.index(here[0])
+            said = {here[0].word}  # a template may name a function again where it prints what that returned: the turn ends before
+            for place in places[first + 1 :]:
+                if words.owner[place.word] != i or (place.word in said and place.word in words.of_tools):
+                    break
+                if place.word in said:
+                    raise UnprovenError(f"the template prints the text of message {i} more than once")
+                said.add(place.word)
+            run, later = places[first : first + len(said)], places[first + len(said) :]
+            if any(words.owner[place.word] == i and (place.word not in said or place.word not in words.of_tools) for place in later):
+                if any(place.word in said for place in later if words.owner[place.word] == i):
+                    raise UnprovenError(f"the template prints the text of message {i} more than once")
                 raise UnprovenError(f"the text of message {i} does not stand in one piece")
-            plain = len(here) == 1 and here[0].word in words.whole
+            if messages[i].get("tool_calls") and not any(place.word in words.of_tools for place in run):
+                raise UnprovenError(f"the template does not print the tool calls of message {i}")
+            plain = len(run) == 1 and run[0].word in words.whole
             before = places[first - 1].stop if first else 0
-            after = places[last + 1].start if last + 1 < len(places) else len(text)
-            start = here[0].start if plain else before + self._header(text[before : here[0].start], changed, i, tools, words, first)
-            spans.append((start, self._close(text, here[-1].stop, after, i, len(messages), places[last + 1 :], words, plain=plain)))
+            gap = text[before : run[0].start]
+            start = before + (self._lead(gap) if plain else self._header(gap, changed, i, tools, words, first))
+            after = text[run[-1].stop : later[0].start if later else len(text)]
+            spans.append((start, run[-1].stop + self._close(after, changed, i, tools, later, words, run[-1].word, plain=plain)))
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             raise UnprovenError("trained turns overlap")
         return spans
 
-    def _close(self, text: str, at: int, after: int, i: int, count: int, later: Sequence[_Place], words: _Words, *, plain: bool) -> int:
-        """Where the turn of message i ends, its stop included. at: end of its last text; after: start of the next one."""
-        gap, stop = text[at:after], self.stops().last if i == count - 1 else self.stops().middle
+    def _lead(self, gap: str) -> int:
+        """Where in the gap before the words of a turn the model begins to write."""
+        if (thought := _ENDS_IN_EMPTY_THOUGHT.search(gap)) is not None:
+            return thought.start() if self.empty_thoughts else thought.end()
+        stops = self.stops()
+        return next((len(gap) - len(lead) for lead in stops.leads if gap.endswith(stops.opening + lead)), len(gap))
+
+    def _close(
+        self,
+        gap: str,
+        changed: Sequence[Mapping[str, Any]],
+        i: int,
+        tools: Sequence[Any] | None,
+        later: Sequence[Place],
+        words: Sentinels,
+        word: str,
+        *,
+        plain: bool,
+    ) -> int:
+        """How much of the gap behind the last text of message i ends its turn, the stop included. word: what stands for that text;
+        later: the texts behind the gap."""
+        last = i == len(changed) - 1
+        stop = self.stops().last if last else self.stops().middle
         if stop is not None and gap.startswith(stop):
-            return at + len(stop)
+            return len(stop)
         if plain and stop is not None and (found := re.match(r"\s*", gap)) and gap.startswith(stop.lstrip(), found.end()):
-            return at + found.end() + len(stop.lstrip())
-        if i == count - 1 and not gap.strip():
-            return at  # the EOS token will end it
-        if i == count - 1 and plain and self._closer is not None and (found := self._closer.fullmatch(gap.rstrip())):
-            return at + found.end()  # a special token and nothing behind it
-        if not plain and stop is not None and (i == count - 1 or (later and words.owner[later[0].word] == i + 1)):
-            inside = gap.find(stop.strip())
-            if inside >= 0:
-                return at + inside + len(stop.strip())
-        if not plain and i == count - 1 and not later and stop is None:
-            return at + len(gap.rstrip())
-        raise UnprovenError(f"nothing that is known to end a turn follows message {i}: {gap[:40]!r}")
+            return found.end() + len(stop.lstrip())
+        if last and not gap.strip():
+            return 0  # the EOS token will end it
+        if last and plain and self._closer is not None and (found := self._closer.fullmatch(gap.rstrip())):
+            return found.end()  # a special token and nothing behind it
+        end = None if plain else self._end_of_call(gap, changed, i, tools, later, words, word)
+        if end is None:
+            raise UnprovenError(f"nothing that is known to end a turn follows message {i}: {gap[:40]!r}")
+        return end
+
+    def _end_of_call(
+        self,
+        gap: str,
+        changed: Sequence[Mapping[str, Any]],
+        i: int,
+        tools: Sequence[Any] | None,
+        later: Sequence[Place],
+        words: Sentinels,
+        word: str,
+    ) -> int | None:
+        """How much of the gap ends a turn that is not words alone: it stands there whether or not something follows."""
+        last = i == len(changed) - 1
+        stop = (self.stops().last if last else self.stops().middle) or ""
+        inside = gap.find(stop.strip()) if stop and (last or (later and words.owner[later[0].word] == i + 1)) else -1
+        whole = gap[: inside + len(stop.strip())] if inside >= 0 else ""
+        if (last, whole) in self._known_ends or (whole and self._clean(gap, inside)):
+            return len(whole)
+        other = self._other_gap(changed, i, tools, words, word)
+        if other is None:  # a template may refuse half a conversation
+            return None
+        if whole and other.startswith(whole):
+            if len(self._known_ends) < MOST_ENDS:
+                self._known_ends.add((last, whole))
+            return len(whole)
+        end, longer = (gap.rstrip(), other) if last else (other.rstrip(), gap)
+        if not end.strip() or not longer.startswith(end):
+            return None
+        opened = self.stops().opening.strip()
+        closed = self._closed is not None and self._closed.search(end) is not None and not (opened and end.endswith(opened))
+        return len(end) if closed or (last and self.stops().last is None) else None  # where the EOS token will end it
+
+    def _clean(self, gap: str, inside: int) -> bool:
+        """Whether the stop at `inside` is a special token before which there is none that could have opened another turn."""
+        return self._token is not None and (found := self._token.search(gap)) is not None and found.start() >= inside
+
+    def _other_gap(
+        self, changed: Sequence[Mapping[str, Any]], i: int, tools: Sequence[Any] | None, words: Sentinels, word: str
+    ) -> str | None:
+        """What follows `word`, the last of message i, where nothing follows that message, or something where it is the last one."""
+        other = list(changed[: i + 1])
+        if i == len(changed) - 1:
+            calls = changed[i].get("tool_calls")
+            id_of = {"tool_call_id": calls[-1]["id"]} if calls and isinstance(calls[-1], dict) and "id" in calls[-1] else {}
+            other.append({"role": "tool" if calls else "user", "content": words.fresh("", i), **id_of})
+        try:
+            behind = words.pattern.split(self.template.render(other, tools)[0].partition(word)[2])
+        except RenderError:
+            return None
+        return behind[0] if (len(behind) > 1) == (i == len(changed) - 1) else None
 
     def _header(
-        self, gap: str, changed: Sequence[Mapping[str, Any]], i: int, tools: Sequence[Any] | None, words: _Words, known: int
+        self, gap: str, changed: Sequence[Mapping[str, Any]], i: int, tools: Sequence[Any] | None, words: Sentinels, known: int
     ) -> int:
         """How much of the gap before message i opens the turn, and is not said by the assistant."""
         if i and not known:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
-        before = changed[:i]
+        header = self._opened(gap, changed[:i], i, tools, words)
+        if not self.empty_thoughts and (thought := _EMPTY_THOUGHT.match(gap, header)) is not None:
+            return thought.end()
+        return header
+
+    def _opened(self, gap: str, before: Sequence[Mapping[str, Any]], i: int, tools: Sequence[Any] | None, words: Sentinels) -> int:
         try:
             asked = _tail(self.template.render(before, tools, prompt=True)[0], words)
-            if asked != _tail(self.template.render(before, tools)[0], words) and gap.startswith(asked):
-                return len(asked)
+            if asked != _tail(self.template.render(before, tools)[0], words):
+                asked = _OPENED_THOUGHT.sub("", asked)
+                if gap.startswith(asked):
+                    return len(asked)
         except RenderError:
             pass  # a template may refuse half a conversation; there is a second way
         word = words.fresh("", i, whole=True)
@@ -233,95 +379,10 @@ class Spans:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told: {error}") from None
         if text.count(word) != 1:
             raise UnprovenError(f"where the turn of message {i} begins cannot be told")
-        return _shared(gap, _tail(text[: text.index(word)], words))
-
-
-class _Place(NamedTuple):
-    word: str
-    start: int
-    stop: int
-
-
-class _Words:
-    """Sentinels, and what they stand for."""
-
-    def __init__(self, text: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._stem = unused_stem(text, messages)
-        self.value: dict[str, str] = {}
-        self.owner: dict[str, int] = {}
-        self.whole: set[str] = set()  # words that stand for all that a message says
-        self.of_tools: set[str] = set()
-        self.pattern = re.compile(rf"{self._stem}\d{{5}}x")
-
-    def fresh(self, value: str, owner: int, *, whole: bool = False) -> str:
-        word = f"{self._stem}{len(self.value):05d}x"
-        self.value[word], self.owner[word] = value, owner
-        if whole:
-            self.whole.add(word)
-        return word
-
-    def replace(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a word in place of each text in it. Empty texts stay, for templates ask whether there is any."""
-        said = message.get("content")
-        thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(message.get(key) for key in REASONING)
-        alone = not message.get("tool_calls") and not thinks
-        result = dict(message)
-        if isinstance(said, str) and said.strip():
-            pieces = _THINK.split(said) if "think>" in said else [said]
-            new = [
-                piece if n % 2 or not piece.strip() else self.fresh(piece, i, whole=alone and len(pieces) == 1)
-                for n, piece in enumerate(pieces)
-            ]
-            result["content"] = "".join(new)
-        elif isinstance(said, list):
-            result["content"] = [
-                {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)} if part["text"].strip() else part
-                for part in said
-            ]
-        if message.get("role") != "assistant":
-            return result
-        thought: dict[str, str] = {}
-        for key in REASONING if thinks else ():
-            value = message.get(key)
-            if isinstance(value, str) and value.strip():
-                thought[value] = result[key] = thought.get(value) or self.fresh(value, i)
-        if isinstance(message.get("tool_calls"), list):
-            before = set(self.value)
-            result["tool_calls"] = [self._call(call, i) for call in message["tool_calls"]]
-            self.of_tools |= set(self.value) - before
-        return result
-
-    def _call(self, call: Any, i: int) -> Any:
-        if not isinstance(call, dict):
-            return call
-        function = call.get("function")
-        inner: dict[str, Any] = function if isinstance(function, dict) else call
-        new = {key: self._leaves(value, i) if key in ("name", "arguments", "parameters") else value for key, value in inner.items()}
-        return {**call, "function": new} if inner is not call else new
-
-    def _leaves(self, node: Any, i: int) -> Any:
-        if isinstance(node, str):
-            return self.fresh(node, i) if node.strip() else node
-        if isinstance(node, list):
-            return [self._leaves(item, i) for item in node]
-        return {key: self._leaves(item, i) for key, item in node.items()} if isinstance(node, dict) else node
-
-
-def unused_stem(text: str, values: Any) -> str:
-    """A word that stands neither in `text` nor in any text of `values`."""
-    stem = "Sentinel"
-    while stem in text or _holds(values, stem):
-        stem = f"S{hashlib.sha256(stem.encode()).hexdigest()[:12]}"
-    return stem
-
-
-def _holds(value: Any, word: str) -> bool:
-    """Whether a text within a value of JSON, or a key, holds the word."""
-    if isinstance(value, str):
-        return word in value
-    if isinstance(value, dict):
-        return any(word in key or _holds(item, word) for key, item in value.items())
-    return isinstance(value, list) and any(_holds(item, word) for item in value)
+        other = _OPENED_THOUGHT.sub("", _tail(text[: text.index(word)], words))
+        shared = _shared(gap, other)
+        half = _HALF_TAG.search(gap, 0, shared) if shared < len(gap) else None
+        return shared if half is None else half.start()
 
 
 def _shared(one: str, two: str) -> int:
@@ -329,51 +390,6 @@ def _shared(one: str, two: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def _tail(text: str, words: _Words) -> str:
+def _tail(text: str, words: Sentinels) -> str:
     """What follows the last sentinel."""
     return words.pattern.split(text)[-1]
-
-
-def _align(text: str, other: str, words: _Words) -> list[_Place]:
-    """Where the texts behind the words stand in `text`, so that putting them back into `other` gives `text` exactly."""
-    gaps, found = words.pattern.split(other), words.pattern.findall(other)
-    if not text.startswith(gaps[0]):
-        raise UnprovenError("the template writes other things around other words")
-    tries = 0
-    stack: list[Iterator[tuple[int, int]]] = []
-    places: list[_Place] = []
-    at = len(gaps[0])
-    while True:
-        if len(stack) < len(found):
-            word = found[len(stack)]
-            stack.append(_fits(text, at, words.value[word], gaps[len(stack) + 1], last=len(stack) + 1 == len(found)))
-        elif at == len(text):
-            return places
-        while stack:
-            tries += 1
-            step = next(stack[-1], None) if tries < MOST_TRIES else None
-            if step is not None:
-                start, stop = step
-                del places[len(stack) - 1 :]
-                places.append(_Place(found[len(stack) - 1], start, stop))
-                at = stop + len(gaps[len(stack)])
-                break
-            stack.pop()
-        else:
-            raise UnprovenError("putting its texts back does not give what the template printed")
-
-
-def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[tuple[int, int]]:
-    """Forms of `value` that stand in `text` at `at` with `gap` behind them."""
-    for form in forms_of(value):
-        stop = at + len(form)
-        if text.startswith(form, at) and text.startswith(gap, stop) and (not last or stop + len(gap) == len(text)):
-            yield at, stop
-
-
-def forms_of(value: str) -> Iterator[str]:
-    """A text as templates print it: as it is, trimmed, or inside JSON; each form once."""
-    yield value
-    plain = [value.strip(), value.rstrip(), value.lstrip(), value.strip("\n"), value.rstrip("\n"), value.lstrip("\n")]
-    escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]
-    yield from (form for form in dict.fromkeys(plain + escaped) if form != value)

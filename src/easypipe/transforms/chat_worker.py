@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from easypipe.transforms.chat_sandbox import HostileError, RenderError, Template, as_given
-from easypipe.transforms.chat_spans import Spans, UnprovenError
+from easypipe.transforms.chat_sentinels import UnprovenError
+from easypipe.transforms.chat_spans import Spans
 from easypipe.transforms.label_span import find_label
 from easypipe.transforms.talks import Talks, Wrong, loaded
 
@@ -128,7 +129,8 @@ class _Writer:
         found = self._templates.get(name)
         if found is None:
             try:
-                found = Spans(Template(self._spec[name], self._spec["names"], self._spec["date"]), self._spec["closers"])
+                template = Template(self._spec[name], self._spec["names"], self._spec["date"])
+                found = Spans(template, self._spec["closers"], self._spec.get("train_empty_thinking", True))
             except HostileError as error:
                 found = error
             self._templates[name] = found

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from easypipe.transforms.chat_sandbox import Template
-from easypipe.transforms.chat_spans import MASKED_END, TRAINED_END, Rendered, UnprovenError, forms_of, unused_stem
+from easypipe.transforms.chat_sentinels import UnprovenError, forms_of, unused_stem
+from easypipe.transforms.chat_spans import MASKED_END, TRAINED_END, Rendered
 
 
 def find_label(template: Template, fields: Mapping[str, Any], label: str | None, train_on: str) -> Rendered:

@@ -147,7 +147,13 @@ def _format(config: PromptConfig, tokenizer: Tokenizer, lengths: Lengths | None)
         return TextFormat(config, tokenizer.special_strings, lengths if lengths is not None and lengths.policy.budgets else None)
     train_on = config.train_on or "assistant"
     try:
-        template = load_chat_template(tokenizer, chat_template=config.template, train_on=train_on, date=config.template_date)
+        template = load_chat_template(
+            tokenizer,
+            chat_template=config.template,
+            train_on=train_on,
+            date=config.template_date,
+            train_empty_thinking=config.train_empty_thinking is not False,
+        )
     except ConfigError as error:
         raise ConfigError(at="template", problem=error.problem, have=error.have, fix=error.fix) from None
     policy = tokenizer.special.policy

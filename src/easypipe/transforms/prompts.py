@@ -37,6 +37,13 @@ ROLES = {
 }
 
 
+def check_thinking(options: Any) -> None:
+    """Raises ConfigError where options say something of empty thoughts that has no effect."""
+    if options.train_empty_thinking is not None and options.train_on == "all":
+        problem = "has no effect beside train_on 'all', which trains every token"
+        raise ConfigError(at="train_empty_thinking", problem=problem, fix="Leave it out.")
+
+
 @config
 class FewShotConfig:
     """Solved examples in front of every row, of which no token is trained.
@@ -89,6 +96,9 @@ class PromptConfig:
     train_on: of messages `assistant` (the default), `last_assistant`, `completion` (the last message, if it is the assistant's) or `all`;
         a message's own `train` (true or false) goes before it. Else `completion` (the default where there is a label) or `all`.
     template_date: the day (2026-01-31) that templates are told which ask for today's; None refuses those.
+    train_empty_thinking: of messages, whether the thought without words that templates of models that reason write in
+        front of an answer (`<think>\\n\\n</think>`) is trained; None means True, as in TRL's training templates. Where a
+        template has generation markers, they decide.
     """
 
     format_type: FormatType = "chat"
@@ -102,6 +112,7 @@ class PromptConfig:
     few_shot: FewShotConfig | None = None
     train_on: TrainOn | None = None
     template_date: str | None = None
+    train_empty_thinking: bool | None = None
 
     def check(self) -> None:
         kind = self.format_type
@@ -134,6 +145,7 @@ class PromptConfig:
         if self.train_on is not None and self.train_on not in possible:
             why = "needs a label_column" if kind == "custom" and self.train_on == "completion" else f"is nothing that {kind!r} has"
             raise ConfigError(at="train_on", problem=f"{self.train_on!r} {why}", have=possible, fix=f"Use {possible[0]!r}.")
+        check_thinking(self)
         if talks and self.few_shot is not None and self.train_on == "all":
             raise ConfigError(
                 at="train_on",
@@ -179,7 +191,7 @@ class PromptConfig:
     def _without_effect(self) -> list[str]:
         if self.format_type in TALKS:
             return ["label_column", *([] if self.format_type == "sharegpt" else ["roles"])]
-        names = ["tools_column", "roles"]
+        names = ["tools_column", "roles", "train_empty_thinking"]
         if self.format_type != "custom":
             names += ["template", "template_date"]
         if self.format_type == "text":
