@@ -82,7 +82,7 @@ def test_a_checkpoint_holds_the_data_s_fingerprint_the_config_and_the_random_sta
     with Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
         step = checkpoints.latest()
         saved = checkpoints.run(step)
-        described = checkpoints._orbax.checkpointables_metadata(step).metadata["arrays"]
+        described = checkpoints.describe(step)
     assert json.loads(saved["loader"]["text"])["components"] == dict(loader().state().components)
     assert saved["train"]["steps"] == 6
     assert {name for name in described if name.startswith("rest/dropout.rngs")}, "the count and the key that dropout draws from"

@@ -54,7 +54,7 @@ def generate(
 def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None]:
     """The model, and the name of its tokenizer."""
     from easypipe.train import load_pretrained
-    from easypipe.train.checks import CHECKPOINTS
+    from easypipe.train.checkpoint_files import CHECKPOINTS
     from easypipe.train.finished import load_trained
     from easypipe.train.models.config import PretrainedConfig
 

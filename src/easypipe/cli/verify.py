@@ -1,4 +1,4 @@
-"""`easypipe verify`: whether a token cache or a saved folder is what was committed, and making it so again."""
+"""`easypipe verify`: whether a token cache, a saved folder or a checkpoint is what was committed, and making it so again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from easypipe.stages.config import PipelineConfig
 
 
 def verify(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A token cache folder, one manifest in it, or what save() wrote.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A token cache or one manifest in it, what save() wrote, or a run's output_dir.")
+    ],
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="What made it; without one --repair takes what the cache folder noted.")
     ] = None,
@@ -34,6 +36,9 @@ def verify(
     data = None if config is None else described(config, overrides or []).data
     storage_options = None if data is None else _options_for(path, data)
     found = check.verify(path, storage_options)
+    if repair and any(one.kind == check.CHECKPOINT for one in found):
+        fix = "Train again: the run moves a damaged checkpoint aside and goes on from the one before it."
+        raise ConfigError(at="--repair", problem="checkpoints cannot be made again from a source", fix=fix)
     if repair and not all(one.ok for one in found):
         found = _repaired(path, found, data)
     if as_json:
@@ -73,7 +78,8 @@ def _show(found: tuple[check.Verification, ...]) -> None:
     for one in found:
         name = f" {one.dataset!r}" if one.dataset else ""
         state = "ok" if one.ok else f"{len(one.problems)} problems"
-        size = f"{one.files:,} files, {one.num_bytes / 1e6:,.1f} MB, {one.rows:,} rows, {one.tokens:,} tokens"
+        size = f"{one.files:,} files, {one.num_bytes / 1e6:,.1f} MB"
+        size += "" if one.kind == check.CHECKPOINT else f", {one.rows:,} rows, {one.tokens:,} tokens"
         console.print(f"{state}: {one.kind}{name}: {size} ({one.path})", highlight=False, markup=False, soft_wrap=True)
         for problem in one.problems:
             console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)

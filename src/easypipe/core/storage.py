@@ -277,6 +277,20 @@ def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None)
             temporary.unlink(missing_ok=True)
 
 
+def commit_folder(temporary: Path, target: Path) -> None:
+    """Gives the local folder `temporary` the name `target`, once every file and folder in it is on the disk. `target` is not there, or
+    is an empty folder."""
+    _step("sync", str(target))
+    for folder, _, files in os.walk(temporary):
+        for file in files:
+            sync(Path(folder, file))
+        sync(Path(folder))
+    _step("rename", str(target))
+    os.rename(temporary, target)
+    sync(target.parent)
+    _step("committed", str(target))
+
+
 def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> None:
     size = file.stat().st_size
 

@@ -1,4 +1,5 @@
-"""Whether what stands on disk is what was committed: token caches and saved folders, byte by byte, and what their manifests say of them.
+"""Whether what stands on disk is what was committed: token caches, saved folders and checkpoints, byte by byte, and what their
+manifests say of them.
 
 Nothing is changed here; stages/repair.py makes good what is found.
 """
@@ -27,8 +28,10 @@ from easypipe.stages.caching import CacheConfig, cache_folder
 from easypipe.stages.decoding import same_tokenizer_again
 from easypipe.stages.folder import RUN
 from easypipe.stages.ranges import Record, read_record
+from easypipe.train import checkpoint_files
 
 BATCH_ROWS = 4096
+CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +48,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """One dataset of a token cache, or one saved folder. rows, tokens: as the manifest has them; files, num_bytes: that were read.
+    """One dataset of a token cache, one saved folder or one checkpoint. rows, tokens: as the manifest has them, 0 of a checkpoint;
+    files, num_bytes: that were read.
 
     notes: what could not be checked, and why.
     """
 
     path: str
-    kind: str  # "token cache", "saved rows", "records"
+    kind: str  # "token cache", "saved rows", "records", "checkpoint"
     dataset: str
     files: int
     num_bytes: int
@@ -66,7 +70,8 @@ class Verification:
 
 
 def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> tuple[Verification, ...]:
-    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder, or a folder of saved folders.
+    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder, or a folder of saved folders; the
+    output_dir of a run, its folder of checkpoints, or one of these.
 
     Reads every byte. Raises ConfigError where there is nothing that can be verified.
     """
@@ -79,9 +84,12 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> t
         names = storage.names_in(folder.at("manifests"), storage_options)
         keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         return (*(_cache(folder, key) for key in keys), *_records(folder))
+    if checkpoints := [] if storage.is_remote(text) else checkpoint_files.checkpoints_below(Path(place_of(path))):
+        return tuple(map(_checkpoint, checkpoints))
     folders = _saved_folders(text, storage_options)
     if not folders:
-        raise ConfigError(at=text, problem="is neither a token cache nor a folder that save() wrote", fix="Give one of those.")
+        problem = "is neither a token cache, nor a folder that save() wrote, nor the output_dir of a run with checkpoints"
+        raise ConfigError(at=text, problem=problem, fix="Give one of those.")
     return tuple(_saved(folder, storage_options) for folder in folders)
 
 
@@ -242,6 +250,26 @@ def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]
             return [Problem(at=f"tokenizer {name}", what=error.problem)], ()
         return [], (f"the tokenizer is not here, so its encoding was not compared: {error.at}: {error.problem}",)
     return [], ()
+
+
+# Checkpoints
+
+
+def _checkpoint(folder: Path) -> Verification:
+    found = checkpoint_files.check(folder)
+    problems = [Problem(at=str(folder / name), what=what, file=str(folder / name)) for name, what in found.problems.items()]
+    notes = () if found.sealed else ("no checksums: an earlier version saved it, so only that its parts are there was looked at",)
+    return Verification(
+        path=str(folder),
+        kind=CHECKPOINT,
+        dataset="",
+        files=found.files,
+        num_bytes=found.num_bytes,
+        rows=0,
+        tokens=0,
+        problems=tuple(problems),
+        notes=notes,
+    )
 
 
 # Saved folders

@@ -1,43 +1,35 @@
 """Checkpoints of a run: arrays, loader state and configuration of one step, committed together. The only module that knows Orbax.
 
-Law (commit or nothing): `latest()` is a checkpoint that was written whole, whenever the process that wrote it was killed. Orbax writes
-into `N.orbax-checkpoint-tmp` and renames it; what a killed process left behind is removed when the folder is opened.
+Law (commit or nothing): `latest()` is a checkpoint that was written whole and synced, whenever the process that wrote it was killed or
+the machine lost power; and nothing is loaded but what was written (checkpoint_files.py). What a killed process left behind is removed
+when the folder is opened.
 """
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from easypipe.core.errors import StateError, StorageError
+from easypipe.train import checkpoint_files as files
+from easypipe.train.checkpoint_files import ARRAYS, RUN
 from easypipe.train.snapshot import Snapshots
 
 FORMAT = 1
-_ARRAYS, _RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
 _UNREADABLE = (OSError, ValueError, KeyError)  # what Orbax and TensorStore raise for files that are not there or not whole
 
 
 class DamagedCheckpoint(StateError):
     """A checkpoint whose files are not what was committed: deleted, cut short or changed by something else."""
-
-
-class _Keep:
-    """Orbax's PreservationPolicy: the newest `newest`, and those that `owner` protected when the save began."""
-
-    def __init__(self, newest: int, owner: Checkpoints) -> None:
-        self._newest, self._owner = newest, owner
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        first = len(checkpoints) - self._newest
-        return [i >= first or one.step in self._owner.keeping for i, one in enumerate(checkpoints)]
 
 
 class Checkpoints:
@@ -49,29 +41,25 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int | None) -> None:
         self.folder = folder.absolute()  # Orbax refuses relative paths
         registry = ocp.handlers.local_registry()
-        registry.add(ocp.handlers.JsonHandler, checkpointable_name=_RUN)
-        context = ocp.Context()
-        context.checkpointables.registry = registry
-        context.pytree.loading.partial_load = True  # of arrays that are there: `load` has said what is not
-        context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
+        registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
+        self._context = ocp.Context()
+        self._context.checkpointables.registry = registry
+        self._context.pytree.loading.partial_load = True  # of arrays that are there: `load` has said what is not
+        self._context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
         # Made by a thread of its own, a folder that cannot be made is waited for, five minutes, when the process ends.
-        context.async_options.create_directories_asynchronously = jax.process_count() > 1
+        self._context.async_options.create_directories_asynchronously = jax.process_count() > 1
         self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
-        self.keeping: frozenset[int] = frozenset()  # all of them, as they were when the newest save began
+        self._keep = keep
         self._snapshots, self._writer = Snapshots(), ThreadPoolExecutor(1, thread_name_prefix="easypipe saves")
-        self._failed = False  # whether a save did, and that was told
         self._saving: tuple[int, Future[None], threading.Event] | None = None  # step, when it is committed, whether its arrays are copied
         try:
-            if keep is not None:
+            if keep is not None and jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            self._orbax = ocp.training.Checkpointer(
-                str(self.folder),
-                context=context,
-                preservation_policy=None if keep is None else _Keep(keep, self),
-                cleanup_tmp_directories=keep is not None,
-            )
+                files.sweep(self.folder)
         except OSError as error:
             raise StorageError(at=str(folder), problem=f"cannot hold checkpoints: {error}") from error
+        if keep is not None and jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"easypipe opened {self.folder}")
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -81,7 +69,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""
-        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+        return files.committed(self.folder)
 
     def latest(self) -> int | None:
         steps = self.steps()
@@ -93,20 +81,20 @@ class Checkpoints:
         run: plain JSON. Raises StorageError where the save before this one could not be written; of this one `wait` raises it.
         """
         self._committed()
-        self.keeping = frozenset().union(*self.protected.values())
-        parts, copied = {_RUN: {"format": FORMAT, **run}}, threading.Event()
+        keeping = frozenset[int]().union(*self.protected.values())
+        parts, copied = {RUN: {"format": FORMAT, **run}}, threading.Event()
         if jax.process_count() > 1:
             # Orbax agrees with the other processes by programs on the devices, which stand in one order with those of the steps.
-            writing: Future[None] = Future()
             try:
-                self._start(step, arrays, parts)
+                written = self._start(step, arrays, parts)
             except BaseException as error:  # noqa: BLE001  (raised by `wait`, as that of a save in the background is)
+                writing: Future[None] = Future()
                 writing.set_exception(error)
             else:
-                writing.set_result(None)
+                writing = self._writer.submit(self._finish, step, written, keeping)
             copied.set()
         else:
-            writing = self._writer.submit(self._write, step, arrays, parts, copied)
+            writing = self._writer.submit(self._write, step, arrays, parts, keeping, copied)
         self._saving = step, writing, copied
 
     def expect(self, like: Mapping[str, Any]) -> None:
@@ -119,27 +107,39 @@ class Checkpoints:
         if self._saving is not None:
             self._saving[2].wait()
 
-    def _write(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any], copied: threading.Event) -> None:
+    def _write(
+        self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any], keeping: frozenset[int], copied: threading.Event
+    ) -> None:
         try:
             apart = self._snapshots.take(arrays)
             if apart is not None:
                 arrays = apart
                 copied.set()
-            self._start(step, arrays, parts)  # returns once they are in the host's memory
+            written = self._start(step, arrays, parts)  # returns once they are in the host's memory
             copied.set()
-            self._orbax.wait()
+            self._finish(step, written, keeping)
         finally:
             copied.set()
 
-    def _start(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any]) -> None:
-        self._orbax.save_checkpointables_async(step, {_ARRAYS: dict(arrays), **parts}, force=True, overwrite=True)
+    def _start(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any]) -> Any:
+        with ocp.Context(self._context):
+            return ocp.save_checkpointables_async(files.writing(self.folder, step), {ARRAYS: dict(arrays), **parts}, overwrite=True)
+
+    def _finish(self, step: int, written: Any, keeping: frozenset[int]) -> None:
+        """Commits what Orbax has written when `written` has its result, and takes away what is no longer kept.
+
+        keeping: what was protected when the save began.
+        """
+        written.result()
+        if jax.process_index() == 0:
+            files.commit(self.folder, step)
+            newest = self.steps()[-(self._keep or 1) :]
+            files.delete(self.folder, [old for old in self.steps() if old not in newest and old not in keeping])
 
     def run(self, step: int) -> dict[str, Any]:
         """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint of another version."""
-        try:
-            saved: Any = self._orbax.load_checkpointables(step, {_RUN: None})[_RUN]
-        except _UNREADABLE as error:
-            raise self._damaged(step, _reason(error)) from error
+        self._check(step, RUN)
+        saved: Any = self._read(step, RUN, None)
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             found = saved.get("format") if isinstance(saved, dict) else None
             raise StateError(
@@ -160,18 +160,17 @@ class Checkpoints:
         unlike = differences(saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()})
         if unlike:
             raise StateError(at=self._at(step), problem=f"holds other arrays: {listed(unlike)}", fix="Give another output_dir.")
-        try:
-            return self._orbax.load_checkpointables(step, {_ARRAYS: dict(abstract)})[_ARRAYS]
-        except _UNREADABLE as error:
-            raise self._damaged(step, _reason(error)) from error
+        return self._read(step, ARRAYS, dict(abstract))
 
     def describe(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of the arrays of `step`. Raises DamagedCheckpoint."""
+        self._check(step, ARRAYS)
         try:
-            metadata: Any = self._orbax.checkpointables_metadata(step).metadata
+            with ocp.Context(self._context):
+                metadata: Any = ocp.checkpointables_metadata(self.folder / str(step)).metadata
         except _UNREADABLE as error:
             raise self._damaged(step, _reason(error)) from error
-        described = metadata.get(_ARRAYS)
+        described = metadata.get(ARRAYS)
         if described is None:
             raise self._damaged(step, "the description of its arrays is missing or cut short")
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in described.items()}
@@ -185,7 +184,6 @@ class Checkpoints:
             (self.folder / str(step)).rename(target)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"easypipe set aside {step}")
-        self._orbax.reload()
         return target
 
     def wait(self) -> None:
@@ -193,25 +191,42 @@ class Checkpoints:
         self._committed()
 
     def close(self) -> None:
+        """Returns once nothing is being written. Raises StorageError where the newest save failed, if `wait` did not."""
         self._writer.shutdown()
-        try:
-            self._orbax.close()
-        except (OSError, ValueError):
-            if not self._failed:  # else it says once more what has been told
-                raise
+        self._committed(agree=False)  # the other processes may be gone
 
-    def _committed(self) -> None:
-        """Raises what went wrong in the newest save, once."""
+    def _committed(self, *, agree: bool = True) -> None:
+        """Raises what went wrong in the newest save, once. agree: where there are several processes, all of them know then."""
         if self._saving is None:
             return
         (step, writing, _), self._saving = self._saving, None
         try:
             writing.result()
-            self._orbax.wait()
         except (OSError, ValueError) as error:
-            self._failed = True
             problem = f"cannot be written: {error}"
             raise StorageError(at=self._at(step), problem=problem, fix="Check space and permissions.") from error
+        finally:
+            if agree and jax.process_count() > 1:
+                multihost_utils.sync_global_devices(f"easypipe saved {step}")
+
+    def _read(self, step: int, part: str, abstract: Any) -> Any:
+        try:
+            with ocp.Context(self._context):
+                return ocp.load_checkpointables(self.folder / str(step), {part: abstract})[part]
+        except _UNREADABLE as error:
+            raise self._damaged(step, _reason(error)) from error
+
+    def _check(self, step: int, part: str) -> None:
+        """Raises DamagedCheckpoint where files of a part are not as they were committed. Arrays are shared out among the processes."""
+        several = part == ARRAYS and jax.process_count() > 1
+        share = (jax.process_index(), jax.process_count()) if several else (0, 1)
+        problems = files.check(self.folder / str(step), part, share=share).problems
+        damaged = bool(problems)
+        if several:
+            damaged = bool(multihost_utils.process_allgather(jnp.asarray(damaged)).any())
+        if damaged:
+            told = [f"{name}: {what}" for name, what in problems.items()] or ["another process found it damaged"]
+            raise self._damaged(step, "; ".join(told[:4]))
 
     def _at(self, step: int) -> str:
         return str(self.folder / str(step))

@@ -12,7 +12,6 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, key_paths, listed
 from easypipe.train.config import TrainingConfig
 
-CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainingConfig: what decides the numbers

@@ -15,7 +15,7 @@ from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, StateError
 from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
-from easypipe.train.checks import CHECKPOINTS
+from easypipe.train.checkpoint_files import CHECKPOINTS
 from easypipe.train.classifier_config import ClassifierConfig
 from easypipe.train.config import TrainingConfig
 from easypipe.train.lora import fingerprint

@@ -25,8 +25,8 @@ from easypipe.train import state as states
 from easypipe.train.callbacks.make import make_callbacks
 from easypipe.train.callbacks.metric import Known
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, listed
+from easypipe.train.checkpoint_files import CHECKPOINTS
 from easypipe.train.checks import (
-    CHECKPOINTS,
     ENDED,
     IF_THERE,
     LOADER_PARTS,

@@ -17,7 +17,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from easypipe.core.errors import ConfigError, MissingFileError, StorageError, TrainError
-from easypipe.core.storage import json_bytes, sync
+from easypipe.core.storage import commit_folder, json_bytes
 from easypipe.train.lora import merge_lora
 from easypipe.train.model import Decoder
 from easypipe.train.models.families import from_hf, shape_of, to_hf, weights
@@ -65,12 +65,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for file in temporary.iterdir():
-            sync(file)
-        if target.is_dir():
-            target.rmdir()
-        os.rename(temporary, target)
-        sync(target.parent)
+        commit_folder(temporary, target)
     except OSError as error:
         raise StorageError(at=str(target), problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
     finally:
