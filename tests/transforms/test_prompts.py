@@ -266,6 +266,71 @@ def test_built_in_templates_by_name_mark_what_the_sentinels_find(name: str) -> N
             shown(row | {"tools": [{"name": "f"}]}, template=name)
 
 
+def test_weights_of_messages_are_train_flags(tmp_path: Path) -> None:
+    """As OpenAI's files have them: 0 and 1, on the assistant's messages."""
+
+    def weighted(*weights: Any, **options: Any) -> list[str]:
+        messages = talk("1?", "A1", "2?", "A2")
+        for message, weight in zip(messages[1::2], weights, strict=True):
+            message["weight"] = weight
+        return shown({"messages": messages}, **options)[1]
+
+    assert weighted(0, 1) == ["A2<|im_end|>"]
+    assert weighted(1.0, 0.0) == ["A1<|im_end|>"]
+    assert weighted(1, None, train_on="last_assistant") == ["A1<|im_end|>", "A2<|im_end|>"]
+    for bad, why in ((0.5, "weight of message 1 is 0.5, and only 0 and 1 are known"), ("1", "weight of message 1 is '1'")):
+        with pytest.raises(SourceError, match=why):
+            weighted(bad, 1)
+    with pytest.raises(SourceError, match="message 1 has a weight, and train_on='all' trains every token"):
+        weighted(0, 1, train_on="all")
+    with pytest.raises(SourceError, match="the train flag of message 1 is True, and its weight 0"):
+        shown({"messages": [talk("1?")[0], {"role": "assistant", "content": "A1", "train": True, "weight": 0}]})
+    with pytest.raises(SourceError, match="message 0 is to be trained, and is the user's"):
+        shown({"messages": [{"role": "user", "content": "1?", "weight": 1}, talk("1?", "A1")[1]]})
+    sharegpt = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "A1", "weight": 0}, {"from": "gpt", "value": "A2"}]
+    assert shown({"conversations": sharegpt}, format_type="sharegpt")[1] == ["A2<|im_end|>"]
+    rows = [{"messages": [talk("1?")[0], {"role": "assistant", "content": f"A{i}", "weight": i}, *talk("2?", "A2")]} for i in (0, 1)]
+    assert assert_one_way(tmp_path, rows, PromptConfig()) == 2
+
+
+@pytest.mark.parametrize("form", ["sharegpt", "alpaca"])
+def test_a_system_column_is_the_row_s_own_system_prompt(tmp_path: Path, form: Any) -> None:
+    said = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "A1"}]
+    row: dict[str, Any] = {"conversations": said} if form == "sharegpt" else ROWS[0]
+    plain = shown(row, format_type=form)
+    for none in (None, "", " "):
+        assert shown({**row, "system": none}, format_type=form) == plain
+    text, trained = shown({**row, "system": "Be brief."}, format_type=form, system_prompt="Be kind.")
+    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n" if form == "sharegpt" else "Be brief.\n\n") + plain[0]
+    assert trained == plain[1]
+    assert "Be kind." in shown({**row, "system": None}, format_type=form, system_prompt="Be kind.")[0]
+    with pytest.raises(SourceError, match="not_a_string: column 'system': 3 is no text"):
+        shown({**row, "system": 3}, format_type=form)
+    rows = [{**row, "system": "Be brief."}, {**row, "system": None}]
+    assert assert_one_way(tmp_path / "columns", rows, PromptConfig(format_type=form)) == 2
+    if form == "sharegpt":
+        own = [{"from": "system", "value": "Be brief."}, *said]
+        assert shown({"conversations": own, "system": "Be brief."}, format_type=form)[0].count("Be brief.") == 1
+        with pytest.raises(SourceError, match="two_system_prompts: column 'system' and the first message both hold one"):
+            shown({"conversations": own, "system": "Be long."}, format_type=form)
+        rows = [{"conversations": json.dumps(said), "system": "Be brief."}, {"conversations": json.dumps(said), "system": None}]
+        assert assert_one_way(tmp_path / "json", rows, PromptConfig(format_type=form)) == 2
+
+
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+def test_answers_that_are_marked_as_bad_are_not_trained(tmp_path: Path, column: str) -> None:
+    for form, row in (("prompt_completion", {"prompt": "1?", "completion": "A1"}), ("chat", {"messages": talk("1?", "A1")})):
+        for good in (True, None, 0, "no"):  # a class is no verdict
+            assert shown({**row, column: good}, format_type=form) == shown(row, format_type=form)
+        with pytest.raises(SourceError, match=f"rejected_answer: column {column!r} is false.*Leave such rows out"):
+            shown({**row, column: False}, format_type=form)
+        folder = tmp_path / form
+        source = tokenized(folder, [{**row, column: True}, {**row, column: False}], PromptConfig(format_type=form))
+        assert [(reject.row, reject.reason) for reject in source.scan(0, 0, 2).rejects] == [(1, "rejected_answer")]
+    custom = {"format_type": "custom", "template": "{text}: {label}", "label_column": "label"}
+    assert shown({"text": "x", "label": False}, **custom)[1] == ["false"]
+
+
 def test_train_empty_thinking() -> None:
     row, options = {"messages": talk("2?", "A2")}, {"template": REASONING}
     for value, expected in ((None, "<think>\n\n</think>\n\nA2<|im_end|>"), (False, "A2<|im_end|>")):

@@ -66,7 +66,7 @@ class PromptForm:
         self.engine = engine
         format = engine.format
         rejected = engine.config.rejected_column
-        self.columns = (*engine.columns, *(name for name in format.optional if name in have))
+        self.columns = (*engine.columns, *(name for name in (*format.optional, *engine.verdicts) if name in have))
         self._pair = [] if rejected is None else ["rejected", rejected]
         self.label = format.columns[0] if format.kind == "chat" else ", ".join(format.columns)
 
@@ -77,7 +77,7 @@ class PromptForm:
                 fix = did_you_mean(column, source.schema.names) or "Name the column that holds it."
                 raise SourceError(at=at, problem="no such column", have=source.schema.names, fix=fix)
             kind = source.schema.field(column).type
-            if not self.engine.format.accepts(kind):
+            if column not in self.engine.verdicts and not self.engine.format.accepts(kind):
                 wanted = ("lists of objects", "Give messages as [{role, content}, ...].")
                 wanted = wanted if self.engine.format.kind == "chat" else ("text", "Name a column of text.")
                 raise SourceError(at=at, problem=f"holds {kind}, not {wanted[0]}", fix=wanted[1])

@@ -20,7 +20,7 @@ from easypipe.transforms.chat_sandbox import RenderError, Template
 from easypipe.transforms.chat_sentinels import Place, Sentinels, UnprovenError, align
 
 OPEN, MASKED_END, TRAINED_END = 0, 1, 2  # what must follow the text: nothing, the EOS token unseen by the loss, or as a target
-FLAG = "train"  # a message's own word on whether it is trained
+FLAG, WEIGHT = "train", "weight"  # a message's own word on whether it is trained; 0 or 1, as OpenAI's files have it
 MOST_ENDS = 1000  # of calls that are remembered
 
 _THOUGHT = r"(?:<(think|thinking|thought|reasoning)>\s*</\1>|\[THINK\]\s*\[/THINK\])\s*"  # one without a word in it
@@ -51,6 +51,13 @@ class Stops(NamedTuple):
     leads: tuple[str, ...] = ()
 
 
+def flag_of(message: Mapping[str, Any]) -> bool | None:
+    """Whether a message itself says that it is trained; None where it says nothing."""
+    flag = message.get(FLAG)
+    weight = message.get(WEIGHT)
+    return bool(weight) if flag is None and weight is not None else flag
+
+
 @dataclass
 class Spans:
     """Rendering with spans, for one template.
@@ -73,13 +80,14 @@ class Spans:
         self._longest = max(map(len, self.closers), default=0)
 
     def find(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, train_on: str) -> Rendered:
-        """train_on: which turns are trained where their own `train` does not say; templates are not told of that key.
+        """train_on: which turns are trained where their own `train` or `weight` does not say; templates are
+        not told of those keys.
 
         Raises RenderError where the template refuses, UnprovenError where it cannot be told what is trained.
         """
-        flags = [message.get(FLAG) for message in messages]
+        flags = [flag_of(message) for message in messages]
         if any(flag is not None for flag in flags):
-            messages = [{key: value for key, value in message.items() if key != FLAG} for message in messages]
+            messages = [{key: value for key, value in message.items() if key not in (FLAG, WEIGHT)} for message in messages]
         text, marked = self.template.render(messages, tools)
         if train_on == "all":
             return Rendered(text, [(0, len(text))] if text else [], self._end(text, trained=True))

@@ -17,6 +17,7 @@ EMPTY = "empty"  # no text, or white space alone: as BENIGN
 _ADVICE = {
     "unproven_spans": "Give a chat_template with {% generation %} markers (the built-in ones have them), or set train_on to 'all'",
     "refused_by_template": "Give a chat_template that takes such conversations",
+    "rejected_answer": "Leave such rows out, for example with a filter on that column",
     "too_long": "Raise max_length, or choose another length.policy",
 }
 

@@ -20,7 +20,7 @@ from easypipe.transforms.chat import Refused, Rendered, load_chat_template
 from easypipe.transforms.fields import BENIGN, advice
 from easypipe.transforms.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
 from easypipe.transforms.masked import encode_masked, has_target
-from easypipe.transforms.prompt_formats import Format, PlainFormat, TalkFormat, TextFormat
+from easypipe.transforms.prompt_formats import VERDICTS, Format, PlainFormat, TalkFormat, TextFormat
 from easypipe.transforms.prompts import TALKS, PromptConfig
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
@@ -72,7 +72,21 @@ class PromptEngine:
 
     def render_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
         """`render` of rows that have all columns; a row that is no sample is Refused."""
-        return self.format.render(rows)
+        found = self.format.render(rows)
+        if self.verdicts:
+            for i, row in enumerate(rows):
+                name = next((name for name in self.verdicts if row.get(name) is False), None)
+                if name is not None:
+                    detail = f"column {name!r} is false: an answer that is not to be learned; unpaired preferences are not trained yet"
+                    found[i] = Refused("rejected_answer", detail)
+        return found
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """Columns, where a row has them, that say by true or false whether its answer is a good one."""
+        if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:
+            return ()
+        return tuple(name for name in VERDICTS if name not in self.columns)
 
     def render_pairs(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[Rendered, Rendered] | Refused]:
         """Of rows of pairs, the text of the answer that is preferred and of the one that is not."""

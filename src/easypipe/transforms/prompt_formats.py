@@ -21,6 +21,8 @@ from easypipe.transforms.talks import Talks, cleaned, value_of, wrong_messages
 from easypipe.transforms.trim_turns import trimmed
 
 TOOLS = "tools"  # the column that holds them, where none is named
+SYSTEM = "system"  # the column of system prompts that rows of ShareGPT and Alpaca may have
+VERDICTS = ("label", "kto_tag")  # columns of true and false that say whether an answer is a good one: unpaired preferences
 Row = Mapping[str, Any]
 
 
@@ -60,7 +62,9 @@ class TalkFormat:
         self._messages = config.inputs[0]
         self._tools = config.tools_column or TOOLS
         self.columns = (self._messages,) if config.tools_column is None else (self._messages, config.tools_column)
-        self.optional: tuple[str, ...] = (TOOLS,) if config.tools_column is None and self._messages != TOOLS else ()
+        self._system = SYSTEM if config.format_type == "sharegpt" and SYSTEM not in self.columns else None
+        optional = (TOOLS if config.tools_column is None else None, self._system)
+        self.optional: tuple[str, ...] = tuple(name for name in optional if name is not None and name != self._messages)
         roles = {**ROLES, **(config.roles or {})} if config.format_type == "sharegpt" else None
         self._talks = Talks(roles, config.system_prompt, tuple(refuse), template.train_on == "all")
         self._few_shot = None
@@ -105,7 +109,7 @@ class TalkFormat:
     def _written(self, row: Row) -> WrittenTalk | None:
         """Of a row of JSON that JSON, which workers read, unless what it says is needed here."""
         talk, tools = row[self._messages], row.get(self._tools)
-        alone = self._few_shot is None and self._trim is None
+        alone = self._few_shot is None and self._trim is None and not (self._system and row.get(self._system))
         return WrittenTalk(talk, tools) if alone and isinstance(talk, str) and isinstance(tools, str | None) else None
 
     def _request(self, row: Row) -> dict[str, Any] | Refused:
@@ -113,8 +117,13 @@ class TalkFormat:
         wrong = self._talks.wrong(talk, tools)
         if wrong is not None:
             return Refused(*wrong)
+        system = _system_of(row, self._system)
+        if isinstance(system, Refused):
+            return system
+        if system is not None and talk[0]["role"] == "system" and talk[0].get("content") != system:
+            return Refused("two_system_prompts", f"column {SYSTEM!r} and the first message both hold one, and they differ")
         drawn = [] if self._few_shot is None else self._few_shot.of({self._messages: talk})
-        return self._talks.whole(talk, tools, [message for i in drawn for message in self._examples[i]])
+        return self._talks.whole(talk, tools, [message for i in drawn for message in self._examples[i]], system)
 
     def _talk(self, row: Row) -> Any:
         return self._talks.translated(value_of(row[self._messages], keep=("role", "content")))
@@ -127,10 +136,18 @@ class TalkFormat:
         return [{**message, FLAG: False} for message in talk if message["role"] != "system"]
 
 
+def _system_of(row: Row, column: str | None) -> str | Refused | None:
+    """The row's own system prompt; None where it has none."""
+    system = None if column is None else row.get(column)
+    if system is not None and not isinstance(system, str):
+        return Refused("not_a_string", f"column {column!r}: {system!r:.80} is no text")
+    return system if system and system.strip() else None
+
+
 class TextFormat:
     """Rows through one template of columns, `{column}` or Jinja2, with what stands in front of all of them."""
 
-    raw, optional = True, ()
+    raw = True
 
     def __init__(self, config: PromptConfig, names: Mapping[str, str], lengths: Lengths | None = None) -> None:
         """lengths: whose budgets columns are cut to; None: none are."""
@@ -139,6 +156,8 @@ class TextFormat:
         self._everything = config.label is None or config.train_on == "all"
         self._writer = _writer(config, names, everything=self._everything)
         self.columns = self._writer.columns
+        self._system = SYSTEM if config.format_type == "alpaca" and SYSTEM not in self.columns else None
+        self.optional: tuple[str, ...] = () if self._system is None else (self._system,)
         self._front = "" if config.system_prompt is None else f"{config.system_prompt}\n\n"
         self._bos = names.get("bos_token", "")
         self._few_shot = None
@@ -162,15 +181,21 @@ class TextFormat:
         return self.kind == "prompt" or is_text(kind) or pa.types.is_null(kind)
 
     def render(self, rows: Sequence[Row]) -> list[Rendered | Refused]:
+        systems = [_system_of(row, self._system) for row in rows]
         rows = [{name: cleaned(row[name]) for name in self.columns} for row in rows]
         cut = [self._within(row) for row in rows]
         found = self._writer.write([row for row, _ in cut])
-        if not self._front and self._few_shot is None and self._lengths is None:
+        if not self._front and self._few_shot is None and self._lengths is None and not any(systems):
             return found
-        return [
-            one if isinstance(one, Refused) else self._behind(one._replace(lost=lost), row)
-            for one, row, (_, lost) in zip(found, rows, cut, strict=True)
-        ]
+        made: list[Rendered | Refused] = []
+        for one, row, (_, lost), system in zip(found, rows, cut, systems, strict=True):
+            if isinstance(one, Refused):
+                made.append(one)
+            elif isinstance(system, Refused):
+                made.append(system)
+            else:
+                made.append(self._behind(one._replace(lost=lost), row, self._front if system is None else f"{system}\n\n"))
+        return made
 
     def _within(self, row: Row) -> tuple[Row, int]:
         """The row with its columns cut to their budgets, and how many tokens they lost."""
@@ -183,12 +208,11 @@ class TextFormat:
                 lost += gone
         return changed, lost
 
-    def _behind(self, one: Rendered, row: Row) -> Rendered:
+    def _behind(self, one: Rendered, row: Row, front: str) -> Rendered:
         """The text with what stands in front; of examples nothing is trained, of the system prompt what `all` asks for.
 
         The BOS that a template writes in front of each of them stands once, in front of all.
         """
-        front = self._front
         if self._few_shot is not None:
             front += "".join(self._examples[i] + self._few_shot.separator for i in self._few_shot.of(row))
         if not front:

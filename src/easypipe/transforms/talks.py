@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from easypipe.transforms.chat_spans import FLAG
+from easypipe.transforms.chat_spans import FLAG, WEIGHT, flag_of
 
 Wrong = tuple[str, str]  # (a word for the ledger, what there is to say about it)
 
@@ -49,14 +49,20 @@ class Talks:
             found = None if hit is None else ("special_string", f"a message holds {hit[0]!r}, and special_strings is 'error'")
         return found
 
-    def whole(self, talk: list[dict[str, Any]], tools: Any, examples: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """What the template sees of a row in which nothing is `wrong`. examples: messages that go in front of its first turn."""
-        if self.system is not None or examples:
-            system = [message for message in talk[:1] if message["role"] == "system"]
-            rest = talk[len(system) :]
-            if not system and self.system is not None:
-                system = [{"role": "system", "content": self.system}]
-            talk = [*system, *examples, *rest]
+    def whole(
+        self, talk: list[dict[str, Any]], tools: Any, examples: Sequence[dict[str, Any]] = (), system: str | None = None
+    ) -> dict[str, Any]:
+        """What the template sees of a row in which nothing is `wrong`.
+
+        examples: messages that go in front of its first turn. system: the row's own prompt, which goes before that of all rows.
+        """
+        prompt = system or self.system
+        if prompt is not None or examples:
+            said = [message for message in talk[:1] if message["role"] == "system"]
+            rest = talk[len(said) :]
+            if not said and prompt is not None:
+                said = [{"role": "system", "content": prompt}]
+            talk = [*said, *examples, *rest]
         return {"messages": talk, "tools": tools or None}
 
     def _turn(self, turn: dict[str, Any]) -> Any:
@@ -82,15 +88,20 @@ class Talks:
                 return "unknown_role", f"message {i} is from {str(message['role'])!r}; roles names those that are known"
             if self.roles is not None and message.get("content") is None and not message.get("tool_calls"):
                 return "not_a_message", f"message {i} has no value"
-            flag = message.get(FLAG)
-            if flag is None:
+            flag, weight, given = message.get(FLAG), message.get(WEIGHT), flag_of(message)
+            if given is None:
                 continue
-            if not isinstance(flag, bool):
+            if flag is not None and not isinstance(flag, bool):
                 return "bad_train_flag", f"the train flag of message {i} is {flag!r}, not true or false"
-            if flag and message["role"] != "assistant":
+            if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
+                return "bad_train_flag", f"the weight of message {i} is {weight!r}, and only 0 and 1 are known"
+            if flag is not None and weight is not None and flag != bool(weight):
+                return "bad_train_flag", f"the train flag of message {i} is {flag}, and its weight {weight}"
+            if given and message["role"] != "assistant":
                 return "bad_train_flag", f"message {i} is to be trained, and is the {message['role']}'s"
             if self.everything:
-                return "bad_train_flag", f"message {i} has a train flag, and train_on='all' trains every token"
+                what = "weight" if flag is None else "train flag"
+                return "bad_train_flag", f"message {i} has a {what}, and train_on='all' trains every token"
         return None
 
 
