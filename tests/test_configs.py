@@ -23,6 +23,7 @@ def test_example_loads(path: Path) -> None:
     run = from_dict(RunConfig, values, at=path.name)
     assert run.data.datasets
     assert run.data.validate() == []
+    assert run.data.mix is None or run.data.mix.unit == "tokens", "weights of documents surprise where their lengths differ"
 
 
 def test_there_is_one_for_each_kind_of_run() -> None:

@@ -12,11 +12,22 @@ import numpy as np
 import pytest
 import yaml
 
-from easypipe import CacheError, ConfigError, LoadStageConfig, PackStageConfig, Pipeline, StageOrderError
+from easypipe import (
+    CacheError,
+    ConfigError,
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PromptConfig,
+    StageOrderError,
+    train_bpe,
+)
 from easypipe.cli import main
 from easypipe.core.config import to_dict
 from easypipe.core.schema import SEGMENT_IDS
 from easypipe.stages.plan_report import PlanReport
+from easypipe.train import plot
 from pipelines import config, jsonl, texts
 
 
@@ -82,12 +93,14 @@ def test_shares_by_step_are_those_of_the_rows_of_these_steps(tmp_path: Path, uni
     names, begin = [dataset.name for dataset in report.datasets], 0
     assert [one.step for one in report.by_step] == (list(range(1, 4)) if steps == 3 else [round(1.3 * i) for i in range(1, 101)])
     for one in report.by_step:
-        seen = Counter()
+        seen, tokens = Counter(), Counter()
         for step in range(begin, one.step):
             for row in loader.rows_of(step):
                 pieces = loader.rows.plan.locate(row).pieces
                 for dataset, start, length in zip(pieces.dataset, pieces.start, pieces.length, strict=True):
                     seen[names[dataset]] += int(length) if unit == "tokens" else int(start == 0)
+                    tokens[names[dataset]] += int(length)
+        assert one.tokens == {name: tokens[name] for name in names}
         assert one.realised == pytest.approx({name: seen[name] / max(1, seen.total()) for name in names})
         assert one.requested == pytest.approx({"code": 0.7, "docs": 0.3})
         begin = one.step
@@ -124,6 +137,132 @@ def test_a_dataset_that_is_never_drawn_is_named(tmp_path: Path) -> None:
     report = mixed(tmp_path, mix={"weights": {"code": 1.0, "docs": 1e-6}}).plan(2)
     assert [d.name for d in report.datasets if d.never_drawn] == ["docs"]
     assert any(note.startswith("docs is never drawn in this run, its share is 1e-06") for note in report.notes)
+
+
+def uneven(tmp_path: Path, *, long: int = 20, words: int = 900, **options: Any) -> Pipeline:
+    """Few long documents beside many short ones, half and half."""
+    rows = [" ".join(f"{i} {j}" for j in range(words)) for i in range(long)]
+    parts = {"long": rows, "short": texts(400, 3, 6)}
+    datasets = tuple(
+        DatasetConfig(name=name, data_files=str(jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in part])))
+        for name, part in parts.items()
+    )
+    values = to_dict(config(tmp_path, datasets=datasets)) | {"pack": {"seq_length": 32}, "load": {"batch_size": 8, "num_epochs": None}}
+    values |= {"mix": {"weights": {"long": 0.5, "short": 0.5}, "unit": "tokens"}} | options
+    return chain(Pipeline.from_config(values), "source", "tokenize", "mix", "pack", "load")
+
+
+@pytest.mark.parametrize("unit", ["tokens", "rows"])
+@pytest.mark.parametrize("steps", [1, 5, 40])
+def test_documents_longer_than_the_run_are_drawn_where_a_part_of_them_stands(tmp_path: Path, unit: str, steps: int) -> None:
+    pipeline = uneven(tmp_path, mix={"weights": {"long": 0.5, "short": 0.5}, "unit": unit})
+    report, loader = pipeline.plan(steps), pipeline.build()
+    seen, parts = Counter(), Counter()
+    for step in range(steps):
+        for row in loader.explain(step).rows:
+            for segment in row.segments:
+                own = segment.token_stop - segment.token_start + segment.ends_with_eos
+                seen[segment.dataset] += own
+                parts[segment.dataset] += own / (segment.document_tokens + 1)
+    for dataset in report.datasets:
+        assert dataset.tokens_placed == seen[dataset.name]
+        assert dataset.token_share == pytest.approx(seen[dataset.name] / seen.total())
+        assert dataset.never_drawn == (seen[dataset.name] == 0) == any(f"{dataset.name} is never drawn" in note for note in report.notes)
+        assert dataset.drawn == max(round(parts[dataset.name]), seen[dataset.name] > 0)
+        assert dataset.document_share == pytest.approx(parts[dataset.name] / parts.total())
+
+
+def test_a_stage_that_is_short_against_its_documents_is_named_and_the_advice_helps(tmp_path: Path) -> None:
+    points = [{"step": 0, "weights": {"long": 0.5, "short": 0.5}}, {"step": 4, "weights": {"long": 0.2, "short": 0.8}}]
+    mix = {"weight_schedule": points, "unit": "tokens"}
+    note, *_ = [note for note in uneven(tmp_path, mix=mix).plan(60).notes if "are long against" in note]
+    assert re.match(r"steps 1 to 4: (long|short) has \d+\.\d+% of the tokens where 50\.00% is asked for: documents of long \(mean ", note)
+    assert "Cut them (tokenize.max_length, pack.oversize: truncate), or give more steps" in note
+    for advice in ({"pack": {"seq_length": 32, "oversize": "truncate"}}, {"tokenize": {"max_length": 40}}):
+        cut = uneven(tmp_path, mix=mix, **advice)
+        assert not [note for note in cut.plan(60).notes if "are long against" in note]
+        assert cut.plan(4).datasets[0].token_share == pytest.approx(0.5, abs=0.05)
+    more = [points[0], points[1] | {"step": 500}]
+    assert not [note for note in uneven(tmp_path, mix=mix | {"weight_schedule": more}).plan(1000).notes if "are long against" in note]
+    rows = uneven(tmp_path, mix={"weights": {"long": 0.5, "short": 0.5}}).plan(4)
+    [note] = [note for note in rows.notes if "are long against" in note]
+    assert "of the documents where 50.00% is asked for" in note
+    assert "Set mix.unit: tokens." in note
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_the_eos_of_documents_is_counted_once_whoever_adds_it(tmp_path: Path, prompt: bool) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text, "question": "", "answer": text} for text in texts(30)])
+    own = {"prompt": PromptConfig(format_type="prompt_completion", input_columns=("question",), label_column="answer")} if prompt else {}
+    tokenizer = str(train_bpe(texts(60), 300, ["<|endoftext|>"], tmp_path / "tokenizer"))
+    dataset = DatasetConfig(name="a", data_files=str(tmp_path / "a.jsonl"), **own)
+    made = config(
+        tmp_path, datasets=(dataset,), default_tokenizer=tokenizer, pack=PackStageConfig(seq_length=64), load=LoadStageConfig(batch_size=1)
+    )
+    report = chain(Pipeline.from_config(made), "source", "tokenize", "pack").plan()
+    assert report.datasets[0].tokens == report.slots - report.padding == report.datasets[0].tokens_placed
+
+
+def test_weights_that_give_other_shares_of_tokens_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    by_rows = {"weights": {"long": 0.5, "short": 0.5}, "stop_strategy": "first_exhausted"}
+    pipeline = uneven(tmp_path, mix=by_rows)
+    [note] = [note for note in pipeline.plan(3).notes if "mix.unit: tokens to make" in note]
+    shares = {name: float(share) / 100 for name, share in re.findall(r"(\w+) has (\S+)% of the tokens for a weight of 50\.00%", note)}
+    caches = pipeline.get_data()["mixed"].mixture.caches
+    means = [(cache.total_tokens + cache.num_docs) / cache.num_docs for cache in caches]
+    assert shares == pytest.approx({"long": means[0] / sum(means), "short": means[1] / sum(means)}, abs=1e-4)
+    caplog.clear()
+    pipeline.copy().write()
+    assert note in caplog.text, "prepare says the same"
+    caplog.clear()
+    advised = uneven(tmp_path, mix=by_rows | {"unit": "tokens"})
+    advised.copy().write()
+    near = mixed(tmp_path, load={"batch_size": 2})  # the mean lengths are within a factor of 1.5
+    near.write()
+    assert "mix.unit" not in caplog.text
+    assert not [note for report in (advised.plan(3), near.plan(3)) for note in report.notes if "mix.unit" in note]
+
+
+@pytest.mark.parametrize("unit", ["rows", "tokens"])
+def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the_ledger(
+    tmp_path: Path, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are read from the figure that is drawn. Half of the batches hold one document."""
+    mix = {"weights": {"long": 0.6, "short": 0.4}, "unit": unit, "stop_strategy": "first_exhausted"}
+    load = {"batch_size": 2, "num_epochs": 1, "drop_last": False}
+    pipeline = uneven(tmp_path, long=4, words=500, mix=mix, load=load)
+    plan = json.loads(json.dumps(pipeline.plan(by_step=True).to_json()))
+    figures: list[Any] = []
+    png = plot._png
+    monkeypatch.setattr(plot, "_png", lambda figure: figures.append(figure) or png(figure))
+    picture = plot.PLOTS["mixture"]([], plan)
+    assert picture is not None
+    (tmp_path / "mixture.png").write_bytes(picture)
+    [axes] = figures[0].axes
+    thick = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    ledger = pipeline.ledger()
+    placed = {name: ledger.find("pack", name, "tokens").out["placed"] for name in ("long", "short")}
+    batches = [dict.fromkeys(placed, 0) for _ in range(plan["steps"])]
+    loader = pipeline.build()
+    for step, batch in enumerate(batches):
+        for row in loader.explain(step).rows:
+            for segment in row.segments:
+                batch[segment.dataset] += segment.slot_stop - segment.slot_start
+    assert any(0 in batch.values() for batch in batches), "of which the plot showed ones and zeros"
+    assert thick.keys() == placed.keys()
+    for name, line in thick.items():
+        steps, so_far = line.get_data()
+        true = [sum(b[name] for b in batches[:step]) / sum(sum(b.values()) for b in batches[:step]) for step in steps]
+        assert so_far == pytest.approx(true, abs=1e-6)
+        assert steps[-1] == plan["steps"]
+        assert so_far[-1] == pytest.approx(placed[name] / sum(placed.values()), abs=1e-6)
+        [lately, asked] = [other for other in axes.lines if other is not line and other.get_color() == line.get_color()]
+        width = -(-len(steps) // 10)
+        border = steps[-width - 1]
+        assert lately.get_ydata()[-1] == pytest.approx(
+            sum(b[name] for b in batches[border:]) / sum(sum(b.values()) for b in batches[border:]), abs=1e-6
+        )
+        assert asked.get_ydata() == pytest.approx([mix["weights"][name]] * len(steps))
 
 
 def test_more_steps_than_there_are(tmp_path: Path) -> None:

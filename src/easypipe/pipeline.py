@@ -31,6 +31,7 @@ from easypipe.stages.plan_report import PlanReport, is_prepared, plan_report
 from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
+from easypipe.stages.shares import warning_of_weights
 from easypipe.stages.source import DatasetConfig, SourceStage
 from easypipe.stages.stream import no_plan, require_streamable
 from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
@@ -269,6 +270,10 @@ class Pipeline:
         for folder in folders:
             folder.enter(books)
         books.check()
+        if not self._context.config.streaming:
+            for source in self._plan[-1].data.values():
+                if (said := warning_of_weights(source)) is not None:
+                    log.warning("mix.weights: %s", said)
         return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
 
     def plan(self, steps: int | None = None, *, prepare: bool = True, by_step: bool = False) -> PlanReport:

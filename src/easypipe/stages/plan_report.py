@@ -19,8 +19,8 @@ from easypipe.core.errors import CacheError, ConfigError, StageOrderError
 from easypipe.core.protocols import PipelineContext, ShardedSource
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.loader import LoadStageConfig
-from easypipe.loader.steps import Steps
-from easypipe.plan.tally import DatasetTally, Tally
+from easypipe.loader.steps import Begin, Steps
+from easypipe.plan.tally import Tally
 from easypipe.plan.windows import Plan
 from easypipe.sources.cache import TokenCache
 from easypipe.stages.load import LoadStage
@@ -28,7 +28,7 @@ from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
 from easypipe.stages.saved import SavedSource
-from easypipe.stages.shares import StepShares, shares_by_step
+from easypipe.stages.shares import StepShares, asked_between, documents_drawn, far_from_asked, shares_by_step, unlike_weights
 from easypipe.stages.tokens import token_info
 
 
@@ -36,13 +36,17 @@ from easypipe.stages.tokens import token_info
 class DatasetPlan:
     """One dataset over the run.
 
-    documents, tokens: what the dataset holds, tokens as they are stored. requested: the share that the weights ask for, over the run where
-    they follow the step. document_share, token_share: what it has of the documents and tokens of the run; `realised` is the one of these
-    that the weights are about (mix.unit). drawn, epochs: documents of the run, and how often that is each one.
-    rejected: source rows that became no document, by reason. tokens_cut: what the tokenizer's max_length cut off, of the whole dataset.
-    The other counts are of the run: tokens_placed stand in its rows; documents longer than a row are documents_dropped or
-    documents_truncated (with tokens_dropped, tokens_truncated); documents_empty have no token; all three are counted by whole windows of
-    the plan. cache_bytes: its token cache on this disk.
+    documents, tokens: what the dataset holds, the EOS that packing adds counted. requested: the share
+    that the weights ask for, over the run where they follow the step. document_share, token_share:
+    what it has of the documents and tokens of the run; `realised` is the one of these that the
+    weights are about (mix.unit). drawn, epochs: documents of the run, and how often that is each one;
+    of a document that is cut the part counts that stands in the run's rows, and a dataset of which
+    any token does has at least one.
+    rejected: source rows that became no document, by reason. tokens_cut: what the tokenizer's
+    max_length cut off, of the whole dataset. The other counts are of the run: tokens_placed stand in
+    its rows; documents longer than a row are documents_dropped or documents_truncated (with
+    tokens_dropped, tokens_truncated); documents_empty have no token; all three are counted by whole
+    windows of the plan. cache_bytes: its token cache on this disk.
     """
 
     name: str
@@ -137,18 +141,21 @@ def plan_report(
     prepare: bool = True,
     saves: bool = False,
     by_step: bool = False,
+    begin: Begin | None = None,
 ) -> PlanReport:
     """The report of a run that reads `source` as `load` says.
 
-    steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet; else that raises CacheError.
-    by_step: also what each part of the run draws, which plans every window once more.
+    steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet;
+    else that raises CacheError. by_step: also what each part of the run draws, which plans every
+    window once more. begin: the step and the row at which a run goes on with this source; what stood
+    before them is not counted.
     Raises ConfigError where the data never ends and no steps are given, StageOrderError for text.
     """
-    began = time.perf_counter()
+    began, begin = time.perf_counter(), begin or Begin()
     if steps is not None and steps < 1:
         raise ConfigError(at="steps", problem=f"{steps} steps are no run", fix="Give at least 1.")
     if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
-        return _stored(name, source, load, steps, saves, began)
+        return _stored(name, source, load, steps, saves, began, begin)
     if INPUT_IDS not in source.schema.names:
         raise StageOrderError(at="", problem=f"Call tokenize() before plan(): dataset {name!r} has no column {INPUT_IDS!r}")
     if context.config.streaming:
@@ -160,14 +167,19 @@ def plan_report(
     prepared = require_prepared(mixture, prepare=prepare)
     num_epochs = None if mixture.restarts else load.num_epochs
     plan = source.plan(num_epochs) if isinstance(source, PackedShardedSource) else mixture.plan(None, num_epochs=num_epochs)
-    run = _Run.of(load, plan.num_rows, steps)
-    drawn = _drawn(plan, run.rows)
-    tally = plan.tally(run.rows)
+    run = _Run.of(load, plan.num_rows, steps, begin)
+    first = min(begin.row, run.rows)
+    before, drawn = plan.tally(first), documents_drawn(plan, first)
+    strange = far_from_asked(mixture, plan, run.counted, run.steps)  # ascending rows: each window is counted once
+    drawn, tally = documents_drawn(plan, run.rows) - drawn, plan.tally(run.rows)
     mixture.remember(plan)
-    datasets = _datasets(mixture, tally, drawn, run.rows)
-    notes = [*run.notes(name, load), *_notes(datasets, mixture, plan, tally, whole=run.steps == run.available)]
+    datasets = _datasets(mixture, plan, before, tally, drawn, range(first, run.rows))
+    notes = [*run.notes(name, load), *_notes(datasets, mixture, plan, tally, whole=run.steps == run.available), *strange]
+    if (said := unlike_weights(mixture, plan, {dataset.name: dataset.requested for dataset in datasets})) is not None:
+        notes.append(said)
     if prepared:
         notes.insert(0, f"{', '.join(prepared)}: tokenized for this report")
+    slots, padding = tally.slots - before.slots, tally.padding - before.padding
     saved = None
     if saves:
         packed = isinstance(source, PackedShardedSource) and not mixture.endless
@@ -176,21 +188,21 @@ def plan_report(
         name=name,
         unit=mixture.unit,
         datasets=datasets,
-        steps=run.steps,
-        steps_available=run.available,
+        steps=run.steps - begin.batch,
+        steps_available=None if run.available is None else run.available - begin.batch,
         batch_size=load.batch_size,
-        rows=run.rows,
+        rows=run.rows - first,
         rows_left_over=run.left_over,
         seq_length=None if plan.spec.pack is None else plan.spec.pack.seq_length,
-        slots=tally.slots,
-        padding=tally.padding,
-        fill=tally.fill,
+        slots=slots,
+        padding=padding,
+        fill=1 - padding / slots if slots else 1.0,
         cache_bytes=sum(dataset.cache_bytes for dataset in datasets),
         saved_bytes=saved,
         prepared=prepared,
         notes=tuple(notes),
         seconds=time.perf_counter() - began,
-        by_step=shares_by_step(plan, mixture, Steps(load.batch_size, load.batch_size_schedule), run.steps, run.rows) if by_step else (),
+        by_step=shares_by_step(plan, mixture, run.counted, run.steps) if by_step else (),
     )
 
 
@@ -227,8 +239,9 @@ def _stands(source: ShardedSource) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """steps of rows 0 to `rows`; `available` batches are there, and `left_over` rows behind the last of them."""
+    """The steps and rows of `counted` up to `steps` and `rows`; `available` batches are there, and `left_over` rows behind the last."""
 
+    counted: Steps
     steps: int
     rows: int
     available: int | None
@@ -236,15 +249,16 @@ class _Run:
     asked: int | None
 
     @classmethod
-    def of(cls, load: LoadStageConfig, num_rows: int | None, asked: int | None) -> _Run:
-        counted = Steps(load.batch_size, load.batch_size_schedule)
+    def of(cls, load: LoadStageConfig, num_rows: int | None, asked: int | None, begin: Begin) -> _Run:
+        counted = Steps(load.batch_size, load.batch_size_schedule, begin)
         if num_rows is None:
             if asked is None:
                 raise ConfigError(at="steps", problem="this data never ends", fix="Say how many steps, or set train.steps.")
-            return cls(asked, counted.start(asked), None, 0, asked)
-        available = counted.full(num_rows) if load.drop_last else counted.needed(num_rows)
+            return cls(counted, asked, counted.start(asked), None, 0, asked)
+        available = max(begin.batch, counted.full(num_rows) if load.drop_last else counted.needed(num_rows))
         steps = available if asked is None else min(asked, available)
-        return cls(steps, min(num_rows, counted.start(steps)), available, max(0, num_rows - counted.start(available)), asked)
+        left_over = max(0, num_rows - counted.start(available))
+        return cls(counted, steps, min(num_rows, counted.start(steps)), available, left_over, asked)
 
     def notes(self, name: str, load: LoadStageConfig) -> list[str]:
         found = []
@@ -263,56 +277,43 @@ class _Run:
         return found
 
 
-def _drawn(plan: Plan, rows: int) -> NDArray[np.int64]:
-    """Documents of each dataset (Int64[k]) in the first `rows` rows: all that windows draw, of the last one those that begin in these rows.
+def _datasets(
+    mixture: Mixture, plan: Plan, before: Tally, tally: Tally, drawn: NDArray[np.float64], rows: range
+) -> tuple[DatasetPlan, ...]:
+    """before, tally: of the rows before `rows`, and of these too. drawn: Float64[k], documents of `rows`."""
+    requested, found = asked_between(mixture, rows.start, rows.stop), []
+    placed = sum(part.tokens_placed for part in tally.datasets.values()) - sum(part.tokens_placed for part in before.datasets.values())
+    for i, (name, cache) in enumerate(zip(mixture.parts, mixture.caches, strict=True)):
+        counts, dataset = cache.manifest.counts, plan.datasets[i]
+        own = {key: getattr(tally.datasets[name], key) - getattr(before.datasets[name], key) for key in _COUNTED}
+        documents, tokens = float(drawn[i] / drawn.sum()) if drawn.any() else 0.0, own["tokens_placed"] / placed if placed else 0.0
+        whole = max(round(drawn[i]), int(own["tokens_placed"] > 0))
+        found.append(
+            DatasetPlan(
+                name=name,
+                documents=dataset.num_docs,
+                tokens=dataset.total_tokens,
+                requested=requested[name],
+                realised=tokens if mixture.unit == "tokens" else documents,
+                document_share=documents,
+                token_share=tokens,
+                drawn=whole,
+                epochs=whole / dataset.num_docs if dataset.num_docs else 0.0,
+                tokens_placed=own["tokens_placed"],
+                tokens_truncated=own["tokens_truncated"],
+                tokens_dropped=own["tokens_dropped"],
+                documents_truncated=own["docs_truncated"],
+                documents_dropped=own["docs_dropped"],
+                documents_empty=own["docs_empty"],
+                rejected=dict(counts.rejects),
+                tokens_cut=counts.truncated,
+                cache_bytes=sum({part.file: part.num_bytes for part in cache.manifest.parts}.values()),
+            )
+        )
+    return tuple(found)
 
-    A window draws its documents before it lays them into rows, so a run that ends inside one does not see all of them.
-    """
-    counts = np.zeros(len(plan.datasets), dtype=np.int64)
-    if not rows:
-        return counts
-    last = plan.window_at(rows - 1)
-    whole = rows if last.after.first_row == rows else last.first_row
-    counts += [part.draws for part in plan.tally(whole).datasets.values()]
-    if whole < rows:
-        _, _, draw, start, _ = last.layout.table[:, : int(last.layout.first_piece[rows - whole])]
-        counts += np.bincount(last.dataset[draw[start == 0]], minlength=counts.size)
-    return counts
 
-
-def _datasets(mixture: Mixture, tally: Tally, drawn: NDArray[np.int64], rows: int) -> tuple[DatasetPlan, ...]:
-    requested, placed = mixture.requested(rows), sum(part.tokens_placed for part in tally.datasets.values())
-    return tuple(
-        _dataset(name, cache, tally.datasets[name], requested[name], int(own), int(drawn.sum()), placed, mixture.unit)
-        for name, cache, own in zip(mixture.parts, mixture.caches, drawn, strict=True)
-    )
-
-
-def _dataset(
-    name: str, cache: TokenCache, counted: DatasetTally, requested: float, drawn: int, all_drawn: int, all_placed: int, unit: str
-) -> DatasetPlan:
-    counts = cache.manifest.counts
-    documents, tokens = drawn / all_drawn if all_drawn else 0.0, counted.tokens_placed / all_placed if all_placed else 0.0
-    return DatasetPlan(
-        name=name,
-        documents=cache.num_docs,
-        tokens=cache.total_tokens,
-        requested=requested,
-        realised=tokens if unit == "tokens" else documents,
-        document_share=documents,
-        token_share=tokens,
-        drawn=drawn,
-        epochs=drawn / cache.num_docs if cache.num_docs else 0.0,
-        tokens_placed=counted.tokens_placed,
-        tokens_truncated=counted.tokens_truncated,
-        tokens_dropped=counted.tokens_dropped,
-        documents_truncated=counted.docs_truncated,
-        documents_dropped=counted.docs_dropped,
-        documents_empty=counted.docs_empty,
-        rejected=dict(counts.rejects),
-        tokens_cut=counts.truncated,
-        cache_bytes=sum({part.file: part.num_bytes for part in cache.manifest.parts}.values()),
-    )
+_COUNTED = ("tokens_placed", "tokens_truncated", "tokens_dropped", "docs_truncated", "docs_dropped", "docs_empty")
 
 
 def _notes(datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan, tally: Tally, *, whole: bool) -> list[str]:
@@ -349,24 +350,27 @@ def _notes(datasets: Sequence[DatasetPlan], mixture: Mixture, plan: Plan, tally:
     return found
 
 
-def _stored(name: str, source: ShardedSource, load: LoadStageConfig, steps: int | None, saves: bool, began: float) -> PlanReport:
+def _stored(
+    name: str, source: ShardedSource, load: LoadStageConfig, steps: int | None, saves: bool, began: float, begin: Begin
+) -> PlanReport:
     """Rows that were saved packed: how many there are and what they hold stands in their manifest."""
     per_epoch = 0
     for shard in source.shards:
         if shard.num_rows is None:
             raise ConfigError(at=shard.name, problem="its rows cannot be counted", fix="Save it as parquet or arrow.")
         per_epoch += shard.num_rows
-    run = _Run.of(load, None if load.num_epochs is None else per_epoch * load.num_epochs, steps)
+    run = _Run.of(load, None if load.num_epochs is None else per_epoch * load.num_epochs, steps, begin)
     info = token_info(source)
     length = None if info is None else info.seq_length
     full = isinstance(source, SavedSource)
     tokens = sum(shard.num_tokens for shard in source.manifest.shards) if full else 0
-    slots = run.rows * (length or 0)
-    placed = tokens * run.rows // per_epoch if per_epoch else 0
+    rows = run.rows - min(begin.row, run.rows)
+    slots = rows * (length or 0)
+    placed = tokens * rows // per_epoch if per_epoch else 0
     num_bytes = sum(shard.num_bytes for shard in source.shards)
     dataset = DatasetPlan(
-        name=name, documents=per_epoch, tokens=tokens, requested=1.0, realised=1.0, document_share=1.0, token_share=1.0, drawn=run.rows,
-        epochs=run.rows / per_epoch if per_epoch else 0.0, tokens_placed=placed, cache_bytes=num_bytes,
+        name=name, documents=per_epoch, tokens=tokens, requested=1.0, realised=1.0, document_share=1.0, token_share=1.0, drawn=rows,
+        epochs=rows / per_epoch if per_epoch else 0.0, tokens_placed=placed, cache_bytes=num_bytes,
     )  # fmt: skip
     notes = run.notes(name, load)
     notes.append("rows are packed already: documents are rows here, and tokens of a part of an epoch are estimated from their mean")
@@ -376,10 +380,10 @@ def _stored(name: str, source: ShardedSource, load: LoadStageConfig, steps: int 
         name=name,
         unit="rows",
         datasets=(dataset,),
-        steps=run.steps,
-        steps_available=run.available,
+        steps=run.steps - begin.batch,
+        steps_available=None if run.available is None else run.available - begin.batch,
         batch_size=load.batch_size,
-        rows=run.rows,
+        rows=rows,
         rows_left_over=run.left_over,
         seq_length=length,
         slots=slots,

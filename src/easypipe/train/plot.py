@@ -53,21 +53,46 @@ def _by_step(key: str, title: str, label: str) -> Callable[[Sequence[Record], An
 
 
 def _mixture(records: Sequence[Record], plan: Any) -> bytes | None:
-    """What was drawn of each dataset by step, beside what the weights ask for (dashed)."""
-    seen = (plan or {}).get("by_step")
-    if not seen:
+    """What the run has had of each dataset's tokens, and what it had lately (thin), beside what the weights ask for (dashed)."""
+    lines = mixture_lines(plan)
+    if not lines:
         return None
-    steps = [one["step"] for one in seen]
     figure, axes = _figure()
-    for dataset in plan["datasets"]:
-        name = dataset["name"]
-        [line] = axes.plot(steps, [one["realised"][name] for one in seen], linewidth=1, marker="o" if len(steps) == 1 else None, label=name)
-        axes.plot(steps, [one["requested"][name] for one in seen], linewidth=1, linestyle="--", color=line.get_color())
-    unit = "documents" if plan["unit"] == "rows" else plan["unit"]
-    axes.set(xlabel="step", ylabel=f"share of {unit}", title="mixture: drawn, and asked for (dashed)", ylim=(0, None))
+    colors: dict[str, Any] = {}
+    for name, part in lines.items():
+        steps = part["step"]
+        [line] = axes.plot(steps, part["so far"], linewidth=1.6, marker="o" if len(steps) == 1 else None, label=name)
+        colors[name] = line.get_color()
+        axes.plot(steps, part["lately"], linewidth=0.8, alpha=0.45, color=colors[name])
+        axes.plot(steps, part["asked for"], linewidth=1, linestyle="--", drawstyle="steps-pre", color=colors[name])
+    asked = "weight, of documents" if plan["unit"] == "rows" else "weight, of tokens"
+    axes.set(xlabel="step", ylabel="share of the tokens", ylim=(0, None))
+    axes.set_title(f"mixture: so far (thick), of the last tenth of the run (thin), {asked} (dashed)", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
     return _png(figure)
+
+
+def mixture_lines(plan: Any) -> dict[str, dict[str, list[float]]]:
+    """What the mixture's plot draws, from the plan of a run (plan.json): for each dataset values by `step`.
+
+    "so far": its share of all tokens up to the step. "lately": of those in the tenth of the run that
+    ends there. "asked for": what the weights ask for there. Empty where the plan has no steps.
+    """
+    # Folders of before have shares alone: each interval then counts alike.
+    seen = [{"tokens": one["realised"], **one} for one in (plan or {}).get("by_step") or []]
+    names = [dataset["name"] for dataset in plan["datasets"]] if seen else []
+    width = max(1, -(-len(seen) // 10))
+    found: dict[str, dict[str, list[float]]] = {name: {"step": [], "so far": [], "lately": [], "asked for": []} for name in names}
+    for i, one in enumerate(seen):
+        parts = {"so far": seen[: i + 1], "lately": seen[max(0, i + 1 - width) : i + 1]}
+        for name in names:
+            found[name]["step"].append(one["step"])
+            found[name]["asked for"].append(one["requested"].get(name, 0.0))
+            for which, intervals in parts.items():
+                total = sum(sum(each["tokens"].values()) for each in intervals)
+                found[name][which].append(sum(each["tokens"].get(name, 0) for each in intervals) / max(1, total))
+    return found
 
 
 PLOTS: Mapping[str, Callable[[Sequence[Record], Any], bytes | None]] = {

@@ -115,7 +115,8 @@ def _rollbacks(books: Sequence[Record]) -> str:
 
 def _mixture(plan: Mapping[str, Any]) -> str:
     lines = [(d["name"], d["requested"], d["realised"], d["drawn"], d["epochs"], d["tokens_placed"]) for d in plan["datasets"]]
-    return _table(("dataset", f"asked for ({plan['unit']})", "drawn", "documents", "epochs", "tokens"), lines)
+    table = _table(("dataset", f"asked for ({plan['unit']})", "drawn", "documents", "epochs", "tokens"), lines)
+    return table + "".join(f"<p>{html.escape(note)}</p>\n" for note in plan.get("notes", ()))
 
 
 def _ledger(books: Mapping[str, Any]) -> str:
