@@ -25,6 +25,7 @@ class MemoryCache:
     """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0 and 1 each (of pairs, a 2), or None."""
 
     comes_and_goes = False
+    pending = False
 
     def __init__(
         self, docs: Sequence[np.ndarray], *, vocab_size: int = 1000, masks: Sequence[np.ndarray] | None = None, parts: int = 3
@@ -52,6 +53,8 @@ class MemoryCache:
             offsets_address=np.array(offsets, np.uint64),
             mask_address=np.array(flags, np.uint64),
             eos_address=np.array(eos, np.uint64),
+            file_address=np.zeros(len(ids), np.uint64),
+            checked_address=np.zeros(len(ids), np.uint64),
             id_bytes=dtype.itemsize,
         )
 

@@ -39,7 +39,7 @@ def gather_documents(caches: Sequence[TokenCache], dataset: NDArray[np.int32], d
     ids = np.empty(total, np.int32)
     mask = np.empty(total if with_mask else 0, np.uint8)
     with staged(caches, dataset, docs):
-        _copy(dataset, docs, *where, offsets, ids, mask)
+        _copy(dataset, docs, *where[:6], offsets, ids, mask)
     return Documents(offsets, ids, mask)
 
 

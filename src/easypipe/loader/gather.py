@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from easypipe.core.jit import jit
 from easypipe.loader.collate import shift_labels
 from easypipe.sources.address import int64_at, uint8_at, uint16_at, uint32_at
+from easypipe.sources.blocks import INDEX, note
 
+NO_CHECKS = np.empty((2, 0), np.int64)  # `todo` where everything was checked
 CACHE_LINE = 64  # bytes that memory is read by
 
 
@@ -32,6 +34,10 @@ class Mapped(Protocol):
     @property
     def mask_address(self) -> NDArray[np.uint64]: ...
     @property
+    def file_address(self) -> NDArray[np.uint64]: ...
+    @property
+    def checked_address(self) -> NDArray[np.uint64]: ...
+    @property
     def id_bytes(self) -> int: ...
 
 
@@ -42,6 +48,7 @@ class Tables(NamedTuple):
     first_doc   Int64[P+D]  of dataset d at `first_part[d] + d`: documents of d before each of its parts, and in all
     ids, offsets, mask  UInt64[P]  addresses; a mask of 0 means that every token is a target
     id_bytes    Int64[D]    2 or 4
+    file, checked  UInt64[P]  addresses: of the part's file, and of the flags of what was checked of it; 0 where nothing has to be
     """
 
     first_part: NDArray[np.int64]
@@ -50,6 +57,8 @@ class Tables(NamedTuple):
     offsets: NDArray[np.uint64]
     mask: NDArray[np.uint64]
     id_bytes: NDArray[np.int64]
+    file: NDArray[np.uint64]
+    checked: NDArray[np.uint64]
 
 
 def tables(buffers: Sequence[Mapped]) -> Tables:
@@ -61,6 +70,8 @@ def tables(buffers: Sequence[Mapped]) -> Tables:
         offsets=np.concatenate([b.offsets_address for b in buffers]).astype(np.uint64),
         mask=np.concatenate([b.mask_address for b in buffers]).astype(np.uint64),
         id_bytes=np.array([b.id_bytes for b in buffers], dtype=np.int64),
+        file=np.concatenate([b.file_address for b in buffers]).astype(np.uint64),
+        checked=np.concatenate([b.checked_address for b in buffers]).astype(np.uint64),
     )
 
 
@@ -78,7 +89,7 @@ def part_of(first_part, first_doc, dataset, doc):
 
 
 @jit
-def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, segments, positions, mask):
+def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, segments, positions, mask, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
     Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into UInt8[R, T] `mask` unless it is [0, 0].
@@ -86,15 +97,17 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
     window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R], done: Bool[R], set for what is written.
     eos: the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none. An added EOS is a target
     where the token before it is one. Returns the first of `rows` that is not done (R: none), and the number of the first piece of the
-    window that the cache does not hold (-1: none); where there is one, nothing is written.
+    window that the cache does not hold (-1: none), and how many blocks of the files have to be checked first; where there is such a
+    piece or block, nothing is written. todo: Int64[2, n] for those, their parts and their numbers (sources/blocks.py); n = 0 asks for no
+    checks.
     """
     first_row, first_piece, table, dataset_of, doc_of = window
-    _, _, ids_at, _, mask_at, id_bytes = tables
+    _, _, ids_at, _, mask_at, id_bytes, _, _ = tables
     masked = mask.shape[0] > 0
-    found, bad = _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, ids.shape[1])
+    found, bad, unchecked = _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, ids.shape[1], todo)
     left = rows.shape[0]
-    if bad >= 0:
-        return left, bad
+    if bad >= 0 or unchecked > 0:
+        return left, bad, unchecked
     at = 0
     for r in range(rows.shape[0]):
         if done[r]:
@@ -134,19 +147,19 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
         if want_labels:
             shift_labels(ids[r : r + 1], segments[r : r + 1], mask[r : r + 1], labels[r : r + 1])
         done[r] = True
-    return left, np.int64(-1)
+    return left, np.int64(-1), np.int64(0)
 
 
 @jit
-def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots):
+def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots, todo):
     """Where the pieces of `rows` lie, Int64[4, n]: the part, the first token in it, how many are stored, and whether any of the document
-    stands before the end of the piece; and the first piece that is not there, or -1.
+    stands before the end of the piece; the first piece that is not there, or -1; and how many blocks of `todo` have to be checked first.
 
     Reads a byte of every cache line of them. Documents lie anywhere in memory, and each would otherwise be waited for in turn; these reads
     do not depend on one another, so that the processor has many under way at once.
     """
-    first_part, first_doc, ids_at, offsets_at, _, id_bytes = tables
-    count = 0
+    first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, file_at, checked_at = tables
+    count, unchecked, checking = 0, np.int64(0), todo.shape[1] > 0
     for r in range(rows.shape[0]):
         row = rows[r] - first_row
         if not done[r] and rows[r] >= 0 and 0 <= row < first_piece.shape[0] - 1:
@@ -162,14 +175,26 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
             slot, start, length = np.int64(table[1, n]), np.int64(table[3, n]), np.int64(table[4, n])
             d, doc = dataset_of[table[2, n]], doc_of[table[2, n]]
             if doc < 0 or doc >= first_doc[first_part[d + 1] + d]:
-                return found, n
+                return found, n, unchecked
             part, before = part_of(first_part, first_doc, d, doc)
+            if checking and checked_at[part] != 0 and uint8_at(checked_at[part])[0] == 0:  # nothing of the part may be believed yet
+                if unchecked < todo.shape[1]:
+                    todo[0, unchecked], todo[1, unchecked] = part, INDEX
+                    unchecked += 1
+                filled = slot + length
+                continue
             offsets = int64_at(offsets_at[part])
             local = doc - before
             begin = offsets[local] + start
             copied = min(length, offsets[local + 1] - begin)
             if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or length - copied > (eos >= 0):
-                return found, n
+                return found, n, unchecked
+            if checking and checked_at[part] != 0:
+                ids = np.int64(ids_at[part]) + begin * id_bytes[d]
+                unchecked = note(checked_at[part], file_at[part], ids, copied * id_bytes[d], part, todo, unchecked)
+                if mask_at[part] != 0:
+                    flags = np.int64(mask_at[part]) + begin
+                    unchecked = note(checked_at[part], file_at[part], flags, copied, part, todo, unchecked)
             found[0, at], found[1, at], found[2, at], found[3, at] = part, begin, copied, start + copied
             at += 1
             filled = slot + length
@@ -177,7 +202,7 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
             for byte in range(begin * id_bytes[d], (begin + copied) * id_bytes[d], CACHE_LINE):
                 touched += lines[byte]
     found[0, count] = touched  # so that the reads are not optimised away
-    return found, np.int64(-1)
+    return found, np.int64(-1), unchecked
 
 
 # Slices count from 0, so the compiler need not look for negative indices, and makes vector instructions of these loops.

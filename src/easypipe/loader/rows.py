@@ -15,13 +15,14 @@ from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
-from easypipe.loader.gather import tables, write_rows
+from easypipe.loader.gather import NO_CHECKS, tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.pairs import open_pairs
 from easypipe.loader.staged import staged_rows
 from easypipe.loader.state import MAX_DATASETS, SHORT
 from easypipe.plan.spec import choices, in_words
 from easypipe.plan.windows import Plan, Window, WindowState
+from easypipe.sources.blocks import ROOM
 from easypipe.sources.cache import TokenCache
 
 AT_REST = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS)
@@ -212,6 +213,7 @@ class PlannedRows:
         done = np.zeros(len(rows), dtype=np.bool_)
         want_labels = labels.size > 0
         shift = want_labels and not (self.joined or self._paired)
+        todo = np.empty((2, ROOM), np.int64) if any(cache.pending for cache in self._caches) else NO_CHECKS
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
@@ -219,13 +221,17 @@ class PlannedRows:
             layout = window.layout
             view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
             with staged_rows(self._caches, window, rows):
-                left, bad = write_rows(
-                    view, rows, done, self._tables, self._eos, self.pad_token_id, shift, ids, labels, segments, positions, mask
-                )
+                into = (ids, labels, segments, positions, mask, todo)
+                left, bad, count = write_rows(view, rows, done, self._tables, self._eos, self.pad_token_id, shift, *into)
+                while count and bad < 0:
+                    self._check(todo[:, :count])
+                    left, bad, count = write_rows(view, rows, done, self._tables, self._eos, self.pad_token_id, shift, *into)
                 if bad >= 0:
                     raise self._not_there(window, int(bad), ids.shape[1])
                 if self._streams:
-                    last_labels(view, window.length, rows, self._tables, self._eos, self.joined, self.seq_length, ahead)
+                    behind = (self._tables, self._eos, self.joined, self.seq_length, ahead, todo)
+                    while count := last_labels(view, window.length, rows, *behind):
+                        self._check(todo[:, :count])
         if self.joined:
             join_segments(segments, positions)
         if self._paired:
@@ -233,6 +239,14 @@ class PlannedRows:
         if want_labels and not shift:
             shift_labels(ids, segments, mask, labels)
         return mask, ahead
+
+    def _check(self, touched: NDArray[np.int64]) -> None:
+        """touched: Int64[2, n], parts over all datasets, and blocks of them. Raises CacheError where one is damaged."""
+        first = self._tables.first_part
+        dataset = np.searchsorted(first, touched[0], side="right") - 1
+        for i in np.unique(dataset).tolist():
+            here = touched[:, dataset == i]
+            self._caches[i].check(here - np.array([[first[i]], [0]]))
 
     def _not_there(self, window: Window, piece: int, width: int) -> CacheError:
         _, slot, draw, start, length = window.layout.table[:, piece].tolist()

@@ -1,4 +1,5 @@
-"""Before kernels read: tokens of a bucket, or of more files than may be mapped at once, are there for as long as a block lasts."""
+"""Before kernels read: tokens of a bucket, or of more files than may be mapped at once, are there for as long as a block lasts, and those
+that nobody touched before are held against their checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def staged(caches: Sequence[TokenCache], dataset: NDArray[np.integer], docs: NDA
     """Documents `docs` (Int64[n]) of the caches numbered `dataset` (Int[n]); those that a cache does not have are left to the reader."""
     with contextlib.ExitStack() as stack:
         for i, cache in enumerate(caches):
-            if cache.comes_and_goes:
+            if cache.comes_and_goes or cache.pending:
                 asked = np.unique(docs[dataset == i])
                 stack.enter_context(cache.staged(asked[(asked >= 0) & (asked < cache.num_docs)]))
         yield

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import BudgetError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, shift_labels, with_asked
-from easypipe.loader.gather import Tables, write_rows
+from easypipe.loader.gather import NO_CHECKS, Tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.placement import Placement
 from easypipe.loader.steps import Steps
@@ -270,10 +270,13 @@ class Maker:
         for window in (*windows, _EMPTY):
             if done.all():
                 break
-            _, bad = write_rows(window.view, rows, done, window.tables, eos, pad, not spec.joined, ids, labels, segments, positions, mask)
+            targets = not spec.joined
+            _, bad, _ = write_rows(
+                window.view, rows, done, window.tables, eos, pad, targets, ids, labels, segments, positions, mask, NO_CHECKS
+            )
             assert bad < 0, f"piece {bad} of a window is not in its tokens"
             if runs and isinstance(window, Window):
-                last_labels(window.view, window.length, rows, window.tables, eos, spec.joined, ids.shape[1], ahead)
+                last_labels(window.view, window.length, rows, window.tables, eos, spec.joined, ids.shape[1], ahead, NO_CHECKS)
         assert done.all(), "a row stands in no window"
         if spec.joined:
             join_segments(segments, positions)
@@ -301,7 +304,7 @@ class _Empty(NamedTuple):
 
 def _empty() -> _Empty:
     none = np.zeros(1, np.uint64)
-    table = Tables(np.array([0, 1]), np.array([0, 0]), none, none, np.zeros(1, np.uint64), np.array([2]))
+    table = Tables(np.array([0, 1]), np.array([0, 0]), none, none, np.zeros(1, np.uint64), np.array([2]), none, none)
     view = (0, np.zeros(1, np.int64), np.zeros((5, 0), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
     return _Empty(0, view, table)
 

@@ -294,6 +294,8 @@ class Windows:
             offsets=np.array([offsets.ctypes.data], np.uint64),
             mask=np.array([mask.ctypes.data if masks else 0], np.uint64),
             id_bytes=np.array([flat.itemsize], np.int64),
+            file=np.zeros(1, np.uint64),
+            checked=np.zeros(1, np.uint64),
         )
         return lengths, doc, tables, (flat, offsets, mask)
 

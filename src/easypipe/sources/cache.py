@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, ROW_NUMBER, token_dtype, token_list
 from easypipe.sources import mapping
 from easypipe.sources.address import byte_values, count_zeros, list_lengths
+from easypipe.sources.blocks import INDEX, ROOM, BlockChecks, note_documents
 from easypipe.sources.cache_folder import CacheFolder, RemoteFolder
 from easypipe.sources.manifest import Manifest, Part, read_manifest
 from easypipe.sources.staging import AGAIN, Staged
@@ -43,6 +44,8 @@ class Buffers(NamedTuple):
     offsets_address  UInt64[P]     int64 offsets of the documents in the part, one more than there are documents
     mask_address     UInt64[P]     uint8 loss_mask, one per token; 0 where every token is a target
     eos_address      UInt64[P]     uint8 per document: 1 where it already ends with EOS
+    file_address     UInt64[P]     first byte of the part's file
+    checked_address  UInt64[P]     flags of what was checked of it (sources/blocks.py); 0 where nothing has to be checked
     """
 
     first_doc: NDArray[np.int64]
@@ -50,6 +53,8 @@ class Buffers(NamedTuple):
     offsets_address: NDArray[np.uint64]
     mask_address: NDArray[np.uint64]
     eos_address: NDArray[np.uint64]
+    file_address: NDArray[np.uint64]
+    checked_address: NDArray[np.uint64]
     id_bytes: int
 
 
@@ -57,7 +62,8 @@ class TokenCache(ShardedDataSource):
     """Documents as tokens, by number or as a ShardedSource whose rows have the physical numbers of the source they came from.
 
     Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives. Nothing is held in anonymous memory
-    but a few words per part. Thread safe; raises CacheError at opening where a file is missing, cut short or foreign.
+    but a few words per part. Thread safe; raises CacheError at opening where a file is missing, cut short or foreign, and where a block
+    that is touched for the first time is damaged, before a token of it is handed out.
     """
 
     def __init__(self, path: str | Path, *, dataset: str | None = None, folder: CacheFolder | None = None) -> None:
@@ -73,6 +79,8 @@ class TokenCache(ShardedDataSource):
         self._parts = [part for part in self.manifest.parts if part.docs]
         self._staged: Staged | None = None
         self._files: mapping.MappedFiles | None = None
+        self._blocks: BlockChecks | None = None  # None in a bucket, whose files are checked when they are fetched
+        self._maps: list[int] = []  # where each file is mapped; none where files are mapped only while they are read
         self._batches: list[pa.RecordBatch] = []  # one for each part; none where files are mapped only while they are read ...
         self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()  # ... and then those that were asked for last
         if isinstance(self.folder, RemoteFolder):
@@ -80,10 +88,13 @@ class TokenCache(ShardedDataSource):
             self._staged = Staged(self.folder.staging, self._parts, urls, self.folder.options, self.folder.reading)
             self._batches = [self._checked_batch(staged.batch, staged.part) for staged in self._staged.parts]
         elif mapping.may_map(self, len(self._parts)):
-            self._batches = [self._map(part)[0] for part in self._parts]
+            mapped = [self._map(part) for part in self._parts]
+            self._batches, self._maps = [batch for batch, _ in mapped], [address for _, address in mapped]
         else:
             files = [f"{self.folder.local}/tokens/{part.file}" for part in self._parts]
             self._files = mapping.MappedFiles(files, [part.num_bytes for part in self._parts])
+        if self._staged is None:
+            self._blocks = BlockChecks(self._parts, lambda i: f"{self.folder.local}/tokens/{self._parts[i].file}")
         self._first_doc = np.concatenate([[0], np.cumsum([part.docs for part in self._parts], dtype=np.int64)]).astype(np.int64)
         if self._files is not None:
             _ = self._buffers  # looks into every file
@@ -153,6 +164,7 @@ class TokenCache(ShardedDataSource):
         for i in self._parts_of(shard):
             part = self._parts[i]
             if part.start < stop and start < part.stop:
+                self._check_index([i])
                 rows = self._batch(i).column(ROW_NUMBER).to_numpy()
                 first, last = map(int, np.searchsorted(rows, [start, stop]))
                 if first < last:
@@ -176,6 +188,7 @@ class TokenCache(ShardedDataSource):
         parts, found = np.arange(len(self._parts)), 0
         for here in self._held_in_turn(parts):
             a, b = int(here[0]), int(here[-1]) + 1
+            self._check_index(range(a, b))
             found += int(count_zeros(self._first_doc[a : b + 1], self._buffers.eos_address[a:b]))
         return found
 
@@ -199,17 +212,46 @@ class TokenCache(ShardedDataSource):
 
         Raises StorageError where they cannot be fetched, CacheError where a fetched file is not what was committed.
         """
-        if not self.comes_and_goes:
-            return contextlib.nullcontext()
-        number = self._part_numbers(docs)
-        if self._files is not None:
-            return self._files.hold(number)
-        assert self._staged is not None
-        return self._staged.hold(number, docs - self._first_doc[number])
+        number = self._part_numbers(docs) if self.comes_and_goes else docs
+        if self._staged is not None:
+            return self._staged.hold(number, docs - self._first_doc[number])
+        return self._checked_and_held(docs, number) if self._files is not None or self.pending else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _checked_and_held(self, docs: NDArray[np.int64], number: NDArray[np.int64]) -> Iterator[None]:
+        with contextlib.nullcontext() if self._files is None else self._files.hold(number):
+            b, todo = self._buffers, np.empty((2, ROOM if self.pending else 0), np.int64)
+            places = b.ids_address, b.offsets_address, b.mask_address, b.file_address, b.checked_address
+            while todo.size and (count := note_documents(docs, b.first_doc, *places, b.id_bytes, todo)):
+                self.check(todo[:, :count])
+            yield
+
+    @property
+    def pending(self) -> bool:
+        """Whether parts of its files were not held against their checksums yet: kernels then have to look at the flags, and `check`."""
+        return self._blocks is not None and self._blocks.pending
+
+    def check(self, touched: NDArray[np.int64]) -> None:
+        """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises CacheError where one is damaged."""
+        assert self._blocks is not None
+        for part, block in sorted(set(zip(*touched.tolist(), strict=True))):  # an index first
+            if block == INDEX:
+                self._check_index([part])
+            else:
+                self._blocks.check(part, [block], int(self._buffers.file_address[part]))
+
+    def _check_index(self, parts: Sequence[int]) -> None:
+        if self.pending:
+            assert self._blocks is not None
+            b = self._buffers
+            with contextlib.nullcontext() if self._files is None else self._files.hold(np.array(parts)):
+                for i in parts:
+                    self._blocks.check_index(i, int(b.file_address[i]), int(b.ids_address[i]), int(b.mask_address[i]), b.id_bytes)
 
     def where(self, doc: int) -> tuple[str, int]:
         """(file, physical row) that a document came from."""
         part, local = self._find(doc)
+        self._check_index([part])
         row = self._batch(part).column(ROW_NUMBER)[local].as_py()
         return self.manifest.shard_names[self._parts[part].shard], row
 
@@ -236,7 +278,10 @@ class TokenCache(ShardedDataSource):
             for column, address in zip(where, found, strict=True):
                 column[i] = address + base if address else 0
         ids, offsets, masks, eos = where
-        return Buffers(self._first_doc, ids, offsets, masks, eos, token_dtype(self.vocab_size).itemsize)
+        nowhere = np.zeros(len(self._parts), np.uint64)
+        files = np.array(self._maps, np.uint64) if self._maps else nowhere if self._files is None else self._files.addresses
+        checked = nowhere if self._blocks is None else self._blocks.addresses
+        return Buffers(self._first_doc, ids, offsets, masks, eos, files, checked, token_dtype(self.vocab_size).itemsize)
 
     def _of_each(self, docs: NDArray[np.int64], kernel: Callable[..., None], address: NDArray[np.uint64], kind: type) -> NDArray[Any]:
         """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all files may be mapped at once."""
@@ -244,6 +289,8 @@ class TokenCache(ShardedDataSource):
         out = np.empty(docs.size, kind)
         if self._files is None:
             if docs.size:
+                if self.pending:
+                    self._check_index(np.unique(self._part_numbers(docs)).tolist())
                 kernel(docs, self._first_doc, address, out)
             return out
         number = self._part_numbers(docs)
@@ -252,6 +299,7 @@ class TokenCache(ShardedDataSource):
             some = order[: here.size]
             order = order[here.size :]
             found = np.empty(some.size, kind)
+            self._check_index(np.unique(here).tolist())
             kernel(docs[some], self._first_doc, address, found)
             out[some] = found
         return out
@@ -269,9 +317,11 @@ class TokenCache(ShardedDataSource):
     def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
         """Documents `first` to `last` of a part; a copy where the map is filled and emptied by others."""
         found = self._batch(part).slice(first, last - first)
-        if self._staged is None:
+        if not self.pending and self._staged is None:
             return found
         with self.staged(np.arange(first, last) + self._first_doc[part]):
+            if self._staged is None:
+                return found
             return pa.ipc.read_record_batch(found.serialize(), found.schema)
 
     def _batch(self, part: int) -> pa.RecordBatch:
@@ -297,7 +347,7 @@ class TokenCache(ShardedDataSource):
                 batch = pa.ipc.open_file(whole).get_batch(0).replace_schema_metadata(None)
         except FileNotFoundError as error:
             raise CacheError(at=file, problem="missing from the token cache", fix=again) from error
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             if "Cannot allocate memory" in str(error):  # Arrow gives no errno
                 again = mapping.limit_named(len(self._parts))
             raise CacheError(at=file, problem=f"cannot be read: {error}", fix=again) from error

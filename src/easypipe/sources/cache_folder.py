@@ -16,6 +16,7 @@ import xxhash
 
 from easypipe.core import storage
 from easypipe.core.errors import EasypipeError
+from easypipe.sources.blocks import TokenStamp, block_sums
 from easypipe.sources.manifest import Manifest, manifest_json, read_manifest, write_manifest
 from easypipe.sources.staging import Staging
 
@@ -64,16 +65,15 @@ class CacheFolder:
         with pa.memory_map(str(self.tokens(file))) as mapped:
             return mapped.read_buffer()
 
-    def commit_tokens(self, file: str, batch: pa.RecordBatch, stats: dict[str, Any] | None = None) -> storage.Stamp:
+    def commit_tokens(self, file: str, batch: pa.RecordBatch, stats: dict[str, Any] | None = None) -> TokenStamp:
         """Writes and commits a token file. stats: kept in its metadata."""
         schema = batch.schema if stats is None else batch.schema.with_metadata({STATS: json.dumps(stats).encode()})
-        with (
-            storage.commit_file(self.tokens(file), self.options) as (temporary, stamp),
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, schema) as writer,
-        ):
-            writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
-        return stamp()
+        with storage.commit_file(self.tokens(file), self.options) as (temporary, stamp):
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+                writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+            with pa.memory_map(str(temporary)) as mapped:
+                blocks = block_sums(mapped.read_buffer())
+        return TokenStamp(num_bytes=stamp().num_bytes, checksum=stamp().checksum, blocks=blocks)
 
     def commit_manifest(self, manifest: Manifest) -> None:
         write_manifest(self.local / "manifests" / f"{manifest.key}.json", manifest)

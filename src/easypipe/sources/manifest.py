@@ -38,6 +38,7 @@ class Part:
     file: str = ""  # below `tokens/`
     num_bytes: int = 0
     checksum: str = ""  # XXH3-128 of the file
+    blocks: str = ""  # checksums of its blocks, see sources/blocks.py; "" in manifests that earlier versions wrote
     content: str = ""  # XXH3-128 of offsets, tokens and row numbers; does not depend on the Arrow version that wrote the file
 
 

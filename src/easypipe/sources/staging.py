@@ -175,7 +175,7 @@ class StagedPart:
             self._bring_missing(max(0, footer), size)
         try:
             return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map))).get_batch(0).replace_schema_metadata(None)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise CacheError(at=self.url, problem=f"cannot be read: {error}", fix=AGAIN) from error
 
     def _bring_missing(self, start: int, stop: int) -> None:

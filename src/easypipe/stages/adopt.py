@@ -13,12 +13,13 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from easypipe.core import locks, storage
+from easypipe.core import locks
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
 from easypipe.core.protocols import PipelineContext, ProgressEvent, Shard, ShardedDataSource, ShardedSource, scan
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS, token_dtype
 from easypipe.loader.stored import decode
+from easypipe.sources.blocks import TokenStamp
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.cache_folder import CacheFolder
 from easypipe.sources.manifest import FORMAT, Counts, Manifest, Part, TokenizerIdentity
@@ -106,7 +107,7 @@ class AdoptedTokens(ShardedDataSource):
         name = digest("tokens", self._key, content)
         file = f"{name[:2]}/{name}.arrow"
         if not batch.num_rows:
-            file, stamp = "", storage.Stamp(num_bytes=0, checksum="")
+            file, stamp = "", TokenStamp(num_bytes=0, checksum="")
         else:
             stamp = self.folder.commit_tokens(file, batch)
         part = Part(
@@ -118,6 +119,7 @@ class AdoptedTokens(ShardedDataSource):
             file=file,
             num_bytes=stamp.num_bytes,
             checksum=stamp.checksum,
+            blocks=stamp.blocks,
             content=content,
         )
         return part, refused

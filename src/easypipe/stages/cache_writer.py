@@ -29,6 +29,7 @@ from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
 from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
+from easypipe.sources.blocks import TokenStamp, block_sums
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.cache_folder import STATS, CacheFolder, folder_of
 from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity
@@ -332,6 +333,7 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         file=file if stats["docs"] else "",
         num_bytes=stamp.num_bytes,
         checksum=stamp.checksum,
+        blocks=stamp.blocks,
         rejects=tuple(rejects),
         **stats,
     )
@@ -354,22 +356,22 @@ def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
     }
 
 
-def _found(folder: CacheFolder, file: str) -> tuple[dict[str, Any] | None, storage.Stamp]:
+def _found(folder: CacheFolder, file: str) -> tuple[dict[str, Any] | None, TokenStamp]:
     """What a token file says of itself, and its stamp; None where it is not there, or not whole."""
-    nothing = None, storage.Stamp(num_bytes=0, checksum="")
+    nothing = None, TokenStamp(num_bytes=0, checksum="")
     try:
         data = folder.content(file)
         batch = pa.ipc.open_file(data).get_batch(0)
         stats = json.loads((batch.schema.metadata or {})[STATS])
     except FileNotFoundError:
         return nothing
-    except (pa.ArrowInvalid, OSError, KeyError, ValueError) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         logger.warning("%s: written again, it is damaged: %s", folder.tokens(file), error)
         return nothing
     if documents_hash(batch) != stats["content"]:
         logger.warning("%s: written again, it is damaged: its tokens have another hash than was committed", folder.tokens(file))
         return nothing
-    return stats, storage.Stamp(num_bytes=data.size, checksum=xxh3_128_hexdigest(data))
+    return stats, TokenStamp(num_bytes=data.size, checksum=xxh3_128_hexdigest(data), blocks=block_sums(data))
 
 
 def _write_quarantine(job: _Job) -> tuple[str, str]:

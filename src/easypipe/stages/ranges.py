@@ -57,6 +57,7 @@ class Record:
     file: str = ""
     num_bytes: int = 0
     checksum: str = ""
+    blocks: str = ""
     encoder: str = ""
     rejects: tuple[Reject, ...] = ()
     trained: int | None = None  # stored tokens that are targets; None where every one is
@@ -68,7 +69,7 @@ class Record:
     def part(self, shard: int) -> Part:
         return Part(
             shard=shard, start=self.start, stop=self.stop, docs=self.docs, tokens=self.tokens, file=self.file,
-            num_bytes=self.num_bytes, checksum=self.checksum, content=self.content,
+            num_bytes=self.num_bytes, checksum=self.checksum, blocks=self.blocks, content=self.content,
         )  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def _part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Problem]:
         return
     try:
         wrong = _contents(m, part, pa.ipc.open_file(folder.content(part.file)).get_batch(0))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         wrong = f"cannot be read: {error}"
     if wrong:  # its bytes are those that were committed, so the manifest is what changed
         yield Problem(at=at, what=f"{wrong}, though its checksum is right", file=str(folder.manifest(m.key)))
@@ -233,7 +233,7 @@ def _record(record: Record, folder: CacheFolder, known: dict[str, tuple[str, tup
             data = folder.content(record.file)
             batch = pa.ipc.open_file(data).get_batch(0)
             known[record.file] = xxhash.xxh3_128(data).hexdigest(), (batch.num_rows, len(batch.column(INPUT_IDS).flatten()))
-        except (pa.ArrowInvalid, OSError):
+        except (pa.ArrowException, OSError, ValueError):
             known[record.file] = None
     there = known[record.file]
     if there is None or there[0] != record.checksum or there[1] == (record.docs, record.tokens):

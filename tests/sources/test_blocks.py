@@ -1,0 +1,126 @@
+"""A changed byte of a token file, wherever it is, is an error that names the file before a token of its block is handed out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from easypipe.core.errors import CacheError
+from easypipe.loader.documents import gather_documents
+from easypipe.loader.rows import PlannedRows
+from easypipe.plan.pack import PackSpec
+from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
+from easypipe.sources import mapping
+from easypipe.sources.blocks import BLOCK
+from easypipe.sources.cache import TokenCache
+from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.stages.cache_writer import prepare
+from token_support import small_tokenizer
+
+DOCS = 240
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The manifest of a cache of one part with several blocks."""
+    texts = [" ".join(WORDS[(i * j) % 8] for j in range(1 + i * 37 % 2400)) for i in range(DOCS)]
+    source = InMemoryShardedSource(pa.table({"text": pa.array(texts, pa.large_string())}))
+    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path_factory.mktemp("cache"), batch_size=DOCS)
+    assert isinstance(cache.path, Path)
+    assert max(part.num_bytes for part in cache.manifest.parts) > 4 * BLOCK
+    return cache.path
+
+
+def copied(whole: Path, folder: Path) -> tuple[Path, Path]:
+    """(manifest, its largest token file), to be damaged."""
+    shutil.copytree(whole.parent.parent, folder / "cache")
+    path = folder / "cache" / "manifests" / whole.name
+    part = max(TokenCache(path).manifest.parts, key=lambda part: part.num_bytes)
+    return path, folder / "cache" / "tokens" / part.file
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def batches(cache: TokenCache, strategy: str) -> list[dict[str, np.ndarray]]:
+    pack = PackSpec(seq_length=256, strategy=strategy, oversize="split")  # type: ignore[arg-type]
+    dataset = PlanDataset("d", cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths)
+    plan = Plan([dataset], PlanSpec(seed=1, weights=(1,), stop="all_exhausted", window_docs=DOCS, pack=pack))
+    rows = PlannedRows(plan, [cache], eos_token_id=None, pad_token_id=0, seq_length=256)
+    return [rows.batch(np.array([r]), 256) for r in range(plan.num_rows or 0)]
+
+
+READERS: dict[str, Callable[[TokenCache], object]] = {
+    "packed rows": lambda cache: batches(cache, "greedy"),
+    "a stream": lambda cache: batches(cache, "stream"),
+    "documents": lambda cache: gather_documents([cache], np.zeros(DOCS, np.int32), np.arange(DOCS), with_mask=False),
+    "tokens": lambda cache: [cache.tokens(doc) for doc in range(DOCS)],
+    "read": lambda cache: cache.read(0, 0, DOCS),
+}
+
+
+@pytest.mark.parametrize("mapped", ["whole", "while read"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_flipped_byte_anywhere_is_found_by_whoever_reads(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, mapped: str
+) -> None:
+    if mapped == "while read":
+        monkeypatch.setattr(mapping, "may_map", lambda *_: False)
+    path, file = copied(whole, tmp_path)
+    size = file.stat().st_size
+    READERS[reader](TokenCache(path))
+    for at in [*range(100, size, BLOCK), size - 12, size - 1]:
+        flip(file, at)
+        with pytest.raises(CacheError, match=r"damaged|cannot be read|holds .* rows") as caught:
+            READERS[reader](TokenCache(path))
+        assert str(file) in str(caught.value)
+        flip(file, at)
+
+
+def test_a_block_is_checked_once_and_only_when_it_is_touched(whole: Path, tmp_path: Path) -> None:
+    path, file = copied(whole, tmp_path)
+    cache = TokenCache(path)
+    assert cache.pending
+    expected = [cache.tokens(doc).tolist() for doc in range(DOCS)]
+    assert not cache.pending, "nothing is left to look at"
+
+    cache = TokenCache(path)
+    b = cache.buffers()
+    middle = 3 * BLOCK + 5  # of the tokens, in the only part that is damaged
+    flip(file, middle)
+    part = int(np.argmax([p.num_bytes for p in cache.manifest.parts]))
+    token = (middle - int(b.ids_address[part] - b.file_address[part])) // b.id_bytes
+    ends = np.cumsum(cache.lengths(np.arange(DOCS)))
+    hurt = int(np.searchsorted(ends, token, side="right"))
+    assert cache.tokens(0).tolist() == expected[0], "its block is whole"
+    for _ in range(2):
+        with pytest.raises(CacheError, match=rf"{file}: damaged: bytes {3 * BLOCK} to {4 * BLOCK} .*easypipe verify CACHE --repair"):
+            cache.tokens(hurt)
+    flip(file, middle)
+    assert cache.tokens(hurt).tolist() == expected[hurt]
+
+
+def test_a_manifest_without_checksums_of_blocks_still_opens(whole: Path, tmp_path: Path) -> None:
+    """That of an earlier version."""
+    path, _ = copied(whole, tmp_path)
+    values = json.loads(path.read_text())
+    for name in ("xxh3_128", "quarantine_checksum"):
+        del values[name]
+    for part in values["parts"]:
+        del part["blocks"]
+    path.write_text(json.dumps(values))
+    old, new = TokenCache(path), TokenCache(whole)
+    assert not old.pending
+    for strategy in ("greedy", "stream"):
+        for a, b in zip(batches(old, strategy), batches(new, strategy), strict=True):
+            assert all((a[column] == b[column]).all() for column in a)
