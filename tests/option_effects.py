@@ -442,7 +442,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
         "seed": Effect("output", "stages/test_mix_pack.py::test_the_mixture_has_a_seed_of_its_own", "the order of the mixture"),
         "allow_mixed_tokenizers": Effect(
-            "error", "stages/test_mix_pack.py::test_two_tokenizers_in_one_mixture", "lets two tokenizers through"
+            "error", "stages/test_mix_pack.py::test_two_tokenizers_in_one_mixture", "lets two tokenizers through, with a warning"
         ),
         "provenance": Effect(
             "output",
@@ -469,7 +469,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "stages/test_pack_stream.py::test_in_order_it_is_the_text_from_the_first_file_to_the_last",
             "of strategy `stream`: what sees each other, and what is a label",
         ),
-        "num_packers": Effect("output", "test_options.py::test_num_packers_fills_rows_better", "open rows of `pool`"),
+        "num_packers": Effect(
+            "output",
+            "test_options.py::test_num_packers_fills_rows_better",
+            "open rows of `pool`; elsewhere a warning",
+        ),
         "oversize": Effect("output+error", "stages/test_mix_pack.py::test_long_documents", "what becomes of a document longer than a row"),
         "eos_token_id": Effect("output", "stages/test_mix_pack.py::test_eos_is_added_once", "ends documents that do not end with it"),
         "pad_token_id": Effect("output", "stages/test_mix_pack.py::test_pad_outside_the_vocabulary", "fills the rest of a row"),

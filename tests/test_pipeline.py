@@ -209,7 +209,6 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
     assert problems == [
         "datasets[2].name: 'code' names an earlier dataset too. Give each its own name.",
         "mix.weights.cod: no dataset named 'cod' (have: code, code, docs). Did you mean 'code'?",
-        "save: the mixture never ends: its stop_strategy is 'restart'. Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
         "save.output_dir: no folder for dataset 'code'. Set it, or the dataset's save_path.",
     ]
     with pytest.raises(ConfigError) as caught:

@@ -163,7 +163,7 @@ def test_stage_details() -> None:
         seq_length=2048,
         eos_token_id=2,
         pad_token_id=0,
-        strategy="pool",  # the document's num_packers says nothing to its strategy="greedy", and is refused there
+        strategy="greedy",
         num_packers=4,
         include_segment_ids=True,
         shuffle_packed=True,

@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipelines
-from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig
+from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig
 from easypipe.core.config import from_dict
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StallError, StateError, TokenizerError
 from easypipe.core.protocols import PipelineContext
@@ -452,14 +452,12 @@ def test_batches_lie_on_a_mesh(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"save": {"output_dir": "x"}}, "save: streaming writes nothing"),
         ({"order": {"block_rows": 4}}, "order.block_rows: has no effect in streaming"),
         ({"num_streams": 4, "load": {"batch_size_schedule": [[5, 6]]}}, "num_streams: 4 streams do not divide a batch of 6 rows"),
         ({"num_streams": 3}, "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave it out for 8"),
         ({"tokenize": {"remove_columns": ["x"]}}, "tokenize.remove_columns: is not there in streaming: nothing is saved"),
         ({"mix": {"provenance": True}}, "mix.provenance: is not there in streaming: nothing is saved"),
         ({"executor": "ray"}, "executor: 'ray' fills a token cache"),
-        ({"datasets": [{"data_files": "x", "save_path": "y"}]}, r"datasets\[0\].save_path: streaming writes nothing"),
         ({"num_streams": 2, "streaming": False}, "num_streams: has no effect without streaming"),
         ({"datasets": [{"data_files": "x", "on_error": "quarantine"}]}, r"datasets\[0\].on_error: 'quarantine'"),
     ],
@@ -471,10 +469,12 @@ def test_what_streaming_cannot_do_is_refused(options: dict[str, Any], message: s
 
 
 def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
-    config = pipelines.config(tmp_path, streaming=True)
+    config = pipelines.config(tmp_path, streaming=True, save=SaveStageConfig(output_dir=tmp_path / "out"))
     pipeline = Pipeline(config).source().tokenize()
-    with pytest.raises(ConfigError, match="save: streaming writes nothing"):
-        pipeline.copy().save({"output_dir": str(tmp_path / "out")})
+    for own in (None, {"output_dir": str(tmp_path / "out")}):
+        with pytest.raises(ConfigError, match="save: streaming writes nothing"):
+            pipeline.copy().save(own)
+    assert pipeline.copy().save({"enabled": False}).get_stages()[-1] == "save"
     for ask in (pipeline.pending, lambda: pipeline.prepare_part(0, 1), pipeline.mix().pack().ledger):
         with pytest.raises(ConfigError, match="there is no plan"):
             ask()

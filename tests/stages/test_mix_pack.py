@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -17,6 +19,7 @@ from easypipe import ConfigError, DatasetConfig, LoadStageConfig, MixStageConfig
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
 from easypipe.plan.window import Planner
 from easypipe.stages.mix import block_weights
+from easypipe.transforms.bpe import train_bpe
 from pipelines import config, jsonl, texts, tokenizer, two_datasets
 from strategies import examples
 
@@ -199,6 +202,51 @@ def test_two_tokenizers_in_one_mixture(tmp_path: Path) -> None:
     assert mixture.read(0, 0, 10).num_rows == 10
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("strategy", ["greedy", "stream"])
+def test_documents_of_two_tokenizers_end_each_with_its_own_eos(
+    tmp_path: Path, strategy: str, streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, docs = two_datasets(tmp_path / "data")
+    other = [train_bpe(texts(60, 1, 9), 320, ["<|other|>", "<|end|>"], tmp_path / name) for name in ("x", "y")]
+    for folder, token in zip(other, ("<|end|>", "<|other|>"), strict=True):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    own = {"code": load_tokenizer(tokenizer()), "docs": load_tokenizer(str(other[0]))}
+    eos = {name: one.eos_token_id for name, one in own.items()}
+    assert eos["code"] != eos["docs"]
+    datasets = [code, dataclasses.replace(docs, tokenizer=own["docs"].config)]
+    mix = MixStageConfig(allow_mixed_tokenizers=True, stop_strategy="all_exhausted")
+    pipeline = Pipeline(config(tmp_path, datasets=datasets, streaming=streaming)).source().tokenize().mix(mix)
+    assert "datasets 'code' and 'docs' have different tokenizers" in caplog.text
+    assert "each document ends with its own tokenizer's EOS" in caplog.text
+    pipeline.pack(PackStageConfig(seq_length=48, strategy=strategy))
+    load = LoadStageConfig(batch_size=4, num_epochs=1, drop_last=False, prefetch_enabled=False)
+    seen = set()
+    for batch in pipeline.copy().load(load).build():
+        for ids, segments in zip(np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS]), strict=True):
+            seen |= {tuple(ids[segments == number].tolist()) for number in range(1, segments.max() + 1)}
+    written = {"code": texts(60, 3), "docs": texts(90, 5, 25)}
+    documents = {(*own[name].reference_encode(text), eos[name]) for name in own for text in written[name]}
+    if strategy == "greedy":
+        assert {document for document in documents if len(document) <= 48} <= seen
+    for name in own:
+        assert {document for document in seen & documents if document[-1] == eos[name]}
+    if not streaming:
+        pipeline.ledger().check()
+        plain = pipeline.get_data()["mixed"].fingerprint
+        again = dataclasses.replace(docs, tokenizer=str(other[1]))
+        twin = Pipeline(config(tmp_path, datasets=[code, again])).source().tokenize().mix(mix)
+        assert twin.pack(PackStageConfig(seq_length=48, strategy=strategy)).get_data()["mixed"].fingerprint != plain
+
+
+def test_num_packers_of_another_strategy_is_said_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = mixed(tmp_path).pack(PackStageConfig(seq_length=64, strategy="greedy")).get_data()["mixed"]
+    assert "num_packers" not in caplog.text
+    same = mixed(tmp_path).pack(PackStageConfig(seq_length=64, strategy="greedy", num_packers=4)).get_data()["mixed"]
+    assert "pack.num_packers has no effect on strategy 'greedy': it is of 'pool'" in caplog.text
+    assert same.fingerprint == plain.fingerprint
+
+
 def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pack.eos_token_id: 5, but the tokenizer .* ends documents with 0. Leave it out, or give 0."):
         mixed(tmp_path).pack(PackStageConfig(seq_length=64, eos_token_id=5))
@@ -210,7 +258,6 @@ def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"seq_length": 0}, "seq_length: 0 is no row length"),
-        ({"num_packers": 4}, "num_packers: has no effect on strategy 'greedy'. Leave it out, or set strategy to 'pool'."),
         ({"strategy": "pool", "num_packers": 0}, "num_packers: 0 open rows hold nothing"),
         ({"strategy": "best"}, "strategy: 'best' is not an option"),
         ({"shuffle_buffer_factor": 10, "shuffle_packed": False}, "shuffle_buffer_factor: has no effect without shuffle_packed"),

@@ -125,10 +125,6 @@ def test_weights_may_follow_the_step(tmp_path: Path) -> None:
             "oversize: 'drop' has no effect on strategy 'stream', which cuts documents where rows end",
         ),
         (
-            {"strategy": "stream", "num_packers": 4},
-            "num_packers: has no effect on strategy 'stream'. Leave it out, or set strategy to 'pool'.",
-        ),
-        (
             {"segments": "row"},
             "segments: 'row' has no effect on strategy 'greedy', which keeps documents apart. Leave it out, or set strategy",
         ),

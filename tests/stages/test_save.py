@@ -482,6 +482,12 @@ def test_an_endless_mixture_cannot_be_saved(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "save: 'mixed' never ends: its stop_strategy is 'restart'. Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'."
     )
+    beside = Pipeline(config(tmp_path, save=SaveStageConfig(output_dir=tmp_path / "out")))
+    with pytest.raises(ConfigError, match="save: 'mixed' never ends"):
+        beside.copy().source().tokenize().mix().save()
+    assert "input_ids" in next(iter(beside.copy().source().tokenize().mix().load().build()))  # never saved
+    beside.source().tokenize().save().mix().load().build()  # saved before it is mixed
+    assert {folder.name for folder in (tmp_path / "out").iterdir()} == {"code", "docs"}
     for stop in ("first_exhausted", "all_exhausted"):
         pipeline = Pipeline(config(tmp_path)).source().tokenize().mix(MixStageConfig(stop_strategy=stop))
         pipeline.save(SaveStageConfig(output_dir=tmp_path / stop)).build()

@@ -75,6 +75,11 @@ def tables(buffers: Sequence[Mapped]) -> Tables:
     )
 
 
+def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> NDArray[np.int64]:
+    """Int64[datasets], as the kernels take it: the id that ends documents of each dataset, -1 where nothing is added."""
+    return np.full(datasets, -1 if eos is None else eos, np.int64)
+
+
 @jit
 def part_of(first_part, first_doc, dataset, doc):
     """The part that document `doc` of `dataset` lies in, the last that starts at or before it; and the documents before that part."""
@@ -95,11 +100,11 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
     Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into UInt8[R, T] `mask` unless it is [0, 0].
 
     window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R], done: Bool[R], set for what is written.
-    eos: the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none. An added EOS is a target
-    where the token before it is one. Returns the first of `rows` that is not done (R: none), and the number of the first piece of the
-    window that the cache does not hold (-1: none), and how many blocks of the files have to be checked first; where there is such a
-    piece or block, nothing is written. todo: Int64[2, n] for those, their parts and their numbers (sources/blocks.py); n = 0 asks for no
-    checks.
+    eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none.
+    An added EOS is a target where the token before it is one. Returns the first of `rows` that is not done (R: none), the number of the
+    first piece of the window that the cache does not hold (-1: none), and how many blocks of the files have to be checked first; where
+    there is such a piece or block, nothing is written. todo: Int64[2, n] for those, their parts and their numbers (sources/blocks.py);
+    n = 0 asks for no checks.
     """
     first_row, first_piece, table, dataset_of, doc_of = window
     _, _, ids_at, _, mask_at, id_bytes, _, _ = tables
@@ -129,7 +134,7 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
             else:
                 copy(uint32_at(ids_at[part]), begin, ids[r, slot : slot + copied])
             if length > copied:
-                ids[r, slot + copied] = eos
+                ids[r, slot + copied] = eos[dataset_of[table[2, n]]]
             _place(segments[r, slot : slot + length], positions[r, slot : slot + length], np.int32(n - piece + 1))
             if masked:
                 mask[r, filled:slot] = 0
@@ -187,7 +192,7 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
             local = doc - before
             begin = offsets[local] + start
             copied = min(length, offsets[local + 1] - begin)
-            if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or length - copied > (eos >= 0):
+            if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or length - copied > (eos[d] >= 0):
                 return found, n, unchecked
             if checking and checked_at[part] != 0:
                 ids = np.int64(ids_at[part]) + begin * id_bytes[d]

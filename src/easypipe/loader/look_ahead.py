@@ -62,7 +62,7 @@ def last_labels(window, length_of, rows, tables, eos, joined, num_slots, out, to
         if mask_at[part] != 0 and end > offsets[local] and uint8_at(mask_at[part])[place if stored else end - 1] == 0:
             continue
         if not stored:
-            out[r] = eos
+            out[r] = eos[d]
         elif id_bytes[d] == 2:
             out[r] = uint16_at(ids_at[part])[place]
         else:

@@ -15,7 +15,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
-from easypipe.loader.gather import NO_CHECKS, tables, write_rows
+from easypipe.loader.gather import NO_CHECKS, eos_ids, tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.pairs import open_pairs
 from easypipe.loader.staged import staged_rows
@@ -98,8 +98,8 @@ class PlannedRows:
     """The rows of a plan, their tokens copied from memory-mapped caches, or fetched for it where a cache is in a bucket.
 
     plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece in the plan is one longer than its
-    stored tokens; None where nothing is added. seq_length: the plan's, None where every document is a row of its own. joined: rows of a
-    stream are one segment each, over the ends of documents.
+    stored tokens, one id for all or one for each dataset; None where nothing is added. seq_length: the plan's, None where every document
+    is a row of its own. joined: rows of a stream are one segment each, over the ends of documents.
     Thread safe. Raises PlanError where plan and caches do not belong together; reading raises CacheError naming dataset and document
     where a cache does not hold what the plan asks for.
     """
@@ -110,7 +110,7 @@ class PlannedRows:
         self,
         plan: Plan,
         caches: Sequence[TokenCache],
-        eos_token_id: int | None,
+        eos_token_id: int | Sequence[int] | None,
         pad_token_id: int,
         seq_length: int | None,
         *,
@@ -138,7 +138,7 @@ class PlannedRows:
         self.num_epochs = plan.spec.num_epochs
         self._caches = tuple(caches)  # they own the memory that the tables point to
         self._tables = tables([cache.buffers() for cache in caches])
-        self._eos = -1 if eos_token_id is None else eos_token_id
+        self._eos = eos_ids(eos_token_id, len(caches))
         self._masked = any(LOSS_MASK in cache.schema.names for cache in caches)
         self._paired = any(cache.pairs for cache in caches)
         self._end: int | None = None  # rows of the run, once the scan has met the end
@@ -154,9 +154,11 @@ class PlannedRows:
 
     @property
     def identity(self) -> Mapping[str, str]:
+        several = self._eos.tolist()
+        eos = several[0] if len(set(several)) == 1 else several
         return {
             "sources": digest([[d.name, c.fingerprint] for d, c in zip(self.plan.datasets, self._caches, strict=True)]),
-            "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], self._eos, self.pad_token_id),
+            "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], eos, self.pad_token_id),
             "plan": digest(self.plan.fingerprint, "joined") if self.joined else self.plan.fingerprint,
         }
 

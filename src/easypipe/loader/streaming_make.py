@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import BudgetError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, fresh_columns, row_width, shift_labels, with_asked
-from easypipe.loader.gather import NO_CHECKS, Tables, write_rows
+from easypipe.loader.gather import NO_CHECKS, Tables, eos_ids, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
 from easypipe.loader.placement import Placement
 from easypipe.loader.steps import Steps
@@ -261,7 +261,7 @@ class Maker:
         spec, pad = self._job.spec, self._job.pad_token_id
         ids, labels, segments, positions = (part[name] for name in (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS))
         runs = spec.pack is not None and spec.pack.strategy == "stream"
-        eos = -1 if spec.eos is None else spec.eos
+        eos = eos_ids(spec.eos, len(spec.weights))
         done, ahead = np.zeros(len(rows), np.bool_), np.full(len(rows), IGNORE, np.int32)
         last = int(rows.max())
         windows = [window for window in windows if window.first_row <= last]

@@ -24,7 +24,8 @@ class StreamSpec:
     plan.spec.PlanSpec, but the schedule's batches are a stream's rows of them. max_epochs: most passes of each stream over each dataset.
 
     num_streams: canonical streams; each gives `batch_size // num_streams` rows of every batch. shuffle: ranges per pass, and documents
-    within a window. window_docs: of a window; None takes WINDOW_DOCS, or fewer long ones. eos: id that ends documents, None adds none.
+    within a window. window_docs: of a window; None takes WINDOW_DOCS, or fewer long ones. eos: id that ends documents,
+    or one for each dataset where they differ; None adds none.
     joined: rows of pack strategy "stream" are one segment each, over the ends of documents.
     """
 
@@ -37,7 +38,7 @@ class StreamSpec:
     shuffle_window: bool = True
     window_docs: int | None = None
     pack: PackSpec | None = None
-    eos: int | None = None
+    eos: int | tuple[int, ...] | None = None
     schedule: Schedule | None = None
     unit: Unit = "rows"
     block: int | None = None

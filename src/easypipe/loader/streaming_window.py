@@ -144,7 +144,7 @@ class Windows:
         return Window(
             first_row=before.first_row,
             layout=layout,
-            dataset=np.zeros_like(drawn.dataset),
+            dataset=drawn.dataset,
             doc=doc,
             length=lengths,
             tables=tables,
@@ -287,15 +287,16 @@ class Windows:
             added = lacks[doc[again : drawn.counted]]
             for i in range(len(drawn.taken)):
                 self._books.added[i] += int(added[drawn.dataset[again : drawn.counted] == i].sum())
+        count = len(drawn.taken)  # the part of each dataset is the documents of all, so that `doc` numbers them as they lie
         tables = Tables(
-            first_part=np.array([0, 1], np.int64),
-            first_doc=np.array([0, len(drawn.dataset)], np.int64),
-            ids=np.array([flat.ctypes.data], np.uint64),
-            offsets=np.array([offsets.ctypes.data], np.uint64),
-            mask=np.array([mask.ctypes.data if masks else 0], np.uint64),
-            id_bytes=np.array([flat.itemsize], np.int64),
-            file=np.zeros(1, np.uint64),
-            checked=np.zeros(1, np.uint64),
+            first_part=np.arange(count + 1, dtype=np.int64),
+            first_doc=np.tile(np.array([0, len(drawn.dataset)], np.int64), count),
+            ids=np.full(count, flat.ctypes.data, np.uint64),
+            offsets=np.full(count, offsets.ctypes.data, np.uint64),
+            mask=np.full(count, mask.ctypes.data if masks else 0, np.uint64),
+            id_bytes=np.full(count, flat.itemsize, np.int64),
+            file=np.zeros(count, np.uint64),
+            checked=np.zeros(count, np.uint64),
         )
         return lengths, doc, tables, (flat, offsets, mask)
 

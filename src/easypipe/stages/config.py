@@ -104,14 +104,6 @@ class PipelineConfig:
                 self.mix.check_names(names)
             except ConfigError as error:
                 problems.append(error)
-            if not self.mix.ends(names) and self.save is not None and self.save.enabled:
-                problems.append(
-                    ConfigError(
-                        at="save",
-                        problem="the mixture never ends: its stop_strategy is 'restart'",
-                        fix="Set mix.stop_strategy to 'first_exhausted' or 'all_exhausted'.",
-                    )
-                )
         saved = self.save is not None and self.save.enabled and self.save.output_dir is None
         if saved and any(dataset.save_path is None for dataset in self.datasets):
             name = next(name for name, dataset in zip(names, self.datasets, strict=True) if dataset.save_path is None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +34,7 @@ class PackStageConfig:
 
     enabled: False skips the stage.
     strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the others cut only what is longer than a row.
-    num_packers: open rows that `pool` keeps (16 where it is None); other strategies refuse it.
+    num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other strategies, which a warning says.
     oversize: what becomes of a document longer than a row; `stream` refuses all but `split`.
     segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`: documents of a row then see each other,
         positions count through, and every token but the first of all is a label.
@@ -69,10 +69,6 @@ class PackStageConfig:
             raise ConfigError(at="shuffle_buffer_factor", problem="has no effect without shuffle_packed", fix="Leave it out.")
         if not 1 <= self.seq_length <= 1 << 24:
             raise ConfigError(at="seq_length", problem=f"{self.seq_length} is no row length", fix=f"Give 1 to {1 << 24} tokens.")
-        if self.num_packers is not None and self.strategy != "pool":
-            raise ConfigError(
-                at="num_packers", problem=f"has no effect on strategy {self.strategy!r}", fix="Leave it out, or set strategy to 'pool'."
-            )
         if self.num_packers is not None and self.num_packers < 1:
             raise ConfigError(at="num_packers", problem=f"{self.num_packers} open rows hold nothing", fix="Give at least 1.")
         if self.strategy == "stream" and self.oversize != "split":
@@ -108,6 +104,8 @@ class PackStage(BaseStage):
     def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
         if not self.config.enabled:
             return data
+        if self.config.num_packers is not None and self.config.strategy != "pool":
+            logger.warning("pack.num_packers has no effect on strategy %r: it is of 'pool'", self.config.strategy)
         if not self.config.include_segment_ids:
             logger.warning("pack.include_segment_ids is False: documents that stand in one row see each other")
         if self.config.segments == "row" and self._chosen:
@@ -144,7 +142,8 @@ class PackedShardedSource(ShardedDataSource):
             )
         if mixture.paired:
             _check_pairs(config)
-        self.eos_token_id = _eos(mixture, config)
+        self.eos_token_ids = _eos(mixture, config)  # of each dataset; they differ where the tokenizers do
+        self.eos_token_id = self.eos_token_ids[0]
         self.pad_token_id = _pad(mixture, config, self.eos_token_id)
         self._rows: dict[int | None, PlannedRows] = {}
 
@@ -192,7 +191,8 @@ class PackedShardedSource(ShardedDataSource):
 
     @property
     def fingerprint(self) -> str:
-        more = (["provenance"] if self.mixture.provenance else []) + (["joined"] if self.joined else [])
+        more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (["joined"] if self.joined else [])
+        more += [self.eos_token_ids] if len(set(self.eos_token_ids)) > 1 else []
         return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more)
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
@@ -204,7 +204,7 @@ class PackedShardedSource(ShardedDataSource):
             self._rows[num_epochs] = PlannedRows(
                 self.plan(num_epochs),
                 self.mixture.caches,
-                eos_token_id=self.eos_token_id,
+                eos_token_id=self.eos_token_ids,
                 pad_token_id=self.pad_token_id,
                 seq_length=self.config.seq_length,
                 joined=self.joined,
@@ -249,9 +249,10 @@ def _check_pairs(config: PackStageConfig) -> None:
         raise ConfigError(at="pack.oversize", problem=problem, fix="Set it to 'drop' or 'error'; max_length cuts each answer by itself.")
 
 
-def _eos(mixture: Mixture, config: PackStageConfig) -> int:
-    """The id that ends documents. Raises ConfigError where tokenizer and config disagree, or neither has one."""
+def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
+    """The id that ends the documents of each dataset. Raises ConfigError where tokenizer and config disagree, or neither has one."""
     given = config.eos_token_id
+    found: list[int] = []
     for name, source in mixture.parts.items():
         info = token_info(source)
         own = None if info is None else info.eos_token_id
@@ -261,19 +262,15 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> int:
                 problem=f"{given}, but the tokenizer {info.tokenizer!r} of dataset {name!r} ends documents with {own}",
                 fix=f"Leave it out, or give {own}.",
             )
-        if given is None and own is None:
+        eos = own if given is None else given
+        if eos is None:
             whose = f"the tokenizer {info.tokenizer!r}" if info is not None else "what is known of the tokens"
             raise ConfigError(
                 at="pack.eos_token_id", problem=f"{whose} of dataset {name!r} has no end-of-sequence token", fix="Give the id of one."
             )
-    ids = {given if given is not None else info.eos_token_id for info in map(token_info, mixture.parts.values()) if info is not None}
-    ids = ids or {given}
-    if len(ids) > 1:
-        raise ConfigError(at="pack.eos_token_id", problem="the tokenizers end documents with different ids", have=sorted(map(str, ids)))
-    eos = ids.pop()
-    assert eos is not None
-    _in_vocabulary("pack.eos_token_id", eos, mixture)
-    return eos
+        _in_vocabulary("pack.eos_token_id", eos, mixture)
+        found.append(eos)
+    return tuple(found)
 
 
 def _pad(mixture: Mixture, config: PackStageConfig, eos: int) -> int:

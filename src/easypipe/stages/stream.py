@@ -93,7 +93,7 @@ def problems_of(config: Any) -> list[ConfigError]:
             return []
         return [ConfigError(at="num_streams", problem="has no effect without streaming", fix="Leave it out, or set streaming=True.")]
     problems = []
-    for at in ("tokenize", "mix", "pack", "save", "load"):
+    for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
         try:
             require_streamable(at, getattr(config, at))
         except ConfigError as error:
@@ -106,11 +106,6 @@ def problems_of(config: Any) -> list[ConfigError]:
         problem = f"{config.executor!r} fills a token cache, and streaming keeps none"
         problems.append(ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out."))
     for i, dataset in enumerate(config.datasets):
-        problems += [
-            ConfigError(at=f"datasets[{i}].{key}", problem="streaming writes nothing", fix="Leave it, or streaming, out.")
-            for key in ("save_path", "save_format")
-            if getattr(dataset, key) is not None
-        ]
         if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
             problem = "is not there in streaming: pairs are laid out over token caches"
             problems.append(ConfigError(at=f"datasets[{i}].prompt.rejected_column", problem=problem, fix="Leave streaming out."))
@@ -300,7 +295,7 @@ def open_stream(
         shuffle_window=shuffle or config.shuffle_buffer_size is not None,
         window_docs=config.shuffle_buffer_size,
         pack=source.config.spec() if packed else None,
-        eos=source.eos_token_id if packed else None,
+        eos=None if not packed else source.eos_token_id if len(set(source.eos_token_ids)) == 1 else source.eos_token_ids,
         schedule=schedule,
         unit=mixture.unit,
         block=None if mixture.schedule is None else mixture.schedule.block,
@@ -320,7 +315,7 @@ def open_stream(
     )
 
 
-def _identity(mixture: Mixture, eos: int | None, pad: int) -> Mapping[str, str]:
+def _identity(mixture: Mixture, eos: int | tuple[int, ...] | None, pad: int) -> Mapping[str, str]:
     tokens = [token_info(source) for source in mixture.parts.values()]
     return {
         "sources": digest([[name, source.fingerprint] for name, source in mixture.parts.items()]),

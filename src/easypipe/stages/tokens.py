@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol, TypeGuard
 
@@ -14,6 +15,8 @@ from easypipe.stages.adopt import AdoptedTokens
 from easypipe.stages.caching import cache_folder_of, in_folder
 from easypipe.stages.saved import TokenInfo
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("easypipe")
 
 
 class Documents(ShardedSource, Protocol):
@@ -106,7 +109,7 @@ def info_of(tokenizer: Tokenizer) -> TokenInfo:
 
 
 def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
-    """Raises ConfigError naming the first two datasets whose tokens mean different things."""
+    """Raises ConfigError naming the first two datasets whose tokens mean different things; with `allow`, a warning names them."""
     first: tuple[str, TokenInfo] | None = None
     for name, source in parts.items():
         info = token_info(source)
@@ -114,9 +117,8 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
             continue
         if first is None:
             first = (name, info)
-        elif first[1].tokenizer_fingerprint != info.tokenizer_fingerprint and not allow:
-            raise ConfigError(
-                at="mix",
-                problem=f"datasets {first[0]!r} and {name!r} have different tokenizers, {first[1].tokenizer!r} and {info.tokenizer!r}",
-                fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
-            )
+        elif first[1].tokenizer_fingerprint != info.tokenizer_fingerprint:
+            problem = f"datasets {first[0]!r} and {name!r} have different tokenizers, {first[1].tokenizer!r} and {info.tokenizer!r}"
+            if not allow:
+                raise ConfigError(at="mix", problem=problem, fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.")
+            log.warning("mix: %s: equal ids mean different tokens, and each document ends with its own tokenizer's EOS", problem)
