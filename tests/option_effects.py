@@ -120,6 +120,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "only the first rows",
             "the same; where the last of the lines ends is found by reading them once",
         ),
+        "version": Effect(
+            "files+error",
+            "sources/test_own.py::test_without_a_version_nothing_is_kept_and_a_warning_says_so",
+            "what the tokens of a source of one's own are kept under; without one they are not",
+            "part of what a saved state must agree with",
+        ),
         "tokenizer": Effect(
             "output",
             "stages/test_tokenize.py::test_a_dataset_s_own_tokenizer_comes_first_then_the_stage_s_then_the_pipeline_s",

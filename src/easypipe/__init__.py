@@ -31,7 +31,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.core.ledger": ("Ledger",),
     "easypipe.core.result": ("Err", "Ok", "Result"),
     "easypipe.core.schema": ("OutputSchema", "TaskSpec"),
-    "easypipe.core.protocols": ("BaseStage", "PipelineContext", "ProgressEvent", "ShardedDataSource", "ShardedSource"),
+    "easypipe.core.protocols": ("BaseStage", "PipelineContext", "ProgressEvent", "Shard", "ShardedDataSource", "ShardedSource"),
     "easypipe.faces.classify": ("ClassifyConfig",),
     "easypipe.faces.collators": ("create_causal_lm_collate", "create_collate_fn", "create_seq2seq_collate"),
     "easypipe.faces.data_module": ("DataModuleProtocol", "UniversalDataModule"),

@@ -18,7 +18,7 @@ from easypipe.core.errors import (
     TrainError,
 )
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import BaseStage, PipelineContext, ProgressEvent, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import BaseStage, PipelineContext, ProgressEvent, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.result import Err, Ok, Result
 from easypipe.core.schema import OutputSchema, TaskSpec
 from easypipe.faces.classify import ClassifyConfig
@@ -150,6 +150,7 @@ __all__ = [
     "SaveReport",
     "SaveStageConfig",
     "Select",
+    "Shard",
     "ShardedDataSource",
     "ShardedSource",
     "SourceError",

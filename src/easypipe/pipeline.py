@@ -21,6 +21,7 @@ from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener
 from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
+from easypipe.sources.objects import is_dataset_object, open_object
 from easypipe.stages.books import ledger_of
 from easypipe.stages.caching import cache_folder
 from easypipe.stages.config import PipelineConfig
@@ -57,7 +58,7 @@ class Pipeline:
 
     def __init__(self, config: PipelineConfig, *, progress: ProgressListener = silent) -> None:
         """Raises ConfigError naming the first of `config.validate()`; the others are its notes."""
-        problems = config.problems()
+        problems = [problem for problem in config.problems() if problem.at != "datasets"]  # source() may be given some
         if problems:
             for other in problems[1:]:
                 problems[0].add_note(str(other))
@@ -90,10 +91,16 @@ class Pipeline:
         twin._context, twin._plan, twin._reminder = self._context, self._plan, None
         return twin
 
-    def source(self) -> Self:
-        """Opens the datasets of the config."""
-        if self._plan:
+    def source(self, data: Any = None) -> Self:
+        """Opens the datasets of the config, and `data` beside them.
+
+        Args:
+            data: Whatever `DatasetConfig.data_files` takes, or a DatasetConfig; several as a dict by name, one alone is named by its place.
+        """
+        if any(not _is_own(step.stage) for step in self._plan):
             raise StageOrderError(at="", problem="source() was called already", fix="Each pipeline starts with it once.")
+        if data is not None:
+            self._context = dataclasses.replace(self._context, config=_with(self._context.config, data))
         return self._add(SourceStage())
 
     def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
@@ -132,7 +139,7 @@ class Pipeline:
         return self._add(LoadStage(self._choose(config, LoadStageConfig, "load")))
 
     def add_stage(self, stage: BaseStage) -> Self:
-        """Adds a stage of one's own."""
+        """Adds a stage of one's own. The first of a chain is given {} and brings its own sources."""
         if not isinstance(stage, BaseStage):
             raise ConfigError(at="add_stage", problem=f"{stage!r} is no BaseStage", fix="Subclass easypipe.core.protocols.BaseStage.")
         return self._add(stage)
@@ -202,6 +209,10 @@ class Pipeline:
         data = next((step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)), {})
         return {name: source for name, source in data.items() if isinstance(source, TokenizedShardedSource)}
 
+    def _chain(self, last: BaseStage) -> tuple[BaseStage, ...]:
+        """The stages up to `last`, without source(), of which the config tells."""
+        return tuple(stage for stage in self.stages[: self.stages.index(last) + 1] if not isinstance(stage, SourceStage))
+
     def _build_is_under_way(self) -> None:
         if self._reminder is not None:
             self._reminder.detach()
@@ -249,7 +260,7 @@ class Pipeline:
         for stage, data in saves:
             written = stage.write(data, self._context)
             folders += written
-            chain = self.stages[1 : self.stages.index(stage) + 1]
+            chain = self._chain(stage)
             for folder in written:
                 remember(folder.fingerprint, chain, self._context)
             if (publication := stage.publication(written)) is not None:
@@ -314,19 +325,36 @@ class Pipeline:
         return step.data
 
     def _add(self, stage: BaseStage) -> Self:
-        if not isinstance(stage, SourceStage):
+        if not isinstance(stage, SourceStage) and not _is_own(stage):
             self._require_source()
         if self._plan and isinstance(self._plan[-1].stage, LoadStage):
             raise StageOrderError(at="", problem=f"{stage.name}() cannot follow load()", fix="load() ends the chain; call it last.")
         before = dict(self._plan[-1].data) if self._plan else {}
         if isinstance(stage, MixStage | PackStage | LoadStage):
             _say_what_is_left_behind(stage.name, before)
-        self._plan = (*self._plan, _Step(stage, stage.process(before, self._context)))
+        made = stage.process(before, self._context)
+        self._plan = (*self._plan, _Step(stage, self._sources(stage, made) if _is_own(stage) else made))
         if isinstance(stage, TokenizeStage):
-            chain = self.stages[1:]
+            chain = self._chain(stage)
             for source in self.tokenized().values():
                 source.when_made = functools.partial(remember, stages=chain, context=self._context, folder=source.folder)
         return self
+
+    def _sources(self, stage: BaseStage, made: Any) -> dict[str, ShardedSource]:
+        """What a stage of the user's made, each a source that every stage knows how to read."""
+        if not isinstance(made, Mapping):
+            problem = f"process() of {stage.name!r} returned {type(made).__name__}, not a dict of sources"
+            raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
+        if not made:
+            problem = f"stage {stage.name!r} is the first, and gives no source"
+            raise StageOrderError(at="", problem=problem, fix="Call source() before it, or return {name: source}.")
+        context = self._context
+        options: dict[str, Any] = {"counted": not context.config.streaming, "folder": context.cache_dir / "indexes"}
+        for name, source in made.items():
+            if not is_dataset_object(source):
+                problem = f"stage {stage.name!r} gave {source!r:.80} for {name!r}"
+                raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
+        return {name: open_object(source, name=name, **options) for name, source in made.items()}
 
     def _require_source(self) -> None:
         if not self._plan:
@@ -372,6 +400,31 @@ class _Remade:
         for stage in self.stages:
             pipeline._add(stage)
         return pipeline.tokenized()
+
+
+HOUSE = (SourceStage, TransformStage, TokenizeStage, MixStage, PackStage, SaveStage, LoadStage)
+
+
+def _is_own(stage: BaseStage) -> bool:
+    """Whether a stage is the user's."""
+    return not isinstance(stage, HOUSE)
+
+
+def _with(config: PipelineConfig, data: Any) -> PipelineConfig:
+    """The config with the datasets that source() is given. Raises ConfigError for a name that is there already."""
+    given = (
+        data
+        if isinstance(data, Mapping)
+        else {(data.name if isinstance(data, DatasetConfig) else None) or f"dataset{len(config.datasets) + 1}": data}
+    )
+    made = [
+        dataclasses.replace(one, name=name) if isinstance(one, DatasetConfig) else DatasetConfig(name=name, data_files=one)
+        for name, one in given.items()
+    ]
+    config = dataclasses.replace(config, datasets=(*config.datasets, *made))
+    for problem in config.problems():
+        raise problem
+    return config
 
 
 def create_pipeline(

@@ -131,7 +131,7 @@ def test_format_version_decides_what_is_kept(tmp_path: Path, caplog: pytest.LogC
     again, written = kept("2")
     assert (len(again - first), written) == (1, 0)  # another version runs again; equal text is not tokenized again
     assert kept(None) == (again, 1)
-    assert "a function without a version made its rows, so its tokens are made anew in every process" in caplog.text
+    assert "has no version, so its tokens are made anew in every process" in caplog.text
 
 
 def test_callbacks_from_yaml_need_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

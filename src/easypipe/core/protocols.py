@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,19 +80,28 @@ class ShardedSource(Protocol):
 class ShardedDataSource:
     """Shards by name, for whoever wants rows one at a time; every source here has it, and your own may take it as a base.
 
-    It is made of `shards` and `read`, which a subclass gives together with `schema` and `fingerprint` (see ShardedSource).
+    A source of your own gives `shard_names` and `open_shard`. With `open_shard_at_row` in its place, or beside it, its rows are read from
+    anywhere and none are kept beside the tokens; `shards` in place of `shard_names` says how many rows there are, where that is known.
+    Its rows are the same whenever a shard is opened; `version`, a text or number, says whose rows they are: change it when they change.
+    One that gives `schema`, `shards`, `fingerprint` and `read` is a ShardedSource, and has the rest from here.
     """
 
     @property
-    def shard_names(self: Any) -> tuple[str, ...]:
-        return tuple(shard.name for shard in self.shards)
+    def shard_names(self: Any) -> Sequence[str]:
+        return self.__dict__.get("shard_names") or tuple(shard.name for shard in self.shards)
+
+    @shard_names.setter
+    def shard_names(self, names: Sequence[str]) -> None:
+        self.__dict__["shard_names"] = tuple(names)
 
     def open_shard(self: Any, shard_name: str) -> Iterator[dict[str, Any]]:
         """The rows of a shard as dicts, in order. Raises SourceError for a name that no shard has."""
         return self.open_shard_at_row(shard_name, 0)
 
     def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
-        """The same from physical row `row` on, without reading those in front of it."""
+        """The same from physical row `row` on, without reading those in front of it, unless only `open_shard` is given."""
+        if not hasattr(self, "read"):
+            return itertools.islice(self.open_shard(shard_name), row, None)
         names = list(self.shard_names)
         if shard_name not in names:
             raise SourceError(at=shard_name, problem="no shard has this name", have=names, fix=did_you_mean(shard_name, names))

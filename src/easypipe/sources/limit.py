@@ -40,6 +40,10 @@ class LimitedSource(ShardedDataSource):
     def fingerprint(self) -> str:
         return digest("limit", self.num_rows, self.source.fingerprint)
 
+    @property
+    def cacheable(self) -> bool:
+        return getattr(self.source, "cacheable", True)
+
     def shard_identity(self, shard: int) -> str:
         """The source's own: a row is the same row under any limit."""
         source: Any = self.source

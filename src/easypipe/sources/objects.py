@@ -1,4 +1,4 @@
-"""Datasets of other libraries as sources: `datasets.Dataset`, `grain.MapDataset`, and whatever has `len()` and gives dicts by number.
+"""Objects as sources: `datasets.Dataset`, `grain.MapDataset`, whatever has `len()` and gives dicts by number, and users' own (own.py).
 
 They are known by what they can do, so none of those libraries is imported here. Rows stay where they are: a read takes its own.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,17 @@ import pyarrow as pa
 import xxhash
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
+from easypipe.core.errors import ConfigError, SourceError, did_you_mean
+from easypipe.core.identity import held_by, name_of
+from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource, ShardedSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
+from easypipe.sources.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
 from easypipe.sources.memory import content_hash
-from easypipe.sources.schemas import TypeConflict, column, merge_types, plain_schema
+from easypipe.sources.own import as_source, is_complete, is_generator, is_sharded
+from easypipe.sources.schemas import column, plain_schema
 
-BLOCK_ROWS = 1024  # read at a time to learn the schema and to hash the content
+BLOCK_ROWS = 1024  # read at a time to hash the content
 ENDLESS = 1 << 62  # lengths of datasets that repeat without end are near 2^63
 
 
@@ -48,11 +52,26 @@ def is_streamed(data: Any) -> bool:
 
 
 def is_dataset_object(data: Any) -> bool:
-    return is_dataset_dict(data) or is_arrow_dataset(data) or is_random_access(data) or is_streamed(data)
+    """Whether `open_object` opens it: no path, and no rows in a plain container."""
+    kinds = (is_dataset_dict, is_arrow_dataset, is_complete, is_sharded, is_random_access, is_generator)
+    return not isinstance(data, str | bytes) and any(kind(data) for kind in kinds)
 
 
-def open_object(data: Any, *, name: str = "memory", split: str | None = None) -> ArrowDatasetSource | RandomAccessSource:
-    """Raises ConfigError for a split that is not there, SourceError for a dataset that can only be read from its start."""
+def open_object(
+    data: Any,
+    *,
+    name: str = "memory",
+    split: str | None = None,
+    version: str | int | None = None,
+    num_rows: int | None = None,
+    counted: bool = True,
+    folder: Path | None = None,
+) -> ShardedSource:
+    """The source of an object. version, num_rows, counted, folder: as in `own.as_source`; the rows of what has them by number are known
+    by their content, unless `version` says what they are.
+
+    Raises ConfigError for a split that is not there, and for what can be read only once.
+    """
     if is_dataset_dict(data):
         if split is None and len(data) == 1:
             split = next(iter(data))
@@ -61,28 +80,27 @@ def open_object(data: Any, *, name: str = "memory", split: str | None = None) ->
             raise ConfigError(
                 at="split", problem=problem, have=data, fix=(did_you_mean(split, data) if split else None) or "Name one by split=."
             )
-        return _opened(data[split], name)
-    if split is not None:
+        data = data[split]
+    elif split is not None:
         raise ConfigError(at="split", problem=f"{split!r}, but {type(data).__name__} has no splits", fix="Leave it out.")
-    if is_streamed(data):
-        raise SourceError(
-            at=name,
-            problem=f"{type(data).__name__} gives no rows by number",
-            fix="Give the dataset itself, not a stream of it, or its files.",
-        )
-    return _opened(data, name)
+    if is_arrow_dataset(data) or (is_random_access(data) and not is_complete(data) and not is_sharded(data)):
+        return _opened(data, name, version)
+    return as_source(data, name=name, version=version, num_rows=num_rows, counted=counted, folder=folder)
 
 
-def _opened(data: Any, name: str) -> ArrowDatasetSource | RandomAccessSource:
+def _opened(data: Any, name: str, version: str | int | None) -> ArrowDatasetSource | RandomAccessSource:
     """By its tables, unless its rows are made when they are read (`with_transform`): no table holds those."""
     made = (getattr(data, "format", None) or {}).get("type") == "custom" if is_arrow_dataset(data) else True
-    return RandomAccessSource(data, name=name) if made else ArrowDatasetSource(data, name=name)
+    identity = None if version is None else digest("object", READER_VERSION, name_of(data), held_by(data), str(version))
+    return (RandomAccessSource if made else ArrowDatasetSource)(data, name=name, identity=identity)
 
 
 class ArrowDatasetSource(ShardedDataSource):
     """A `datasets.Dataset`, whatever was selected, shuffled or formatted in it; implements ShardedSource. Its tables stay memory-mapped."""
 
-    def __init__(self, data: Any, *, name: str = "memory", columns: Sequence[str] | None = None) -> None:
+    def __init__(self, data: Any, *, name: str = "memory", columns: Sequence[str] | None = None, identity: str | None = None) -> None:
+        """identity: what its rows are known by, in place of their content."""
+        self._identity = identity
         self._data = data.with_format("arrow", columns=None if columns is None else list(columns))
         self._name, self._columns = name, None if columns is None else tuple(columns)
         self.schema = plain_schema(self._data.features.arrow_schema if columns is None else self._data[:0].schema, name)
@@ -96,13 +114,13 @@ class ArrowDatasetSource(ShardedDataSource):
 
     @functools.cached_property
     def _content(self) -> str:
-        return _fingerprint(self, self.shards[0].num_rows or 0)
+        return self._identity or _fingerprint(self, self.shards[0].num_rows or 0)
 
     def shard_identity(self, shard: int) -> str:
         return self.fingerprint
 
     def select(self, columns: Sequence[str]) -> ArrowDatasetSource:
-        return ArrowDatasetSource(self._data, name=self._name, columns=columns)
+        return ArrowDatasetSource(self._data, name=self._name, columns=columns, identity=self._identity)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         _check_range(self._name, start, stop, self.shards[0].num_rows or 0)
@@ -118,7 +136,9 @@ class RandomAccessSource(ShardedDataSource):
     does one that is no dict. Rows that are None are rejects ("filtered", benign). Thread safe where `data[i]` is.
     """
 
-    def __init__(self, data: Any, *, name: str = "memory") -> None:
+    def __init__(self, data: Any, *, name: str = "memory", identity: str | None = None) -> None:
+        """identity: what its rows are known by, in place of their content."""
+        self._identity = identity
         rows = len(data)
         if rows >= ENDLESS:
             raise SourceError(
@@ -133,14 +153,8 @@ class RandomAccessSource(ShardedDataSource):
     def schema(self) -> pa.Schema:
         with self._lock:
             if self._schema is None:
-                kinds: dict[str, pa.DataType] = {}
-                for row in self._take(0, min(self._rows, BLOCK_ROWS)):
-                    for key, value in (row or {}).items():
-                        kinds[key] = self._merged(key, kinds.get(key, pa.null()), value)
-                if not kinds:
-                    raise SourceError(at=self._name, problem="holds no row from which columns could be known", fix="Give data with rows.")
-                fields = plain_schema(pa.schema([pa.field(key, kind) for key, kind in kinds.items()]), self._name)
-                self._schema = fields.append(pa.field(ROW_NUMBER, pa.int64()))
+                rows = [row for row in self._take(0, min(self._rows, FIRST_ROWS)) if row is not None]
+                self._schema = columns_of(rows, self._name).append(pa.field(ROW_NUMBER, pa.int64()))
             return self._schema
 
     @property
@@ -150,7 +164,7 @@ class RandomAccessSource(ShardedDataSource):
 
     @functools.cached_property
     def _content(self) -> str:
-        return _fingerprint(self, self._rows)
+        return self._identity or _fingerprint(self, self._rows)
 
     def shard_identity(self, shard: int) -> str:
         return self.fingerprint
@@ -161,59 +175,17 @@ class RandomAccessSource(ShardedDataSource):
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         _check_range(self._name, start, stop, self._rows)
         schema, rows = self.schema, self._take(start, stop)
-        kept = [start + i for i, row in enumerate(rows) if row is not None]
-        present = [row for row in rows if row is not None]
-        for number, row in zip(kept, present, strict=True):  # rows are Python objects: there is no column to look at yet
-            unknown = next((key for key in row if key not in schema.names), None)
-            if unknown is not None:
-                problem = f"column {unknown!r} is not in the first {BLOCK_ROWS} rows"
-                raise SourceError(at=place(self._name, row=number), problem=problem, have=schema.names, fix="Give every row the same keys.")
-        arrays = [self._array(kept, [row.get(field.name) for row in present], field) for field in schema if field.name != ROW_NUMBER]
+        numbers = [start + i for i, row in enumerate(rows) if row is not None]
+        arrays = as_arrays([row for row in rows if row is not None], numbers, schema.remove(schema.get_field_index(ROW_NUMBER)), self._name)
         rejects = tuple(Reject(row=start + i, reason="filtered", benign=True) for i, row in enumerate(rows) if row is None)
-        return Scan(pa.RecordBatch.from_arrays([*arrays, pa.array(kept, pa.int64())], schema=schema), rejects)
+        return Scan(pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=schema), rejects)
 
     def _take(self, start: int, stop: int) -> list[Mapping[str, Any] | None]:
         rows = [self._data[i] for i in range(start, stop)]
         for i, row in enumerate(rows):
-            if row is not None and not (isinstance(row, Mapping) and all(isinstance(key, str) for key in row)):
-                problem = f"expected a dict with names of columns, got {type(row).__name__}"
-                raise SourceError(at=place(self._name, row=start + i), problem=problem, fix="Map it to rows like {'text': ...}.")
+            if row is not None:
+                require_row(row, start + i, self._name)
         return rows
-
-    def _merged(self, key: str, before: pa.DataType, value: Any) -> pa.DataType:
-        try:
-            return merge_types(before, plain_schema(pa.schema([(key, pa.array([_plain(value)]).type)]), self._name).field(0).type)
-        except (TypeConflict, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-            raise SourceError(
-                at=f"{self._name}, column {key!r}", problem=f"its values have no common type: {error}", fix="Give every row the same type."
-            ) from error
-
-    def _array(self, numbers: list[int], values: list[Any], field: pa.Field) -> pa.Array:
-        try:
-            return pa.array([_plain(value) for value in values], field.type)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
-            bad = next((n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)), numbers[0])
-            raise SourceError(
-                at=place(self._name, row=bad, column=field.name),
-                problem=f"is no {field.type}: {error}",
-                fix="Give every row the same type.",
-            ) from error
-
-
-def _plain(value: Any) -> Any:
-    """Arrays (of any library that NumPy understands) as lists, since Arrow takes only flat ones."""
-    if hasattr(value, "__array__") and not isinstance(value, np.generic):
-        array = np.asarray(value)
-        return array if array.ndim == 1 else array.tolist()
-    return value
-
-
-def _fits(value: Any, kind: pa.DataType) -> bool:
-    try:
-        pa.array([_plain(value)], kind)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError):
-        return False
-    return True
 
 
 def _fingerprint(source: ArrowDatasetSource | RandomAccessSource, rows: int) -> str:

@@ -109,7 +109,10 @@ def cache_folder_of(dataset: Any, source: ShardedSource, context: PipelineContex
         return TemporaryFolder()
     if not getattr(source, "cacheable", True):
         name = "?" if dataset is None else dataset.name
-        log.warning("dataset %s: a function without a version made its rows, so its tokens are made anew in every process", name)
+        log.warning(
+            "dataset %s: a function or source of your own has no version, so its tokens are made anew in every process",
+            name,
+        )
         return TemporaryFolder()
     return own_folder(dataset, context)
 

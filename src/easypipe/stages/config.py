@@ -14,7 +14,7 @@ from easypipe.stages.caching import CacheConfig, check_cache
 from easypipe.stages.mix import MixStageConfig
 from easypipe.stages.pack import PackStageConfig
 from easypipe.stages.save import SaveStageConfig
-from easypipe.stages.source import DatasetConfig
+from easypipe.stages.source import DatasetConfig, no_datasets
 from easypipe.stages.stream import problems_of
 from easypipe.stages.tokenize import TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
@@ -85,7 +85,7 @@ class PipelineConfig:
         """The errors that `validate` tells of."""
         problems: list[ConfigError] = []
         if not self.datasets:
-            problems.append(ConfigError(at="datasets", problem="there is none", fix="Give at least one dataset."))
+            problems.append(no_datasets())
         names = [dataset.name or f"dataset{i}" for i, dataset in enumerate(self.datasets, start=1)]
         for i, name in enumerate(names):
             if name in names[:i]:

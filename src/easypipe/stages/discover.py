@@ -123,7 +123,7 @@ def _in_memory(data: Any, split: str | None, look: Look) -> Iterable[Part]:
         for name in data if split is None else [split]:
             yield rows_part(open_object(data, split=name), {"data_files": data, "split": name}, name, look)
         return
-    source = open_object(data, split=split) if is_object(data) else InMemoryShardedSource(data)
+    source = open_object(data, split=split, counted=False) if is_object(data) else InMemoryShardedSource(data)
     yield rows_part(source, {"data_files": data}, split or TRAIN, look)
 
 

@@ -49,6 +49,9 @@ def check_input(dataset: Any) -> None:
     files = dataset.data_files
     if dataset.split is not None:
         parse_split(dataset.split)
+    if dataset.version is not None and not is_object(files):
+        problem = "has no effect: files, and rows in memory, are known by their content"
+        raise ConfigError(at="version", problem=problem, fix="Leave it out.")
     if dataset.token_files is not None and not is_tokens(dataset):
         raise ConfigError(
             at="token_files", problem="has no effect: these are no files of tokens", fix="Set type='tokens', or leave it out."
@@ -85,12 +88,23 @@ def split_of(dataset: Any) -> tuple[str | None, Part | None]:
     return (None, None) if dataset.split is None else parse_split(dataset.split)
 
 
-def open_input(dataset: Any, index_dir: Path | None) -> ShardedSource | None:
-    """The source of an input that is no plain file and no plain rows, all of its split; None for those."""
+def open_input(dataset: Any, index_dir: Path | None, *, num_rows: int | None = None, counted: bool = True) -> ShardedSource | None:
+    """The source of an input that is no plain file and no plain rows, all of its split; None for those.
+
+    num_rows, counted: of a source of users' own, how many of its rows are asked for, and whether they are counted before they are read.
+    """
     files = dataset.data_files
     split, part = split_of(dataset)
     if is_object(files):
-        return open_object(files, name=str(dataset.name), split=split)
+        return open_object(
+            files,
+            name=str(dataset.name),
+            split=split,
+            version=dataset.version,
+            num_rows=num_rows if part is None else None,
+            counted=counted or part is not None,
+            folder=index_dir,
+        )
     if is_hub(dataset):
         return HuggingFaceShardedSource(
             files,

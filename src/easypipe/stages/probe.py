@@ -180,13 +180,15 @@ def rows_part(source: ShardedSource, reads: Mapping[str, Any], split: str, look:
     """Rows in memory."""
     found = Candidate(files=(), format="memory", reads=reads, split=split)
     rows, notes = _first_rows(source, SAMPLE_ROWS)
+    counts = [shard.num_rows for shard in source.shards]
+    total = None if None in counts else sum(filter(None, counts))
     return part_of(
         found,
         files=(),
         schema=source.schema,
         rows=rows,
         notes=notes,
-        counted=(source.shards[0].num_rows, "memory", None),
+        counted=(None, None, "every row would be asked for") if total is None else (total, "memory", None),
         look=look,
         reads=reads,
     )
@@ -226,7 +228,8 @@ def part_of(
 
 def _first_rows(source: ShardedSource, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Up to `count` rows, and a note about those among them that are bad."""
-    batch, rejects = scan(source, 0, 0, min(count, source.shards[0].num_rows or 0))
+    known = source.shards[0].num_rows
+    batch, rejects = scan(source, 0, 0, count if known is None else min(count, known))
     kept = [name for name in batch.schema.names if name != ROW_NUMBER]
     bad = [reject for reject in rejects if not reject.benign]
     name = source.shards[0].name

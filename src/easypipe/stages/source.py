@@ -19,6 +19,7 @@ from easypipe.sources.hub import HuggingFaceShardedSource
 from easypipe.sources.limit import LimitedSource, select
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files, require_text_files
+from easypipe.sources.own import OwnSource
 from easypipe.sources.records import MAX_RECORD_BYTES
 from easypipe.sources.splits import PartialSource
 from easypipe.sources.tokens import TokenFilesConfig
@@ -44,7 +45,11 @@ class DatasetConfig:
 
     data_files: a path, glob, folder, URL or a list of those; a folder that `save()` wrote, or `datasets` with save_to_disk; a dataset of
         the Hub (`hf://datasets/owner/name`, or `owner/name` with type="huggingface"); rows in memory (an Arrow table, a list of dicts, a
-        dict of columns), a `datasets.Dataset`, a Grain data source, or anything that gives dicts by number.
+        dict of columns), a `datasets.Dataset`, a Grain data source, or anything that gives dicts by number; a source of your own (see
+        ShardedDataSource), or a function without arguments that yields dicts.
+    version: of the rows of an object whose content nobody looks at: a source of your own, a function, what gives dicts by number. Change
+        it when they change. None takes the object's attribute `version`; without one, rows by number are known by their content, and those
+        of the others are read anew in every process.
     name: how weights, reports and errors call it; None gives `dataset1`, `dataset2`, ... by position.
     type: the format, where the file names do not tell it. `tokens` reads `.npy`, raw `.bin` and Megatron's `.bin` with `.idx`;
         `huggingface` reads a dataset of the Hub.
@@ -99,6 +104,7 @@ class DatasetConfig:
     text_unit: TextUnit | None = None
     token_files: TokenFilesConfig | None = None
     num_rows: int | None = None
+    version: str | int | None = None
     tokenizer: TokenizerConfig | str | None = None
     tokenizer_kwargs: dict[str, Any] | None = None
     content_field: str = "text"
@@ -180,16 +186,23 @@ class SourceStage(BaseStage):
 
     def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
         opened = dict(data)
+        if not opened and not context.config.datasets:
+            raise no_datasets()
         for dataset in context.config.datasets:
             opened[dataset.name] = open_dataset(dataset, context, self.first_rows)
         return opened
+
+
+def no_datasets() -> ConfigError:
+    return ConfigError(at="datasets", problem="there is none", fix="Give at least one dataset.")
 
 
 def open_dataset(dataset: DatasetConfig, context: PipelineContext, first_rows: int | None = None) -> ShardedSource:
     """Raises MissingFileError where no file is, SourceError where a file is not what its name says."""
     files = dataset.data_files
     kind = None if dataset.type is None else READERS.get(dataset.type, dataset.type)
-    own = open_input(dataset, index_folder(dataset, context))
+    most = dataset.num_rows if first_rows is None else min(first_rows, dataset.num_rows or first_rows)
+    own = open_input(dataset, index_folder(dataset, context), num_rows=most, counted=not context.config.streaming)
     if own is not None:
         source: ShardedSource = own
     elif dataset.in_memory:
@@ -219,16 +232,16 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext, first_rows: i
             source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context), text_unit=unit)
         except ConfigError as error:
             raise error.under(f"datasets.{dataset.name}") from None
-    if first_rows is not None:
+    if first_rows is not None and most is not None:
         whole = dataset.text_unit == "file"  # every file is one row
         size, count = (MAX_RECORD_BYTES, first_rows) if whole else (HEAD_BYTES, 1)
         head = source.head(size, files=count) if isinstance(source, FileSource | HuggingFaceShardedSource) else source
-        return formatted(LimitedSource(_without_conflicts(head, dataset), min(first_rows, dataset.num_rows or first_rows)), dataset)
+        return formatted(LimitedSource(_without_conflicts(head, dataset), most), dataset)
     source = _without_conflicts(source, dataset)
     part = split_of(dataset)[1]
     if part is not None:
         source = PartialSource(source, part)
-    if dataset.num_rows is not None and (part is not None or not isinstance(source, ForwardSource)):
+    if dataset.num_rows is not None and (part is not None or not isinstance(source, ForwardSource | OwnSource)):
         source = LimitedSource(source, dataset.num_rows)
     return formatted(source, dataset)
 

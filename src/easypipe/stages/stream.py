@@ -198,7 +198,7 @@ class ForwardDocuments:
         for reject in rejects:
             counts[reject.reason] += getattr(reject, "count", 1)
         made = batch.num_rows - lengths["pieces"]  # rows that became documents
-        if not self.rows_are_bytes:  # some sources say only which rows they pass on
+        if not self.rows_are_bytes and self._source.shards[shard].num_rows is not None:  # some say only which rows they pass on
             counts["other"] += stop - start - made - sum(counts.values())
         mask = batch.column(LOSS_MASK).values.to_numpy()[first:last] if LOSS_MASK in batch.schema.names else None
         return Loaded(
