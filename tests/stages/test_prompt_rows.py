@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 import laws
 import strategies
 from chat_support import CHATML, MARKED, SHARED, chat_tokenizer, needs_shared, talk, talks, without_template
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig, load_tokenizer
+from easypipe import (
+    DatasetConfig,
+    LengthPolicy,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    SaveStageConfig,
+    load_tokenizer,
+)
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_IDS
 from easypipe.stages.tokenize import TokenizedShardedSource
@@ -406,11 +415,13 @@ def test_the_sft_example_runs_as_it_is_written(tmp_path: Path, monkeypatch: pyte
     assert steps > 2
 
 
-def test_a_cut_conversation_gets_its_eos_from_packing_and_the_ledger_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [None, LengthPolicy(), LengthPolicy(policy="trim_prompt_first")])
+def test_a_cut_conversation_ends_where_it_is_cut(tmp_path: Path, length: LengthPolicy | None) -> None:
+    """An EOS behind half an answer would teach the model to stop there."""
     rows = [{"messages": talk("hello", "a long answer " * 20)}, {"messages": talk("hi", "yes")}]
     tokenizer = load_tokenizer(chat_tokenizer())
     config = PipelineConfig(
-        datasets=[dataset(rows, tokenizer_kwargs={"max_length": 60}, train_on="all")], pack=PackStageConfig(seq_length=128),
+        datasets=[dataset(rows, tokenizer_kwargs={"max_length": 60}, length=length)], pack=PackStageConfig(seq_length=128),
         load=LoadStageConfig(batch_size=1, drop_last=False), seed=3, cache_dir=tmp_path,
     )  # fmt: skip
     pipeline = Pipeline.from_config(config).source().tokenize()
@@ -421,7 +432,10 @@ def test_a_cut_conversation_gets_its_eos_from_packing_and_the_ledger_says_so(tmp
     batch = next(iter(packed.load().build()))
     ids, labels = (np.asarray(batch[name])[0].tolist() for name in (INPUT_IDS, LABELS))
     at = next(i for i in range(len(ids)) if ids[i : i + 60] == stored[0][0])
-    assert (ids[at + 60], labels[at + 59]) == (tokenizer.eos_token_id, tokenizer.eos_token_id)  # a target, as the token before it is one
+    segments = np.asarray(batch[SEGMENT_IDS])[0].tolist()
+    assert labels[at + 58] == ids[at + 59] != tokenizer.eos_token_id  # the last token that was kept is a target, and nothing is behind it
+    assert segments[at + 59] != segments[at + 60]
+    assert labels[at + 59] == -100
     ledger = packed.ledger()
     assert ledger.find("tokenize", "chat", "tokens").out["truncated"] > 0
-    assert ledger.find("pack", "chat", "tokens").into["EOS"] == 1  # the other document ends with its own
+    assert "EOS" not in ledger.find("pack", "chat", "tokens").into  # the other document ends with its own

@@ -84,8 +84,9 @@ class PromptForm:
 
     def recipe(self, tokenizer: Tokenizer, *, refuted: bool) -> str:
         format = self.engine.format
+        open_end = ["cut ends are open"] if format.kind != "text" and _length(tokenizer) is not None else []
         what = (format.kind, refuted, BLANK_TEXTS, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
-        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths), *self._pair)
+        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths), *self._pair, *open_end)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Raises TokenizerError naming the row on which a template went beyond its limits."""

@@ -159,7 +159,7 @@ def encode_spans(
         tokens = np.repeat(kept, sizes)
         ids, mask, sizes = ids[tokens], mask[tokens], sizes[kept]
         offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    lost, counts, continued = int(cut.sum()), {}, None
+    lost, counts, continued = int(cut.sum()), {}, cut > 0
     if lengths is not None:
         before, numbers = _joined([part.before for part in found], np.int64)[kept], np.flatnonzero(kept)
         made = shape(Whole(offsets, ids, mask, before, added, lambda i: texts.texts[int(numbers[i])].as_py()), lengths, raw=raw)
@@ -191,7 +191,7 @@ def encode_spans(
 
 
 def _without_eos_inside(ends: NDArray[np.uint8], continued: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
-    """UInt8[n] has_eos: 1 for pieces that the next piece of their text follows too, as packing would teach the model to stop there."""
+    """UInt8[n] has_eos: 1 for documents too whose text goes on where they stop, as packing would teach the model to stop there."""
     return ends if continued is None else ends | continued
 
 

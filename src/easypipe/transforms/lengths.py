@@ -117,7 +117,8 @@ class Shaped(NamedTuple):
     """m documents made of n. origin Int64[m]: of which each is. refused: those of n that are too long. untrained: those of which nothing
     is left to train; a piece without a target is no document.
 
-    added Int64[m]: special tokens of each. continued Bool[m]: pieces behind which their text goes on in the next one. truncated: tokens
+    added Int64[m]: special tokens of each. continued Bool[m]: pieces behind which their text goes on in the next one, and documents with a
+    mask of their own that have lost their end. truncated: tokens
     of texts that are in no document. counts: for the ledger; documents over max_length by policy, `pieces`: documents more than texts,
     `overlap`: tokens of texts that are in a second document.
     """
@@ -184,6 +185,8 @@ def shape(whole: Whole, lengths: Lengths, *, raw: bool) -> Shaped:
             continued.append(len(origin) - 1)  # the rest has no target
         if made and len(origin) == before:
             untrained.append(i)
+    if whole.mask is not None and lengths.policy.policy != "split":
+        continued += unended
     new = np.concatenate([[0], np.cumsum([len(part) for part in index])]).astype(np.int64)
     at = np.concatenate(index) if index else np.zeros(0, np.int64)
     uses = np.bincount(at, minlength=len(ids))
