@@ -24,13 +24,13 @@ from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig
 from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
-from easypipe.train.mesh import check_batch_size, check_row_length, make_mesh
+from easypipe.train.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
 from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import find_pretrained
 from easypipe.train.plot import plot_run
 from easypipe.train.record import LEDGER, PLAN, recorded_seed
-from easypipe.train.trainer import Trainer, TrainResult
+from easypipe.train.trainer import Engine, TrainResult
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
@@ -91,7 +91,7 @@ def refuse(
         if pack is not None and pack.enabled:
             check_row_length(pack.seq_length, given["mesh"], at=f"{at}.pack.seq_length")
     check_batch_size(load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size")
-    trainer = Trainer(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
+    trainer = Engine(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
     unknown = () if run.train.steps is not None else ("train.steps",)
     trainer.check_checkpoint(unknown=unknown, loader=functools.partial(_known_loader, data, load))
 
@@ -105,7 +105,7 @@ def train(
     """
     inputs = inputs_of(run, prepared, progress=progress)
     resolved = dataclasses.replace(inputs.run, model=with_vocabulary(run.model, inputs.tokens))
-    trainer = Trainer(
+    trainer = Engine(
         resolved.model,
         run.train,
         inputs.train,
@@ -145,16 +145,22 @@ class Inputs:
 
 
 def inputs_of(
-    run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent, model: Any = None, **trainer: Any
+    run: RunConfig,
+    prepared: Prepared | None = None,
+    *,
+    progress: ProgressListener = silent,
+    model: Any = None,
+    mesh: Any = None,
+    **trainer: Any,
 ) -> Inputs:
     """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what preparing raises, and what `refuse` raises.
 
-    model: what is trained on them; None: that of `run`. trainer: its options.
+    model: what is trained on them; None: that of `run`. mesh: None makes that of `run.train`. trainer: its other options.
     """
     _check_mesh(run)
     initialize(run.train.distributed)
-    run, mesh = _completed(run), make_mesh(run.train.mesh, at="train.mesh")
-    check = functools.partial(refuse, run, run.model if model is None else model, **trainer)
+    run, mesh = _completed(run), make_mesh(run.train.mesh, at="train.mesh") if mesh is None else checked_mesh(mesh)
+    check = functools.partial(refuse, run, run.model if model is None else model, mesh=mesh, **trainer)
     if prepared is None:
         prepared = prepare_data(run.data, run.eval, progress=progress, check=check)
     info = _check_data(run, prepared.data, prepared.held_out)

@@ -27,7 +27,7 @@ from easypipe.train.distributed import initialize
 from easypipe.train.distributed_config import DistributedConfig
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.record import recorded_seed
-from easypipe.train.trainer import Trainer, TrainResult
+from easypipe.train.trainer import Engine, TrainResult
 
 log = logging.getLogger("easypipe")
 
@@ -128,7 +128,7 @@ def train(run: ClassifyConfig, inputs: Inputs | None = None, *, listener: TrainL
     inputs = inputs_of(run) if inputs is None else inputs
     evals = {} if inputs.val is None else {VAL: inputs.val}
     resolved = inputs.run
-    return Trainer(resolved.model, run.train, inputs.train, evals, run_config=to_dict(resolved), listener=listener).run()
+    return Engine(resolved.model, run.train, inputs.train, evals, run_config=to_dict(resolved), listener=listener).run()
 
 
 @dataclass(frozen=True, kw_only=True)

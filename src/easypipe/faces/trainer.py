@@ -1,9 +1,8 @@
-"""`Trainer(model="owner/model", data=...)`: a model is fine-tuned on data that is named, in one line."""
+"""Trainer: a model, its training, and loaders or data that is named: `Trainer("owner/model", data=...)` fine-tunes in one line."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,45 @@ from easypipe.run import RunConfig, check_vocabulary, inputs_of, with_vocabulary
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.pack import PackStageConfig
 from easypipe.stages.source import DatasetConfig
-from easypipe.train import trainer as engine
-from easypipe.train.config import TrainingConfig
+from easypipe.train.callbacks.config import CallbacksConfig
+from easypipe.train.config import LossConfig, TrainingConfig
+from easypipe.train.events import Callback, TrainListener
+from easypipe.train.mesh_config import MeshConfig
 from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
+from easypipe.train.optim_config import OptimizerConfig
+from easypipe.train.trainer import Engine, TrainResult
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple)
-_EITHER = ("optimizer", "loss")  # fields of TrainingConfig, and arguments of the engine's Trainer
+# Fields of TrainingConfig that are arguments from Python too: told apart by what is given.
+_EITHER = {"optimizer": OptimizerConfig, "loss": LossConfig, "callbacks": CallbacksConfig, "mesh": MeshConfig}
 _FIELDS = {one.name for one in dataclasses.fields(TrainingConfig)}
 
 
-class Trainer(engine.Trainer):
-    """`Trainer("owner/model", data=[DatasetConfig(...)], seq_length=2048, output_dir="runs/a", lora=LoraConfig()).run().save("tuned")`.
+class Trainer(Engine):
+    """`Trainer(ModelConfig(...), TrainingConfig(...), loader, {"held_out": other}).run()`, or, with data in place of loaders,
+    `Trainer("owner/model", data=[DatasetConfig(...)], seq_length=2048, output_dir="runs/a", lora=LoraConfig()).run().save("tuned")`.
 
-    Everything that `easypipe.train.trainer.Trainer` takes, and in place of its loaders:
-
-    data: a PipelineConfig, or a YAML file with one (a run's config: its `data`), or datasets. Tokenized and planned here, when the Trainer
-        is made, unless that was done before. Its tokenizer, where it names none, is that of a published model.
-    evals: held-out data by name, each as `data` or a loader.
-    seq_length: tokens of a packed row; datasets alone need it. batch_size: rows of a batch; None: LoadStageConfig's.
+    model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are
+        read onto the mesh when the run begins; a function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied;
+        or a Flax Linen module, through nnx.bridge.
+    config: options of TrainingConfig may be given by name too, in place of it or to change it.
+    train: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and segment_ids and position_ids where rows are
+        packed. A batch is the batch of one optimizer step.
+    data: in place of `train`: a PipelineConfig, or a YAML file with one (a run's config: its `data`), or datasets. Tokenized and planned
+        here, when the Trainer is made, unless that was done before. Its tokenizer, where it names none, is that of a published model.
+    evals: held-out data by name, each a loader or as `data`.
+    seq_length: tokens of a packed row of `data`; datasets alone need it. batch_size: rows of a batch; None: LoadStageConfig's.
     progress: hears how preparing goes; None: a line on the terminal.
-    Options of TrainingConfig may be given by name, in place of `config` or to change it.
+    loss: a function of (module, batch), in place of next-token cross entropy: it gives the mean over the batch's targets, `(mean, {name:
+        mean})`, or a LossOutput of sums (docs/training.md); or options of the built-in loss, as TrainingConfig has them.
+    optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included; or options.
+    callbacks: Callback objects (easypipe.train.events), besides those that the config names; or callbacks by name, as it has them.
+    mesh: a jax.sharding.Mesh with the axes of `easypipe.train.mesh.make_mesh`, which a loader shall have too, so that its batches are used
+        where they lie; or what TrainingConfig takes.
+    listener: any function of the run's events. run_config: the resolved configuration of the whole run, kept in every checkpoint.
+    tokenizer: name or path of the one that made the tokens; recorded, so that it can be saved with the model.
     """
 
     def __init__(
@@ -52,15 +68,24 @@ class Trainer(engine.Trainer):
         seq_length: int | None = None,
         batch_size: int | None = None,
         progress: ProgressListener | None = None,
-        **options: Any,
+        loss: Any = None,
+        optimizer: Any = None,
+        callbacks: Sequence[Callback] | CallbacksConfig | Mapping[str, Any] | None = None,
+        mesh: Any = None,
+        listener: TrainListener | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        tokenizer: str | None = None,
+        **fields: Any,
     ) -> None:
-        """Raises what the engine's Trainer raises, and what preparing data raises."""
-        changes = {
-            name: options.pop(name) for name in list(options) if name in _FIELDS and (name not in _EITHER or _is_config(options[name]))
-        }
-        own = {name for name, one in inspect.signature(engine.Trainer.__init__).parameters.items() if one.kind is one.KEYWORD_ONLY}
-        if unknown := [name for name in options if name not in own]:
-            have = sorted({*own, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
+        """Raises ConfigError and PlacementError for what cannot run, what load_pretrained raises for a published model, and what preparing
+        data raises.
+        """
+        given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh, "listener": listener}
+        given |= {"run_config": run_config, "tokenizer": tokenizer}
+        options = {name: value for name, value in given.items() if value is not None}
+        changes = fields | {name: options.pop(name) for name, kind in _EITHER.items() if _is_config(options.get(name), kind)}
+        if unknown := [name for name in fields if name not in _FIELDS]:
+            have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
             raise ConfigError(
                 at=unknown[0],
                 problem="no such option of Trainer",
@@ -94,19 +119,19 @@ class Trainer(engine.Trainer):
             model = with_vocabulary(model, inputs.tokens)
         resolved = to_dict(dataclasses.replace(inputs.run, model=model)) if named else to_dict(inputs.run) | {"model": None}
         loaders = {name: inputs.evals[name] if name in inputs.evals else loaded[name] for name in evals or {}}
-        given = {"run_config": resolved, "mesh": inputs.mesh, "tokenizer": inputs.tokens.tokenizer, **options}
-        super().__init__(model, config, inputs.train, loaders, **given)
+        known = {"run_config": resolved, "mesh": inputs.mesh, "tokenizer": inputs.tokens.tokenizer, **options}
+        super().__init__(model, config, inputs.train, loaders, **known)
         if self.origin.config is not None:
             check_vocabulary("model", self.origin.config, inputs.tokens, "Train it on the tokens of its own tokenizer.")
         self._inputs = inputs
 
-    def run(self) -> engine.TrainResult:
+    def run(self) -> TrainResult:
         return super().run() if self._inputs is None else self._inputs.around(super().run, writes=self.writes)
 
 
-def _is_config(given: Any) -> bool:
-    """Whether it is TrainingConfig's, or a transformation or a function for the engine."""
-    return isinstance(given, Mapping) or dataclasses.is_dataclass(given)
+def _is_config(given: Any, kind: type) -> bool:
+    """Whether it is a value of TrainingConfig's field, of that kind, or something from Python."""
+    return isinstance(given, Mapping | str | kind)
 
 
 def _pipeline(at: str, data: Any, seq_length: int | None, batch_size: int | None) -> PipelineConfig:

@@ -31,7 +31,7 @@ from easypipe.train.mesh import check_row_length, make_mesh
 from easypipe.train.peak import Device, known_device
 from easypipe.train.roofline import Roofline, roofline
 from easypipe.train.topology import topology
-from easypipe.train.trainer import Trainer
+from easypipe.train.trainer import Engine
 
 PACKED = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 
@@ -115,7 +115,7 @@ def plan_step(
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
     told = dataclasses.replace(train, steps=train.steps or MANY_STEPS, callbacks=CallbacksConfig())
-    trainer = Trainer(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
+    trainer = Engine(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
     batch = _abstract_batch(mesh, columns, batch_size, seq_length, accumulation_steps)

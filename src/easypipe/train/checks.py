@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,23 @@ from easypipe.core.errors import ConfigError, StateError, did_you_mean
 from easypipe.core.protocols import BatchLoader
 from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, key_paths, listed
 from easypipe.train.config import TrainingConfig
+from easypipe.train.events import Callback
 
 LOADER_PARTS = ("sources", "tokenizer", "config", "plan")  # what a loader's state is compared by
 ENDED = "ended"  # in resume_changes: a run that stopped for good goes on
 MUST_MATCH = ("optimizer", "loss", "steps", "seed", "accumulate_steps")  # of TrainingConfig: what decides the numbers
 IF_THERE = ("lora", "preference")  # these too; compared only where there is one, so that it is told whether there was
 MANY_STEPS = 1_000_000  # for a run whose length its data decides: the length of the schedule is a constant of the program
+
+
+def checked_callbacks(given: Any) -> tuple[Callback, ...]:
+    """Raises ConfigError for what are no callbacks."""
+    given = (given,) if isinstance(given, Callback) else given
+    for i, one in enumerate(given if isinstance(given, Iterable) and not isinstance(given, str) else (given,)):
+        if not (callable(one) and hasattr(one, "state") and hasattr(one, "restore")) or isinstance(one, type):
+            fix = "Make an object of a class that extends easypipe.train.events.Callback; those with names stand in a mapping: {best: {}}."
+            raise ConfigError(at=f"callbacks[{i}]", problem=f"{one!r} is no Callback", fix=fix)
+    return tuple(given)
 
 
 class Shapes:

@@ -39,7 +39,7 @@ class HeldOut:
 
     def evaluate(self, step: EvalStep, state: TrainState, mesh: Mesh, heard: Callable[[int], None]) -> dict[str, Any]:
         """loss and nll (nats a token, over all targets of all batches, the short last one included), ppl, what the loss tells besides, and
-        num_targets.
+        num_targets. nll and ppl are None of a loss that gives no nll.
 
         heard: called with the number of batches seen. Raises TrainError where nothing is a target.
         """
@@ -62,7 +62,8 @@ class HeldOut:
         if not math.isfinite(loss):
             raise TrainError(at=f"eval.{self.name}", problem=f"the held-out loss is {loss}", fix="Look for labels outside the vocabulary.")
         more = {name: math.fsum(float(out.more[name]) for out in outs) / num_targets for name in outs[0].more}
-        return {"loss": loss, "nll": nll, "ppl": perplexity(nll), **more, "num_targets": num_targets}
+        told = nll if math.isfinite(nll) else None
+        return {"loss": loss, "nll": told, "ppl": perplexity(nll), **more, "num_targets": num_targets}
 
 
 def held_out(evals: Mapping[str, BatchLoader], *, max_batches: int | None) -> tuple[HeldOut, ...]:

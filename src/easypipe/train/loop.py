@@ -19,7 +19,7 @@ from easypipe.train.state import TrainState
 from easypipe.train.watch import Watch
 
 if TYPE_CHECKING:
-    from easypipe.train.trainer import Trainer
+    from easypipe.train.trainer import Engine
 
 logger = logging.getLogger("easypipe")
 
@@ -28,7 +28,7 @@ class Loop:
     """Runs `trainer` from a state to its last step."""
 
     def __init__(
-        self, trainer: Trainer, checkpoints: Checkpoints, metrics: MetricsFile, rollbacks: MetricsFile, stop: StopSignals, watch: Watch
+        self, trainer: Engine, checkpoints: Checkpoints, metrics: MetricsFile, rollbacks: MetricsFile, stop: StopSignals, watch: Watch
     ) -> None:
         self._trainer, self._config, self._steps = trainer, trainer.config, trainer.steps
         self._checkpoints, self._metrics, self._rollbacks = checkpoints, metrics, rollbacks

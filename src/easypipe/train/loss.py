@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
@@ -30,6 +31,13 @@ from easypipe.train.mesh_config import axes_of
 logger = logging.getLogger("easypipe")
 
 
+# What a line of metrics.jsonl has of its own; `nll` and `ppl` are measured by the loss.
+RECORDED = frozenset({
+    "step", "loss", "ppl", "grad_norm", "param_norm", "skipped", "learning_rate", "num_tokens", "num_targets", "fill", "trained_share",
+    "tokens_per_second", "mfu", "mfu_palm", "data_wait", "peak_memory", "eval",
+})  # fmt: skip
+
+
 class LossOutput(NamedTuple):
     """Sums over tokens, so that micro-batches and processes add up exactly; divide by `num_targets` once, at the end."""
 
@@ -37,6 +45,59 @@ class LossOutput(NamedTuple):
     num_targets: Int[Array, ""]  # labels that are not IGNORE; int32
     nll_sum: Float[Array, ""]  # cross entropy alone, in nats, for perplexity; carries no gradient
     more: Mapping[str, Array] = {}  # further sums by name, which records tell divided by `num_targets`
+
+
+Loss = LossOutput | Array | tuple[Array, Mapping[str, Array]]
+LossFn = Callable[[Any, Mapping[str, Array]], Loss]
+
+
+class AsSums:
+    """A loss of one's own as one that gives sums, which is what micro-batches, processes and the batches of an evaluation add up.
+
+    loss: of (module, batch), called while it is traced. It gives one of three:
+    a scalar, the mean over the batch's targets;
+    `(scalar, {name: scalar})`, further means over them, which records tell under their names;
+    a LossOutput of sums.
+    Targets are labels that are not -100. A mean is multiplied by their number. Of means, `nll` (and
+    with it `ppl`) is told only where the loss gives one under that name. Calling raises ConfigError for what is none of the three.
+    of_means: whether it gave means when it was last called: of a micro-batch without targets such a gradient may be 0 / 0, and is none.
+    """
+
+    def __init__(self, loss: LossFn) -> None:
+        self._loss, self.of_means = loss, False
+
+    def __call__(self, model: Any, batch: Mapping[str, Array]) -> LossOutput:
+        out: Any = self._loss(model, batch)
+        self.of_means = not isinstance(out, LossOutput)
+        if isinstance(out, LossOutput):
+            return out
+        mean, told = out if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping) else (out, {})
+        num_targets = _num_targets(batch)
+        total = _sum_of(mean, num_targets, "")
+        more = {str(name): jax.lax.stop_gradient(_sum_of(value, num_targets, str(name))) for name, value in told.items()}
+        if taken := sorted(more.keys() & RECORDED):
+            problem = "is the name of something that every record has"
+            raise ConfigError(at=f"loss, {taken[0]!r}", problem=problem, have=sorted(more), fix="Give it another.")
+        return LossOutput(total, num_targets, more.pop("nll", jnp.full((), jnp.nan)), more)
+
+
+def _sum_of(mean: Any, count: Array, name: str) -> Array:
+    """A mean over `count` targets as a sum; 0 where there are none."""
+    array = jnp.asarray(mean) if isinstance(mean, Array | np.ndarray | np.generic | float | int) else None
+    if array is None or array.shape or jnp.iscomplexobj(array):
+        problem = f"gave {type(mean).__name__ if array is None else f'{array.dtype} of shape {array.shape}'}"
+        if name:
+            raise ConfigError(at=f"loss, {name!r}", problem=problem, fix="Give a scalar, the mean over the batch's targets.")
+        ways = "a scalar, the mean over the batch's targets; (scalar, {name: scalar}); or a LossOutput of sums"
+        raise ConfigError(at="loss", problem=problem, fix=f"A loss gives {ways}.")
+    return jnp.where(count > 0, array.astype(jnp.promote_types(array.dtype, jnp.float32)), 0) * count
+
+
+def _num_targets(batch: Mapping[str, Array]) -> Array:
+    if "labels" not in batch:
+        problem = "gave a mean, and without labels in the batch it is not known over how many targets"
+        raise ConfigError(at="loss", problem=problem, have=sorted(batch), fix="Give a LossOutput of sums, with num_targets.")
+    return (batch["labels"] != IGNORE).sum(dtype=jnp.int32)
 
 
 def loss_sums(

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from easypipe.core.errors import ConfigError
 from easypipe.train.axes import TOKEN_AXES, constrain
 from easypipe.train.flops import segment_sums
-from easypipe.train.loss import LossOutput
+from easypipe.train.loss import AsSums, LossFn, LossOutput
 from easypipe.train.optim import Optimizer
 from easypipe.train.state import ModelLayout, TrainState, abstract_state, gradient_places, shardings
 
 MORE = "more/"  # before the names of what a loss tells besides
 
-LossFn = Callable[[Any, Mapping[str, jax.Array]], LossOutput]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array], Mapping[str, jax.Array]], LossOutput]
@@ -55,22 +55,25 @@ def make_train_step(
     Call inside `state.on(layout.mesh)`.
     """
     places, summed = shardings(abstract_state(layout, optimizer)), gradient_places(layout)
+    added, curvature = AsSums(loss), AsSums(curvature_loss or loss)
 
     def sums(params: Any, rest: Any, batch: Any) -> tuple[jax.Array, tuple[LossOutput, Any]]:
         model = layout.merge(params, rest)
-        out = loss(model, batch)
+        out = added(model, batch)
         return out.loss_sum, (out, layout.split(model)[1])
 
     def gradients(params: Any, rest: Any, batch: Any) -> tuple[Any, LossOutput, Any]:
         (_, (out, rest)), grads = jax.value_and_grad(sums, has_aux=True)(params, rest, batch)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if added.of_means and accumulate_steps > 1:
+            grads = jax.tree.map(lambda g: jnp.where(out.num_targets > 0, g, 0), grads)
         return jax.lax.with_sharding_constraint(grads, summed), _float32(out), rest
 
     def objective(state: TrainState, batch: Mapping[str, jax.Array]) -> Callable[[Any], jax.Array]:
         first = batch if accumulate_steps == 1 else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
 
         def mean(params: Any) -> jax.Array:
-            out = (curvature_loss or loss)(layout.merge(params, state.rest), first)
+            out = curvature(layout.merge(params, state.rest), first)
             return out.loss_sum / jnp.maximum(out.num_targets, 1)
 
         return mean
@@ -106,11 +109,12 @@ def make_train_step(
 
 def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
     """`(params, rest, batch) -> LossOutput` of sums, compiled, with dropout and the like switched off. Call inside `state.on(mesh)`."""
+    added = AsSums(loss)
 
     def step(params: Any, rest: Any, batch: Any) -> LossOutput:
         model = layout.merge(params, rest)
         model.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
-        return _float32(loss(model, batch))
+        return _float32(added(model, batch))
 
     return jax.jit(step)
 
@@ -144,7 +148,13 @@ def _float32(out: LossOutput) -> LossOutput:
 
 def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
     """What is counted as tokens: [..., B, S]. Rows of something else (images) count as one each, by their labels [..., B]."""
-    return batch["input_ids"] if "input_ids" in batch else batch["labels"][..., None]
+    if "input_ids" in batch:
+        return batch["input_ids"]
+    if "labels" not in batch:
+        raise ConfigError(
+            at="batch", problem="has neither input_ids nor labels", have=sorted(batch), fix="Name what is to be predicted `labels`."
+        )
+    return batch["labels"][..., None]
 
 
 def _count(batch: Mapping[str, jax.Array], windows: Sequence[int | None]) -> Metrics:

@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+import easypipe
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, StateError, TrainError
 from easypipe.core.protocols import BatchLoader
@@ -35,6 +36,7 @@ from easypipe.train.checks import (
     check_newest,
     check_resume,
     check_same,
+    checked_callbacks,
     is_under,
     loader_state,
     micro_batches,
@@ -47,7 +49,7 @@ from easypipe.train.events import Callback, Control, TrainEvent, TrainListener, 
 from easypipe.train.flops import adapter_flops, flops_from_sums, palm_flops_per_step, windows
 from easypipe.train.loop import Loop
 from easypipe.train.lora import fingerprint
-from easypipe.train.loss import LossOutput, default_loss
+from easypipe.train.loss import LossFn, LossOutput, default_loss
 from easypipe.train.memory import out_of_memory
 from easypipe.train.mesh import check_batch_size, checked_mesh, make_mesh
 from easypipe.train.mesh_config import mesh_config
@@ -64,7 +66,7 @@ from easypipe.train.preference import Reference, preference_loss
 from easypipe.train.record import write_config, write_fingerprints, write_versions
 from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import StopSignals
-from easypipe.train.step import LossFn, make_eval_step, make_train_step
+from easypipe.train.step import make_eval_step, make_train_step
 from easypipe.train.watch import Watch
 
 logger = logging.getLogger("easypipe")
@@ -93,16 +95,17 @@ class TrainResult:
         return save_pretrained(self.model, path, tokenizer=self.tokenizer if tokenizer is None else tokenizer)
 
 
-class Trainer:
-    """`Trainer(ModelConfig(...), TrainingConfig(...), loader, {"held_out": other}).run()`.
+class Engine:
+    """What `easypipe.Trainer`, which takes all of this and data besides, is made of; the rest of this package trains with it.
 
     model: a ModelConfig or ClassifierConfig; a published model, by its folder or Hub name (more in a PretrainedConfig), whose files are
     read onto the mesh when the run begins; a function of nnx.Rngs that builds an nnx.Module; such a module, whose arrays are copied; or a
     Flax Linen module, through nnx.bridge.
     train, evals: anything that is a BatchLoader; batches have input_ids and labels, Int32[B, S], and segment_ids and position_ids
     where rows are packed. A batch is the batch of one optimizer step.
-    loss: `(module, batch) -> LossOutput` of sums; default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`; for
-    others, which give logits when they are called, `logits_loss_sums`.
+    loss: a function of (module, batch) that gives a mean over the batch's targets, such a mean and further ones by name, or a LossOutput
+    of sums (see easypipe.train.loss.AsSums); default: `loss_sums`, for modules that have Decoder's `hidden` and `lm_head`; for others,
+    which give logits when they are called, `logits_loss_sums`.
     run_config: the resolved configuration of the whole run, kept in every checkpoint for whoever reads it later.
     listener, callbacks: hear how the run goes; see easypipe.train.events.
     optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
@@ -149,7 +152,7 @@ class Trainer:
         self._own_optimizer = optimizer is not None
         self._frozen: dict[str, Any] = {}
         self._run_config = to_dict(run_config or {})
-        self._given, measured = tuple(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
+        self._given, measured = checked_callbacks(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
         self._named = make_callbacks(config.callbacks, self.output_dir, measured, run_config=self._run_config, process=jax.process_index())
         self.callbacks = (*self._given, *self._named.values())
         check_changes(config.resume_changes, self._identity())
@@ -397,3 +400,9 @@ class Trainer:
 
         devices = [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
         return Meter(None if config is None else flops, None if peak is None else peak * self.mesh.size, devices)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Trainer":  # under the name that it has always had here; it stands on a higher floor
+        return easypipe.Trainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

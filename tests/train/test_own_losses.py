@@ -1,0 +1,203 @@
+"""`easypipe.Trainer` takes what its engine takes; a loss of one's own gives a mean, means by name, or sums."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import easypipe
+from easypipe import Trainer
+from easypipe.core.errors import ConfigError
+from easypipe.core.schema import IGNORE
+from easypipe.train.events import Callback
+from easypipe.train.loss import RECORDED, LossOutput
+from easypipe.train.mesh import make_mesh
+from easypipe.train.metrics import read_metrics
+from pipelines import jsonl, texts, tokenizer
+from train.runs import Arithmetic, Tiny, settings
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+MESH = make_mesh(devices=jax.devices()[:1])
+
+
+def each(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """The cross entropy of every label, and which count."""
+    logits = model.hidden(batch["input_ids"]) @ model.lm_head()
+    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+    return nll, batch["labels"] != IGNORE
+
+
+def sums(model: Any, batch: Any) -> LossOutput:
+    nll, counted = each(model, batch)
+    total = (nll * counted).sum()
+    return LossOutput(total, counted.sum(), jax.lax.stop_gradient(total), {"sharp": ((nll < 2) & counted).sum().astype(jnp.float32)})
+
+
+def mean(model: Any, batch: Any) -> jax.Array:
+    nll, counted = each(model, batch)
+    return nll.mean(where=counted)  # 0 / 0 where nothing counts
+
+
+def means(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    nll, counted = each(model, batch)
+    loss = nll.mean(where=counted)
+    return loss, {"nll": loss, "sharp": (nll < 2).mean(where=counted)}
+
+
+class Uneven(Arithmetic):
+    """Batches whose micro-batches have unlike numbers of targets, one of them none."""
+
+    def batch(self, t: int) -> dict[str, np.ndarray]:
+        made = super().batch(t)
+        made["labels"][1::4] = IGNORE
+        made["labels"][2::4, 3:] = IGNORE
+        return made
+
+
+def train(loss: Any, folder: Path, accumulate: int = 1) -> list[dict[str, Any]]:
+    config = settings(folder, steps=4, accumulate_steps=accumulate, optimizer={"learning_rate": 0.05})
+    Trainer(Tiny, config, Uneven(), {"held": Uneven(3, seed=5, last=3)}, loss=loss, mesh=MESH).run()
+    return read_metrics(folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def by_sums(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(sums, tmp_path_factory.mktemp("sums"))
+
+
+@pytest.mark.parametrize(("loss", "accumulate"), [(means, 4), (mean, 1)])
+def test_means_train_as_their_sums_do(by_sums: list[dict[str, Any]], loss: Any, accumulate: int, tmp_path: Path) -> None:
+    records = train(loss, tmp_path, accumulate)
+    for wanted, got in zip(by_sums, records, strict=True):
+        assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert got["num_targets"] == wanted["num_targets"]
+        for key in ("nll", "ppl"):  # which only the loss can know
+            assert got[key] == (pytest.approx(wanted[key], rel=1e-5) if loss is means else None)
+        assert ("sharp" in got) == (loss is means)
+        assert got.get("sharp", wanted["sharp"]) == pytest.approx(wanted["sharp"], abs=1e-5)
+    assert by_sums[-1]["loss"] < by_sums[0]["loss"]
+    seen, wanted = records[-1]["eval"]["held"], by_sums[-1]["eval"]["held"]
+    told = wanted if loss is means else {"loss": wanted["loss"], "nll": None, "ppl": None, "num_targets": wanted["num_targets"]}
+    assert seen == {key: value if value is None else pytest.approx(value, rel=1e-5) for key, value in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda nll: nll, r"loss: gave float32 of shape \(8, 12\)\. A loss gives a scalar, the mean over the batch's targets; \(scalar"),
+        (lambda nll: {"loss": nll.mean()}, r"loss: gave dict\. A loss gives"),
+        (lambda nll: (nll.sum(), 1, 2), r"loss: gave tuple\. A loss gives .* or a LossOutput of sums"),
+        (lambda nll: (nll.mean(), {"each": nll.mean(0)}), r"loss, 'each': gave float32 of shape \(12,\)\. Give a scalar"),
+        (lambda nll: (nll.mean(), {"grad_norm": nll.mean()}), r"loss, 'grad_norm': is the name of something that every record has"),
+    ],
+)
+def test_what_is_no_loss_is_refused(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(Tiny, settings(tmp_path, steps=3), Arithmetic(), loss=lambda model, batch: given(each(model, batch)[0]), mesh=MESH).run()
+
+
+def test_a_mean_over_what_nobody_has_counted_is_refused(tmp_path: Path) -> None:
+    class Bare(Arithmetic):
+        def batch(self, t: int) -> dict[str, np.ndarray]:
+            return {"input_ids": super().batch(t)["input_ids"]}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return model.hidden(batch["input_ids"]).mean()
+
+    with pytest.raises(ConfigError, match=r"loss: gave a mean, and without labels.*Give a LossOutput of sums, with num_targets"):
+        Trainer(Tiny, settings(tmp_path / "a", steps=3), Bare(), loss=loss, mesh=MESH).run()
+
+    def counted(model: Any, batch: Any) -> LossOutput:
+        return LossOutput(loss(model, batch) * batch["input_ids"].size, jnp.int32(batch["input_ids"].size), jnp.float32(0))
+
+    last = Trainer(Tiny, settings(tmp_path / "b", steps=3), Bare(), loss=counted, mesh=MESH).run().last
+    assert math.isfinite(last["loss"])
+
+
+def test_names_of_a_record_are_refused_of_a_loss(by_sums: list[dict[str, Any]]) -> None:
+    assert by_sums[-1].keys() - {"nll", "sharp"} == RECORDED
+
+
+class Heard(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step(self, event: Any) -> None:
+        self.steps.append(event.step)
+
+
+def test_one_class_under_one_name() -> None:
+    from easypipe.train import trainer
+
+    assert trainer.Trainer is easypipe.Trainer is Trainer
+    assert Trainer.__name__ == "Trainer"
+    with pytest.raises(AttributeError, match="has no attribute 'Traner'"):
+        _ = trainer.Traner
+
+
+@pytest.mark.parametrize("by", ["loader", "data"])
+def test_callbacks_mesh_loss_and_optimizer_from_python(by: str, tmp_path: Path) -> None:
+    import optax
+
+    heard = Heard()
+    options: dict[str, Any] = {
+        "steps": 2,
+        "output_dir": str(tmp_path / "run"),
+        "callbacks": [heard],
+        "mesh": MESH,
+        "loss": means,
+        "optimizer": optax.sgd(0.1),
+    }
+    if by == "loader":
+        trainer = Trainer(Tiny, train=Arithmetic(), **options)
+    else:
+
+        def model(rngs: nnx.Rngs) -> nnx.Module:
+            made = Tiny(rngs)
+            made.table = nnx.Embed(400, 8, rngs=rngs)
+            return made
+
+        rows = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(40)])
+        data = easypipe.DatasetConfig(data_files=str(rows), tokenizer=tokenizer())
+        trainer = Trainer(model, data=data, seq_length=16, batch_size=4, progress=lambda event: None, **options)
+    assert trainer.mesh is MESH
+    assert trainer.callbacks == (heard,)
+    last = trainer.run().last
+    assert heard.steps == [1, 2]
+    assert "sharp" in last
+    assert "learning_rate" not in last  # an optimizer from Python tells none
+
+
+def test_the_same_names_with_options(tmp_path: Path) -> None:
+    given = {"mesh": "fsdp", "callbacks": {"heartbeat": {}}, "loss": {"z_loss": 0.1}, "optimizer": {"learning_rate": 0.1}}
+    config = Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), **given).config
+    assert (config.loss.z_loss, config.optimizer.learning_rate) == (0.1, 0.1)
+    assert config.mesh == "fsdp"
+    assert config.callbacks.heartbeat is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"callbacks": [Heard]}, r"callbacks\[0\]: <class .*Heard'> is no Callback"),
+        ({"callbacks": ["early_stopping"]}, r"callbacks\[0\]: 'early_stopping' is no Callback.*stand in a mapping: \{best: \{\}\}"),
+        ({"callbacks": 3}, r"callbacks\[0\]: 3 is no Callback"),
+        ({"callbacks": {"early_stoping": {}}}, r"callbacks\.early_stoping: unknown key.*Did you mean 'early_stopping'"),
+        ({"mesh": jax.make_mesh((1,), ("data",))}, r"mesh: has no axis fsdp"),
+        ({"mesh": "fspd"}, r"mesh.*fspd"),
+        ({"callback": []}, r"callback: no such option of Trainer.*Did you mean 'callbacks'"),
+    ],
+)
+def test_what_is_none_of_them_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), **given)
+    assert Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), callbacks=Heard()).callbacks  # one alone will do
