@@ -27,12 +27,13 @@ from easypipe.faces.data_module import DataModuleProtocol, UniversalDataModule
 from easypipe.faces.data_pipeline import DataPipeline, DataPipelineConfig
 from easypipe.faces.datasets import PreprocessedDataset, StreamingPreprocessedDataset, create_preprocessed_dataset
 from easypipe.faces.images import ImagesConfig
+from easypipe.faces.language import LanguageModelingDataCollator
 from easypipe.faces.loaders import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory
 from easypipe.faces.masking import create_masked_lm_collate
 from easypipe.faces.micro import BPETokenizer, TransformerDataset, create_dataloaders, train_tokenizer
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.faces.trainer import Trainer
-from easypipe.faces.vision import create_vision_collate
+from easypipe.faces.vision import VisionDataCollator, create_vision_collate
 from easypipe.jobs import tokenize_and_save
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.explain import ExplainedBatch
@@ -41,22 +42,28 @@ from easypipe.loader.state import LoaderState
 from easypipe.pipeline import Pipeline, create_pipeline
 from easypipe.previews.samples import Preview, preview
 from easypipe.run import RunConfig
+from easypipe.sources.arrow import ArrowShardedSource
 from easypipe.sources.cache import TokenCache
+from easypipe.sources.csv import CsvShardedSource
 from easypipe.sources.hub import HuggingFaceShardedSource
+from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.megatron import write_megatron
+from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.parquet import ParquetShardedSource
 from easypipe.sources.tokens import TokenFilesConfig
+from easypipe.sources.txt import TextShardedSource
 from easypipe.stages.config import OrderConfig, PipelineConfig
 from easypipe.stages.discover import discover
 from easypipe.stages.discovery import Discovery
 from easypipe.stages.interleave import InterleavedSource, block_mixture_interleave
 from easypipe.stages.mix import MixedShardedSource, MixStageConfig
-from easypipe.stages.pack import PackStageConfig
+from easypipe.stages.pack import PackedShardedSource, PackStageConfig
 from easypipe.stages.plan_report import PlanReport
 from easypipe.stages.save import SaveReport, SaveStageConfig
 from easypipe.stages.saved import load_saved
 from easypipe.stages.schedule import WeightSchedulePoint, WeightScheduler
 from easypipe.stages.source import DatasetConfig
-from easypipe.stages.tokenize import TokenizeStageConfig
+from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStageConfig
 from easypipe.stages.verify import Verification, verify
 from easypipe.train.checkpoint_manager import CheckpointManager
 from easypipe.train.classifier_config import ClassifierConfig
@@ -80,6 +87,7 @@ from easypipe.transforms.transformed import TransformedSource
 __version__: str
 
 __all__ = [
+    "ArrowShardedSource",
     "AsyncDataLoader",
     "BPETokenizer",
     "BaseStage",
@@ -92,6 +100,7 @@ __all__ = [
     "CollatorRegistry",
     "Combine",
     "ConfigError",
+    "CsvShardedSource",
     "DataLoaderBuilder",
     "DataLoaderConfig",
     "DataLoaderFactory",
@@ -114,7 +123,10 @@ __all__ = [
     "FilterNonEmpty",
     "HuggingFaceShardedSource",
     "ImagesConfig",
+    "InMemoryShardedSource",
     "InterleavedSource",
+    "JsonShardedSource",
+    "LanguageModelingDataCollator",
     "Ledger",
     "LedgerError",
     "LengthPolicy",
@@ -132,6 +144,8 @@ __all__ = [
     "OrderConfig",
     "OutputSchema",
     "PackStageConfig",
+    "PackedShardedSource",
+    "ParquetShardedSource",
     "Pipeline",
     "PipelineConfig",
     "PipelineContext",
@@ -160,9 +174,11 @@ __all__ = [
     "StorageError",
     "StreamingPreprocessedDataset",
     "TaskSpec",
+    "TextShardedSource",
     "TokenCache",
     "TokenFilesConfig",
     "TokenizeStageConfig",
+    "TokenizedShardedSource",
     "Tokenizer",
     "TokenizerConfig",
     "TokenizerError",
@@ -174,6 +190,7 @@ __all__ = [
     "TransformerDataset",
     "UniversalDataModule",
     "Verification",
+    "VisionDataCollator",
     "WeightSchedulePoint",
     "WeightScheduler",
     "__version__",

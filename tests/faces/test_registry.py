@@ -120,8 +120,9 @@ def test_unknown_names_and_options_are_refused():
         registry.get_collator(collator_name="text", padding_sid="left")
     with pytest.raises(ConfigError, match="collator 'default', option 'tokenizer': unknown"):
         registry.get_collator(tokenizer="x")
-    with pytest.raises(ConfigError, match=r"collator 'seq2seq', option 'decoder_start_token_id': is needed.*TaskSpec\(options="):
-        registry.get_collator(collator_name="seq2seq")
+    registry.register("needy", modality="text", task_type="needs")(lambda task_spec=None, *, it: it)
+    with pytest.raises(ConfigError, match=r"collator 'needy', option 'it': is needed.*TaskSpec\(options="):
+        registry.get_collator(collator_name="needy")
     with pytest.raises(ConfigError, match=r"task_spec: 'lm' is no TaskSpec. Give one, or choose by collator_name"):
         registry.get_collator("lm")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="modality: is empty"):

@@ -6,6 +6,7 @@ B rows of a batch · T slots, the longest row's or `max_length`.  A row is a map
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,7 +26,10 @@ from easypipe.core.schema import (
     SEGMENT_IDS,
     OutputSchema,
 )
+from easypipe.faces.text_rows import as_tokenizer, pad_of
 from easypipe.loader.collate import CollateConfig, collate, row_width
+
+log = logging.getLogger("easypipe")
 
 Side = Literal["right", "left"]
 Tensors = bool | Literal["np", "jax"]
@@ -215,13 +219,14 @@ def create_causal_lm_collate(
 
 
 def create_seq2seq_collate(
-    pad_token_id: int = 0,
+    pad_token_id: int | None = None,
     label_pad_token_id: int = IGNORE,
     padding_side: Side = "right",
     max_length: int | None = None,
     return_tensors: Tensors = True,
     *,
-    decoder_start_token_id: int,
+    decoder_start_token_id: int | None = None,
+    tokenizer: Any = None,
     max_target_length: int | None = None,
     schema: OutputSchema | None = None,
 ) -> Seq2SeqCollator:
@@ -229,7 +234,16 @@ def create_seq2seq_collate(
 
     `decoder_input_ids[t]` is the label at t - 1, `decoder_start_token_id` at 0; so decoders need no shift of their own. Int32: `input_ids`,
     `attention_mask` [B, T], `decoder_input_ids`, `decoder_attention_mask`, `labels` [B, U]. max_target_length: U; None: the longest.
+    tokenizer: names what is not given: its pad token (else its EOS, else 0 pads), and the token that starts the decoder, which is its BOS
+    or, where it has none, its pad token. Without a tokenizer too the pad token starts, which a warning says.
     """
+    own = None if tokenizer is None else as_tokenizer(tokenizer)
+    if pad_token_id is None:
+        pad_token_id = 0 if own is None else pad_of(own)
+    if decoder_start_token_id is None:
+        decoder_start_token_id = pad_token_id if own is None or own.bos_token_id is None else own.bos_token_id
+        if own is None:
+            log.warning("seq2seq: the pad token, %d, starts the decoder: no decoder_start_token_id or tokenizer was given", pad_token_id)
     padding = _padding(pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
     return Seq2SeqCollator(padding=padding, decoder_start_token_id=decoder_start_token_id, max_target_length=max_target_length)
 

@@ -16,7 +16,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
 from easypipe.faces.collators import create_causal_lm_collate
-from easypipe.faces.text_rows import tokenizer_config
+from easypipe.faces.text_rows import pad_of, tokenizer_config
 from easypipe.interop.workers import known_to_torch, shares_rows, torch_worker
 from easypipe.loader.items import fingerprint_of
 from easypipe.loader.ranks import check_rank
@@ -221,8 +221,7 @@ def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
 
 
 def _collator_of(engine: PromptEngine) -> Any:
-    tokenizer = engine.tokenizer
-    return create_causal_lm_collate(next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0))
+    return create_causal_lm_collate(pad_of(engine.tokenizer))
 
 
 def _recipe(engine: PromptEngine) -> str:

@@ -34,7 +34,7 @@ class ImagesConfig:
     """Rows with an image and a label, and how they become batches.
 
     data_files, type, split: as DatasetConfig has them: a path, glob or list of parquet, Arrow or JSON files, rows in memory, a dataset of
-        the Hub. Images are what VisionCollator takes: encoded bytes, `{bytes, path}`, arrays of 0 to 255 or of floats.
+        the Hub. Images are what VisionDataCollator takes: encoded bytes, `{bytes, path}`, arrays of 0 to 255 or of floats.
     val_files: rows of the same kind to evaluate on, all of them. val_split: in their place a share of data_files, drawn by the seed and
         not trained on.
     image_column, label_column: where they stand. Labels are classes from 0, or names.

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.schema import TaskSpec
 from easypipe.faces.collators import create_causal_lm_collate, create_seq2seq_collate, default_collate
+from easypipe.faces.language import LanguageModelingDataCollator
 from easypipe.faces.masking import create_masked_lm_collate
-from easypipe.faces.text_rows import as_tokenizer, encoding
 from easypipe.faces.vision import MultimodalCollator, create_vision_collate
 
 log = logging.getLogger("easypipe")
@@ -160,17 +160,11 @@ def _instance() -> CollatorRegistry:
 
 
 def _text(tokenizer: Any = None, max_length: int | None = None, pad_token_id: int | None = None, **options: Any) -> Callable[..., Any]:
-    made = create_causal_lm_collate(max_length=max_length, **_padded(tokenizer, pad_token_id), **options)
-    return encoding(tokenizer, max_length, made)
+    return LanguageModelingDataCollator(tokenizer, max_length=max_length, pad_token_id=pad_token_id, **options)
 
 
 def _masked_lm(tokenizer: Any = None, max_length: int | None = None, **options: Any) -> Callable[..., Any]:
-    known = None if tokenizer is None else as_tokenizer(tokenizer)
-    return encoding(tokenizer, max_length, create_masked_lm_collate(known, max_length=max_length, **options))
-
-
-def _seq2seq(tokenizer: Any = None, pad_token_id: int | None = None, **options: Any) -> Callable[..., Any]:
-    return create_seq2seq_collate(**_padded(tokenizer, pad_token_id), **options)
+    return LanguageModelingDataCollator(tokenizer, True, max_length=max_length, **options)
 
 
 def _multimodal(tokenizer: Any = None, max_length: int | None = None, **vision: Any) -> Callable[..., Any]:
@@ -179,13 +173,6 @@ def _multimodal(tokenizer: Any = None, max_length: int | None = None, **vision: 
 
 def _default() -> Callable[..., Any]:
     return default_collate
-
-
-def _padded(tokenizer: Any, pad_token_id: int | None) -> Mapping[str, int]:
-    if pad_token_id is None and tokenizer is not None:
-        own = as_tokenizer(tokenizer)
-        pad_token_id = next((i for i in (own.pad_token_id, own.eos_token_id) if i is not None), 0)
-    return {} if pad_token_id is None else {"pad_token_id": pad_token_id}
 
 
 def _builtins() -> list[Registered]:
@@ -210,7 +197,7 @@ def _builtins() -> list[Registered]:
             modality="text",
             task_type="masked_lm",
         ),
-        own("seq2seq", _seq2seq, "encoder and decoder inputs", create_seq2seq_collate, modality="text", task_type="seq2seq"),
+        own("seq2seq", create_seq2seq_collate, "encoder and decoder inputs", modality="text", task_type="seq2seq"),
         own("vision", create_vision_collate, "images: decode, resize, normalise"),
         own("multimodal", _multimodal, "an image and tokens in each row", create_vision_collate),
         own(DEFAULT, _default, "arrays stacked as they are"),

@@ -45,6 +45,11 @@ def as_tokenizer(tokenizer: Any, *, max_length: int | None = None) -> Tokenizer:
     return load_tokenizer(tokenizer_config(tokenizer, max_length=max_length))
 
 
+def pad_of(tokenizer: Any) -> int:
+    """The token that fills rows up: the tokenizer's own, else its EOS, else 0."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
 def encoding(tokenizer: Any, max_length: int | None, collator: Any) -> Callable[..., Any]:
     """`collator`, for rows of text too where there is a tokenizer; texts are cut at max_length."""
     return collator if tokenizer is None else EncodingCollator(tokenizer=as_tokenizer(tokenizer, max_length=max_length), collator=collator)

@@ -31,7 +31,7 @@ Preset = Literal["imagenet", "cifar10"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionCollator:
+class VisionDataCollator:
     """See create_vision_collate."""
 
     normalize: bool = True
@@ -45,6 +45,10 @@ class VisionCollator:
     schema: OutputSchema = field(default_factory=OutputSchema)
 
     def __post_init__(self) -> None:
+        for name in ("mean", "std", "image_size"):  # lists, and one number for both sides
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, (given, given) if isinstance(given, int) else tuple(given))
         if self.preset not in PRESETS:
             fix = did_you_mean(self.preset, PRESETS) or "Give mean and std for others."
             raise ConfigError(at="preset", problem=f"no preset {self.preset!r}", have=PRESETS, fix=fix)
@@ -129,7 +133,7 @@ def create_vision_collate(
     channels_last: bool = True,
     return_tensors: Tensors = True,
     schema: OutputSchema | None = None,
-) -> VisionCollator:
+) -> VisionDataCollator:
     """Rows with an image (`pixel_values`, `image` or `img`) and maybe a label (`labels` or `label`), as dicts or (image, label) tuples.
 
     Images: encoded bytes, paths, Pillow images, what `datasets` gives ({"bytes", "path"}), or arrays [H, W], [H, W, C] or [C, H, W]: whole
@@ -137,13 +141,11 @@ def create_vision_collate(
     channel, of `preset` or one's own `mean` and `std`. image_size: resize to it (bilinear, antialiased); None: all images of a batch have
     one size. channels: 1 makes colours grey, 3 repeats grey. channels_last: [B, H, W, C], as JAX wants it; False: [B, C, H, W].
     """
-    size: Any = (image_size, image_size) if isinstance(image_size, int) else image_size
-    return VisionCollator(
+    own: Any = {"mean": mean, "std": std, "image_size": image_size}
+    return VisionDataCollator(
         normalize=normalize,
         preset=preset,
-        mean=None if mean is None else tuple(mean),
-        std=None if std is None else tuple(std),
-        image_size=None if size is None else tuple(size),
+        **own,
         channels=channels,
         channels_last=channels_last,
         return_tensors=return_tensors,
@@ -155,7 +157,7 @@ def create_vision_collate(
 class MultimodalCollator:
     """Rows with an image and tokens: each part by a collator of its own, in one batch. `labels` are those of the text."""
 
-    vision: VisionCollator
+    vision: VisionDataCollator
     text: Any
 
     @property
@@ -253,4 +255,6 @@ def _pillow(at: str) -> Any:
     return Image
 
 
-__all__ = ["PRESETS", "MultimodalCollator", "VisionCollator", "create_vision_collate"]
+VisionCollator = VisionDataCollator  # its name before
+
+__all__ = ["PRESETS", "MultimodalCollator", "VisionCollator", "VisionDataCollator", "create_vision_collate"]

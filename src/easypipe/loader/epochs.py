@@ -72,6 +72,14 @@ class EpochLoader(Loader):
         loader.restore(state, allow_changed)
         self._enter(loader, state.epoch)
 
+    def __next__(self) -> dict[str, Any]:
+        """As Loader's; behind the end of a pass, which raises StopIteration, it goes on with the pass that an iteration would begin."""
+        try:
+            return super().__next__()
+        except StopIteration:
+            self._kept = None
+            raise
+
     def copy(self, config: LoadStageConfig | None = None) -> EpochLoader:
         return EpochLoader(lambda epoch: self._made(epoch).copy(config))
 
@@ -82,13 +90,16 @@ class EpochLoader(Loader):
         return EpochLoader(lambda epoch: self._made(epoch).of_rank(rank, world_size))
 
     def _ended(self) -> None:
-        self.set_epoch(self.epoch + (self.config.num_epochs or 1))
-        self._told(self.epoch)
+        kept, epoch = self._kept, self.epoch + (self.config.num_epochs or 1)
+        self.set_epoch(epoch)
+        self._kept = kept
+        self._told(epoch)
 
     def _enter(self, loader: Loader, epoch: int) -> None:
         """Goes on in the place of `loader`."""
         self.rows, self._order, self._seed, self.epoch = loader.rows, loader._order, loader._seed, epoch
         self._yielded, self._entry, self._restored = loader._yielded, loader._entry, loader._restored
+        self._kept, self._kept_entry = None, loader._kept_entry
         self._newest += 1
         for known in ("_settings", "_words", "_components"):
             vars(self).pop(known, None)

@@ -8,6 +8,7 @@ position a row's place in the order of reading (order.py)
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -38,7 +39,8 @@ class Loader:
 
     Law (determinism): batch `t` is byte-equal for any number of processes, workers and batches in flight. Law (exact resume): after
     `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
-    Every `iter(loader)` starts at the first batch, the one after `restore` at the restored one. `state()` belongs to the newest iteration.
+    Every `iter(loader)` starts at the first batch, the one after `restore` at the restored one. `next(loader)` is the next batch of one
+    iteration that the loader keeps, which no other one moves. `state()` belongs to the newest iteration.
     rows: PlannedRows or StoredRows. decoder, remember: for `explain`, the tokenizer of each dataset, and what keeps the plan's checkpoints.
     seed: of the permutations of `shuffle_buffer_size` and `group_by_length`; without them, it changes nothing.
     Raises PlacementError where batch and mesh do not fit, ConfigError where `num_epochs` is not that of the rows.
@@ -76,12 +78,25 @@ class Loader:
         self._width = self._fixed_width()
         self._yielded = 0  # batches before the next one of the newest iteration
         self._restored: LoaderState | None = None  # for the next iteration
+        self._kept: Iterator[dict[str, Any]] | None = None  # of `next(loader)`, once it has begun
+        self._kept_entry: LoaderState | None = None  # where it begins
         self._entry: LoaderState | None = None  # of the newest iteration
         self._newest = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._entry, self._restored = self._restored, None
-        self._yielded = 0 if self._entry is None else self._entry.batch
+        entry, self._restored = self._restored, None
+        return self._begin(entry)
+
+    def __next__(self) -> dict[str, Any]:
+        """The next batch of the iteration that the loader keeps: begun at the first batch or, after `restore`, at the restored one."""
+        if self._kept is None:
+            entry, self._kept_entry = self._kept_entry, None
+            self._kept = self._begin(entry)
+        return next(self._kept)
+
+    def _begin(self, entry: LoaderState | None) -> Iterator[dict[str, Any]]:
+        self._entry = entry
+        self._yielded = 0 if entry is None else entry.batch
         self._newest += 1
         return Batches(self, self._yielded, self._newest, self._counted())
 
@@ -202,8 +217,8 @@ class Loader:
                 problem=f"that run had ended with a batch short of {short} rows, and now there are more",
                 fix="Restore an earlier state, or set drop_last=True in runs that are to be prolonged.",
             )
-        self._restored = self._entry = state
-        self._yielded = state.batch
+        self._restored = self._entry = self._kept_entry = state
+        self._yielded, self._kept = state.batch, None
         self._newest += 1  # an iteration under way no longer moves `state()`
 
     def _counted(self, entry: LoaderState | None = None) -> Steps:
@@ -339,7 +354,7 @@ class Batches(Iterator[dict[str, Any]]):
 
     def __init__(self, loader: Loader, start: int, number: int, steps: Steps) -> None:
         settings = loader.config
-        self._loader = loader
+        self._loader = weakref.ref(loader)  # which may keep this iteration
         self._number = number
         self._index = start
         make = partial(copy.copy(loader)._make, steps=steps)  # of these rows, whatever pass the loader goes to meanwhile
@@ -359,13 +374,18 @@ class Batches(Iterator[dict[str, Any]]):
         try:
             batch = next(self._made)
         except StopIteration:
-            if self._loader._newest == self._number:
-                self._loader._ended()
+            if (loader := self._newest_of()) is not None:
+                loader._ended()
             raise
         self._index += 1
-        if self._loader._newest == self._number:
-            self._loader._yielded = self._index
+        if (loader := self._newest_of()) is not None:
+            loader._yielded = self._index
         return batch
 
     def close(self) -> None:
         self._made.close()
+
+    def _newest_of(self) -> Loader | None:
+        """The loader, while this is its newest iteration."""
+        loader = self._loader()
+        return loader if loader is not None and loader._newest == self._number else None

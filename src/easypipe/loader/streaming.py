@@ -121,11 +121,22 @@ class StreamLoader:
         )
         self._identity = dict(identity)
         self._restored: After | None = None
+        self._kept: Iterator[dict[str, Any]] | None = None  # of `next(loader)`, once it has begun
+        self._kept_entry = After(0, ())  # where it begins
         self._latest = After(0, ())
         self._newest = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         entry, self._restored = self._restored or After(0, ()), None
+        return self._begin(entry)
+
+    def __next__(self) -> dict[str, Any]:
+        """The next batch of the iteration that the loader keeps: begun at the first batch or, after `restore`, at the restored one."""
+        if self._kept is None:
+            self._kept = self._begin(self._kept_entry)
+        return next(self._kept)
+
+    def _begin(self, entry: After) -> Iterator[dict[str, Any]]:
         self._latest = entry
         self._newest += 1
         return StreamBatches(self, entry, self._newest)
@@ -174,7 +185,8 @@ class StreamLoader:
         if len(texts) != (self.spec.num_streams if state.batch else 0):
             raise StateError(at="loader state", problem=f"{len(texts)} streams after batch {state.batch}", fix="Restore another state.")
         streams = [Numbered(number, StreamState.from_text(text, len(self.job.sources))) for number, text in enumerate(texts)]
-        self._restored = self._latest = After(state.batch, tuple(streams))
+        self._restored = self._latest = self._kept_entry = After(state.batch, tuple(streams))
+        self._kept = None
         self._newest += 1
 
     def explain(self, step: int, row: int | None = None) -> Any:
