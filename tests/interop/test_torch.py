@@ -65,9 +65,24 @@ def test_law_exact_resume():
     other = TorchBatches(loader())
     other.load_state_dict(state)
     assert [batch["labels"].tolist() for batch in other] == wanted[3:]
-    assert [batch["labels"].tolist() for batch in other] == wanted  # the next pass begins at its start
+    second = [batch["labels"].tolist() for batch in other]  # the next pass, in its own order
+    assert second != wanted
+    other.set_epoch(0)
+    assert [[batch["labels"].tolist() for batch in other] for _ in range(2)] == [wanted, second]
+    with pytest.raises(ConfigError, match="begins at its first batch every time"):
+        TorchBatches(loader().loader(0)).set_epoch(1)
     with pytest.raises(StateError, match=r"no state of an easypipe loader: it has .'step'."):
         other.load_state_dict({"step": 3})
+
+
+def test_workers_go_through_the_passes():
+    passes = [[batch["labels"].tolist() for batch in TorchBatches(loader().loader(epoch))] for epoch in range(2)]
+    kept = DataLoader(TorchBatches(loader(num_workers=0)), batch_size=None, num_workers=2, persistent_workers=True, timeout=60)
+    assert [[batch["labels"].tolist() for batch in kept] for _ in range(2)] == passes
+    data = TorchBatches(loader(num_workers=0))
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        assert [batch["labels"].tolist() for batch in DataLoader(data, batch_size=None, num_workers=2, timeout=60)] == passes[epoch]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])

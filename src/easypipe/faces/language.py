@@ -42,7 +42,7 @@ class LanguageModelingDataCollator:
             if mlm
             else create_causal_lm_collate(max_length=max_length, **options)
         )
-        self._collate = encoding(tokenizer, max_length, made)
+        self._collate: Any = encoding(tokenizer, max_length, made)
 
     @property
     def recipe(self) -> Any:
