@@ -20,6 +20,7 @@ from easypipe.loader import streaming_window
 from easypipe.loader.streaming import StreamLoader
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
+from easypipe.plan.turns import in_order_of_streams
 from laws import assert_conserved, assert_contiguous, assert_exact_resume, assert_rows_well_formed, assert_same_batches
 from strategies import examples
 
@@ -52,12 +53,13 @@ def columns(batches: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def whole_documents(columns: dict[str, np.ndarray], streams: int, batch_size: int) -> Counter[tuple[int, ...]]:
-    """The documents of rows that stand in the order of their streams, put together where rows cut them; they end with EOS, once."""
+def whole_documents(columns: dict[str, np.ndarray], loader: StreamLoader) -> Counter[tuple[int, ...]]:
+    """The documents of a whole pass, rows in the order of their streams, put together where rows cut them; they end with EOS, once."""
     found: Counter[tuple[int, ...]] = Counter()
-    each = batch_size // streams
-    of = np.arange(len(columns[INPUT_IDS])) % batch_size // each
-    for stream in range(streams):
+    ends = np.array([StreamState.from_text(text, len(loader.job.sources)).first_row for text in loader.state().hint])
+    total, size = len(columns[INPUT_IDS]), loader.batch_size
+    of = np.concatenate([in_order_of_streams(ends, start, start + size)[0] for start in range(0, total, size)])
+    for stream in range(len(ends)):
         ids = columns[INPUT_IDS][of == stream][columns[SEGMENT_IDS][of == stream] > 0]
         ends = np.flatnonzero(ids == EOS)
         found.update(tuple(part.tolist()) for part in np.split(ids, ends[:-1] + 1))
@@ -127,7 +129,7 @@ def test_any_run_holds_each_token_once_and_resumes(
         assert_rows_well_formed(rows)
     if stop == "all_exhausted" and len(batches) < 200:
         expected = Counter((*row[INPUT_IDS], EOS) for dataset in options["datasets"] for row in dataset.data_files)
-        assert whole_documents(rows, streams, 4) == expected
+        assert whole_documents(rows, loader) == expected
     if stop == "restart":
         assert (rows[SEGMENT_IDS] > 0).all(), "an endless run has no padding"
     assert_exact_resume(make, min(16, len(batches)), stops=[min(at, len(batches))], hops=(2, 1))
@@ -188,10 +190,11 @@ def test_weights_change_at_the_row_and_epochs_end_their_run(tmp_path: Path) -> N
         begun = set(batch[INPUT_IDS][np.isin(batch[INPUT_IDS], (10, 11))].tolist())
         assert begun == {10 if step < 3 else 11}
         assert (batch[SEGMENT_IDS] > 0).all()
-    both = columns(list(build(tmp_path, load={"num_epochs": 2, "batch_size": 1}, num_streams=1, **data)))
+    twice = build(tmp_path, load={"num_epochs": 2, "batch_size": 1}, num_streams=1, **data)
+    both = columns(list(twice))
     ragged = (both[SEGMENT_IDS] == 0).any(axis=1)
     assert ragged.sum() == 2, "the last row of each epoch"
-    assert whole_documents(both, 1, 1).total() == 2 * 150
+    assert whole_documents(both, twice).total() == 2 * 150
 
 
 def test_threads_change_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laws
-from easypipe import ConfigError, DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, StageOrderError, load_tokenizer
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    LoadStageConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    SaveStageConfig,
+    StageOrderError,
+    load_tokenizer,
+)
+from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS, SOURCE
 from easypipe.plan.window import Planner
 from easypipe.stages.mix import block_weights
@@ -309,3 +320,23 @@ def test_conservation(
     source = pipeline.get_data()["mixed"]
     segments = source.read(0, 0, source.shards[0].num_rows).column(SEGMENT_IDS).flatten().to_numpy()
     assert pipeline.ledger().find("pack", "mixed", "slots").out.get("tokens", 0) == np.count_nonzero(segments)
+
+
+@pytest.mark.parametrize("num_epochs", [1, None])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(tmp_path: Path, streaming: bool, num_epochs: int | None) -> None:
+    datasets = [DatasetConfig(name="d", data_files=[{"text": "word " * 50}] * 5)]
+    pack = PackStageConfig(seq_length=16, oversize="drop")
+    wrong = r"pack\.oversize: of 5 documents none fits a row of 16 tokens\. Raise pack\.seq_length, or set pack\.oversize to 'split' or"
+    load = LoadStageConfig(batch_size=1, num_epochs=num_epochs)
+
+    def packed() -> Pipeline:
+        more = {"streaming": True, "num_streams": 1} if streaming else {}
+        return Pipeline(config(tmp_path, datasets=datasets, pack=pack, load=load, **more)).source().tokenize().pack()
+
+    with pytest.raises(PlanError, match=wrong):
+        next(iter(packed().load().build()))
+    if not streaming and num_epochs:
+        with pytest.raises(PlanError, match=wrong):
+            packed().save(SaveStageConfig(output_dir=tmp_path / "out")).build()
+        assert not list((tmp_path / "out").glob("part-*"))

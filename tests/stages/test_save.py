@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -47,7 +48,7 @@ from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.stages import sizes
-from easypipe.stages.card import CARD, public_name, size_category
+from easypipe.stages.card import CARD, HUB_CARD, YAML, public_name, size_category
 from easypipe.stages.layout import default_shard_bytes, edges_by_bytes, edges_by_size
 from easypipe.stages.save import parse_bytes
 from easypipe.stages.saved import MANIFEST, SavedSource, schema_to_text
@@ -81,7 +82,7 @@ def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: st
     assert again.tokens == source.tokens
     laws.assert_stateless_reads(again)
     laws.assert_conserved(report.ledger)
-    files = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name not in (MANIFEST, CARD))
+    files = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name not in (MANIFEST, CARD, YAML))
     assert len(files) == 3
     assert all(name.endswith(f"-of-00003{CODECS[kind][codec]}") for name in files)
 
@@ -200,7 +201,7 @@ def test_another_run_is_refused_until_overwrite_replaces_it(tmp_path: Path) -> N
     assert "holds another saved run" in str(caught.value)
     assert "in 3 parquet shards. Choose another folder, or set overwrite=True to replace it." in str(caught.value)
     packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)).build()
-    assert set(contents(out)) & old == {MANIFEST, CARD}
+    assert set(contents(out)) & old == {MANIFEST, CARD, YAML}
     assert len(SavedSource(out).manifest.shards) == 2
 
 
@@ -544,14 +545,14 @@ def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None 
     finally:
         storage.set_fault_hook(None)
     assert folder.resumed_shards >= 1
-    assert order[-2:] == [CARD, MANIFEST], "the manifest is the commit"
+    assert order[-3:] == [CARD, YAML, MANIFEST], "the manifest is the commit"
     assert packed(tmp_path).save(save).build().folders[0].up_to_date
     assert again(url, tmp_path, storage_options).equals(table(packed(tmp_path).get_data()["mixed"]))
     assert table(load_saved(url, storage_options)).num_rows == folder.num_rows
     fs, root = storage.filesystem(url, storage_options)
     fs.invalidate_cache()
     names = [str(name).rpartition("/")[2] for name in fs.ls(root, detail=False)]
-    assert sorted(names) == sorted([CARD, MANIFEST, *(shard.name for shard in load_saved(url, storage_options).manifest.shards)])
+    assert sorted(names) == sorted([CARD, YAML, MANIFEST, *(shard.name for shard in load_saved(url, storage_options).manifest.shards)])
 
 
 def test_memory_filesystem(tmp_path: Path) -> None:
@@ -579,7 +580,7 @@ def test_where_it_lies_changes_nothing(tmp_path: Path, store: Store) -> None:
     url = f"{store.new()}/out"
     packed(tmp_path).save(SaveStageConfig(output_dir=url, storage_options=store.options)).build()
     written = store.files(url)
-    assert len(written) == 3
+    assert len(written) == 4
     for data in written.values():
         assert SECRET.encode() not in data, "credentials stay out of what is written"
     here = tmp_path / "out"
@@ -621,7 +622,7 @@ def test_two_processes_replace_what_stands_there(tmp_path: Path) -> None:
     assert all(one.startswith("saved ") for one in said)
     source = load_saved(tmp_path / "out")
     assert table(source).num_rows == source.manifest.num_rows
-    assert set(contents(tmp_path / "out")) == {CARD, MANIFEST, *(shard.name for shard in source.manifest.shards)}
+    assert set(contents(tmp_path / "out")) == {CARD, YAML, MANIFEST, *(shard.name for shard in source.manifest.shards)}
 
 
 def test_two_machines_save_into_one_bucket(tmp_path: Path, gs: Store) -> None:
@@ -695,11 +696,33 @@ def test_the_call_in_the_card_loads_the_rows(tmp_path: Path, kind: str) -> None:
     assert table(names["source"]).equals(table(pipeline.get_data()["mixed"]))
 
 
-def test_the_card_makes_datasets_read_the_shards_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", list(CODECS))
+def test_other_readers_open_the_folder(tmp_path: Path, kind: str) -> None:
+    """pandas and pyarrow take every file of a folder for data whose name begins with neither `_` nor `.`."""
+    out = tmp_path / "out"
+    packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, format=kind)).build()
+    expected = table(load_saved(out)).column("input_ids").to_pylist()
+    if kind == "parquet":
+        assert pyarrow.dataset.dataset(out).to_table().column("input_ids").to_pylist() == expected
+        pandas = pytest.importorskip("pandas")
+        assert [list(row) for row in pandas.read_parquet(out)["input_ids"]] == expected
+    found = pyarrow.dataset.dataset(out, format="json" if kind == "jsonl" else kind)
+    assert found.to_table().column("input_ids").to_pylist() == expected
     datasets = pytest.importorskip("datasets")
-    packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)).build()
-    rows = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "hf"))
-    assert rows["input_ids"] == table(load_saved(tmp_path / "out")).column("input_ids").to_pylist()
+    rows = datasets.load_dataset(str(out), split="train", cache_dir=str(tmp_path / "hf"))
+    assert rows["input_ids"] == expected
+
+
+def test_a_folder_of_an_earlier_easypipe_opens_and_loses_its_readme(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    packed(tmp_path).save(SaveStageConfig(output_dir=out)).build()
+    expected = table(load_saved(out))
+    (out / CARD).rename(out / HUB_CARD)
+    (out / YAML).unlink()
+    assert table(load_saved(out)).equals(expected)
+    assert packed(tmp_path).save(SaveStageConfig(output_dir=out)).build().folders[0].up_to_date
+    assert not (out / HUB_CARD).exists()
+    assert pyarrow.dataset.dataset(out).count_rows() == expected.num_rows
 
 
 def test_a_card_of_ones_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -709,11 +732,14 @@ def test_a_card_of_ones_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     first = (out / CARD).read_text()
     packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)).build()
     assert (out / CARD).read_text() != first, "easypipe's own is brought up to date"
-    (out / CARD).write_text("# What I say about it")
+    for name in (CARD, HUB_CARD):
+        (out / name).write_text("# What I say about it")
+    (out / YAML).unlink()
     with caplog.at_level("INFO", logger="easypipe"):
         packed(tmp_path).save(save).build()
-    assert (out / CARD).read_text() == "# What I say about it"
-    assert "is not easypipe's, it stays as it is" in caplog.text
+    assert (out / CARD).read_text() == (out / HUB_CARD).read_text() == "# What I say about it"
+    assert caplog.text.count("is not easypipe's, it stays as it is") == 2
+    assert not (out / YAML).exists(), "datasets reads what the README.md says"
 
 
 @pytest.mark.parametrize(("rows", "words"), [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (5 * 10**8, "100M<n<1B"), (10**12, "n>1T")])

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, PlacementError, SourceError, StallError, StateError
+from easypipe.core.errors import ConfigError, PlacementError, PlanError, SourceError, StallError, StateError
 from easypipe.core.ledger import Ledger
 from easypipe.loader.collate import CollateConfig, known_width
 from easypipe.loader.options import LoadStageConfig
@@ -37,6 +37,7 @@ from easypipe.loader.streaming_make import After, Job, Maker, Numbered, Shape
 from easypipe.loader.streaming_read import Forward
 from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.loader.streaming_state import StreamState
+from easypipe.plan.pack import nothing_fits
 from easypipe.plan.spec import in_words
 
 log = logging.getLogger("easypipe")
@@ -269,9 +270,12 @@ def _cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def _no_batch(loader: StreamLoader, books: Books | None) -> SourceError:
+def _no_batch(loader: StreamLoader, books: Books | None) -> SourceError | PlanError:
     """Training would end before it begins, as if the data had."""
-    entries = ledger_of(books or Books(), [source.name for source in loader.job.sources], loader.spec).entries
+    books = books or Books()
+    if loader.spec.pack is not None and books.all_dropped:
+        return nothing_fits(books.all_dropped, loader.spec.pack)
+    entries = ledger_of(books, [source.name for source in loader.job.sources], loader.spec).entries
     read = [
         f"{one.dataset!r}: {', '.join(f'{count} {what}' for what, count in one.out.items()) or 'no row'}"
         for one in entries

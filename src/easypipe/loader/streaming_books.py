@@ -60,6 +60,12 @@ class Books:
             whole.packed_rows += part.packed_rows
         return whole
 
+    @property
+    def all_dropped(self) -> int:
+        """How many documents were drawn, where each of them was longer than a row and left out; else 0."""
+        known = dict(zip(FIELDS, self.table.sum(axis=0).tolist(), strict=True))
+        return known["draws"] if known["draws"] == known["docs_dropped"] else 0
+
     def begin_pass(self, dataset: int, share: Mapping[str, int], before: Mapping[str, int]) -> None:
         self.shares.setdefault(dataset, Counter()).update(share)
         self.shares_before.setdefault(dataset, Counter()).update(before)

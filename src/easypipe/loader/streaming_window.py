@@ -21,7 +21,7 @@ from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
 from easypipe.loader.streaming_state import StreamState
 from easypipe.plan import mix, tally, turns
 from easypipe.plan.order import permute
-from easypipe.plan.pack import OVERSIZE, Layout, PackSpec, cut_stream, one_row_each, pack_window
+from easypipe.plan.pack import OVERSIZE, Layout, PackSpec, cut_stream, nothing_fits, one_row_each, pack_window
 from easypipe.plan.schedule import normalized
 from easypipe.plan.stairs import fit
 
@@ -343,6 +343,8 @@ class Windows:
                 cut=drawn.cut,
             )
         last = self.spec.last_epoch
+        if first_row == self._end_row and last is None and self.spec.pack is not None and self._books.all_dropped:
+            raise nothing_fits(self._books.all_dropped, self.spec.pack)
         if first_row == self._end_row and last is None:
             raise ConfigError(
                 at="num_streams",

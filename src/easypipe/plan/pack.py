@@ -161,6 +161,19 @@ def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
     )
 
 
+def nothing_fits(num_docs: int, spec: PackSpec) -> PlanError:
+    """Under oversize "drop" what leaves no row is the length of rows, not the data; else no document has a token."""
+    if spec.oversize != "drop":
+        return PlanError(
+            at="pack", problem=f"none of {num_docs} documents has a token", fix="Check the columns that are named and the files."
+        )
+    return PlanError(
+        at="pack.oversize",
+        problem=f"of {num_docs} documents none fits a row of {spec.seq_length} tokens",
+        fix="Raise pack.seq_length, or set pack.oversize to 'split' or 'truncate'.",
+    )
+
+
 _SPLIT, _TRUNCATE, _DROP = (OVERSIZE.index(rule) for rule in ("split", "truncate", "drop"))
 _PLACE_BITS, _PLACES, _NO_ROW = np.int64(32), np.int64((1 << 32) - 1), np.int64(1 << 62)
 _GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from easypipe.core.errors import PlanError, StateError
 from easypipe.plan import mix, tally
 from easypipe.plan.mix import NEVER
+from easypipe.plan.pack import nothing_fits
 from easypipe.plan.pieces import NO_PIECES, Pieces, join, pieces_of
 from easypipe.plan.spec import PlanDataset, PlanSpec, check, fingerprint, window_docs
 from easypipe.plan.state import WindowState
@@ -219,20 +220,17 @@ class Plan:
             window = self._planner.window(state)
             yield window
             if window.num_rows == 0 and window.dataset.size and not self.ends:
-                self._check_that_some_document_fits()
+                self.check_that_some_document_fits()  # else it would be scanned without end
             state = window.after
 
-    def _check_that_some_document_fits(self) -> None:
-        """Else a plan without end would be scanned without end."""
-        pack = self.spec.pack
-        assert pack is not None, "without packing every document has a row"
+    def check_that_some_document_fits(self) -> None:
+        """Raises PlanError where packing leaves out every document there is."""
+        pack, num_docs = self.spec.pack, int(self._planner.num_docs.sum())
+        if pack is None or not num_docs:
+            return
         self._some_document_fits = self._some_document_fits or self._planner.some_document_fits(pack)
         if not self._some_document_fits:
-            raise PlanError(
-                at="pack.oversize",
-                problem=f"of {int(self._planner.num_docs.sum())} documents none fits a row of {pack.seq_length} tokens",
-                fix="Raise pack.seq_length, or set pack.oversize to 'split' or 'truncate'.",
-            )
+            raise nothing_fits(num_docs, pack)
 
     # What is remembered: marks and windows. These take _lock themselves.
 

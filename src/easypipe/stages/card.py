@@ -1,6 +1,8 @@
-"""The dataset card of a saved folder: README.md, with the YAML that the Hub and `datasets` read, and what people want to know.
+"""The dataset card of a saved folder: what people want to know, and the YAML that the Hub and `datasets` read.
 
-It follows from the manifest alone: the same rows give the same bytes, and nothing of the machine that wrote them stands in it.
+In the folder it stands in files that readers of whole folders pass over, since their names begin with `_` or `.`: pandas and pyarrow take
+every other file for data. Only a repository on the Hub has a README.md. The card follows from the manifest alone: the same rows give the
+same bytes, and nothing of the machine that wrote them stands in it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from easypipe.stages.saved import MANIFEST, SavedManifest, join
 
 log = logging.getLogger("easypipe")
 
-CARD = "README.md"
+CARD = "_README.md"
+YAML = ".huggingface.yaml"  # `datasets` reads it where there is no README.md, or after that
+HUB_CARD = "README.md"  # of easypipe 0.1, beside the shards too
 MARK = "Written by easypipe"  # in a card that may be replaced by the next run; without it a README.md is somebody's own
 
 # The Hub's own words for row counts: upper end, name.
@@ -38,34 +42,48 @@ class CardPart:
 
 
 def write_card(folder: str, manifest: SavedManifest, storage_options: dict[str, Any] | None = None) -> bool:
-    """Commits the card of a folder. A README.md of somebody's own stays, as does one that already says this. Returns whether it wrote."""
-    path = join(folder, CARD)
-    text = card_text([CardPart(name="default", folder="", manifest=manifest)])
-    if storage.exists(path, storage_options):
-        old = storage.read_bytes(path, storage_options).decode(errors="replace")
-        if old == text:
-            return False
-        if MARK not in old:
-            log.info("save: %s is not easypipe's, it stays as it is; the card of this data was not written", path)
-            return False
-    storage.commit_bytes(path, text.encode(), storage_options)
-    return True
+    """Commits the card of a folder. Files of somebody's own stay, as do those that already say this. Returns whether it wrote.
+
+    A README.md that an earlier easypipe wrote is removed; where it is somebody's own, `datasets` is left to what that says.
+    """
+    part = CardPart(name="default", folder="", manifest=manifest)
+    wanted = {CARD: card_text([part]), YAML: f"# {MARK}.\n{_yaml([part])}"}
+    standing = storage.names_in(folder, storage_options)
+    old = {
+        name: storage.read_bytes(join(folder, name), storage_options).decode(errors="replace")
+        for name in (*wanted, HUB_CARD)
+        if name in standing
+    }
+    foreign = [name for name, text in old.items() if MARK not in text]
+    for name in foreign:
+        log.info("save: %s is not easypipe's, it stays as it is", join(folder, name))
+    if HUB_CARD in foreign:
+        del wanted[YAML]
+    elif HUB_CARD in old:
+        storage.remove(join(folder, HUB_CARD), storage_options)
+    missing = [name for name, text in wanted.items() if name not in foreign and old.get(name) != text]
+    for name in missing:
+        storage.commit_bytes(join(folder, name), wanted[name].encode(), storage_options)
+    return bool(missing)
 
 
 def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder") -> str:
     """The card of one saved folder or of several below one root."""
-    rows = sum(part.manifest.num_rows for part in parts)
-    front = {
-        "configs": [_config(part, default=i == 0) for i, part in enumerate(parts)],
-        "dataset_info": [_info(part) for part in parts],
-        "size_categories": [size_category(rows)],
-        "tags": ["easypipe"],
-    }
-    text = [f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n", "# Saved rows\n"]
+    text = [f"---\n{_yaml(parts)}---\n", "# Saved rows\n"]
     text.append(f"{MARK}. Every figure here is in `{MANIFEST}` too, which lies beside the shards.\n")
     text += [_section(part, several=len(parts) > 1) for part in parts]
     text.append(_loading(parts, load_from))
     return "\n".join(text)
+
+
+def _yaml(parts: Sequence[CardPart]) -> str:
+    front = {
+        "configs": [_config(part, default=i == 0) for i, part in enumerate(parts)],
+        "dataset_info": [_info(part) for part in parts],
+        "size_categories": [size_category(sum(part.manifest.num_rows for part in parts))],
+        "tags": ["easypipe"],
+    }
+    return yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
 
 
 def _config(part: CardPart, *, default: bool) -> dict[str, Any]:

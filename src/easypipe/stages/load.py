@@ -162,6 +162,8 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
     """A loader that never yields is a mistake, and training on it ends before it begins."""
     needed = options.batch_size if options.drop_last else 1
     num_rows = rows.available(0, needed)
+    if not num_rows and isinstance(rows, PlannedRows):
+        rows.plan.check_that_some_document_fits()
     if num_rows < needed:
         raise ConfigError(
             at="load.batch_size",

@@ -186,6 +186,8 @@ class PackedShardedSource(ShardedDataSource):
     def shards(self) -> tuple[Shard, ...]:
         plan = self.plan()
         rows = plan.num_rows
+        if rows == 0:
+            plan.check_that_some_document_fits()
         self.mixture.remember(plan)
         return (Shard(name="packed", num_rows=rows, num_bytes=0 if rows is None else rows * self.bytes_per_row),)
 
