@@ -106,6 +106,7 @@ class Windows:
             for cursor, weight, active in zip(self._cursors, spec.weights, self.state.active, strict=True):
                 docs, tokens = spec.window_docs or WINDOW_DOCS, spec.window_tokens if spec.window_docs is None else None
                 cursor.wish(docs * weight // sum(spec.weights) if active else 0, tokens)
+        self._first_epoch = self.state.epoch
         self._end_row = -1  # where the last epoch ended that was seen to
         # Tokens of the document that is cut where this begins, which whoever saved the state has placed.
         self._placed_before = self.state.cut[1] if self.state.cut is not None else 0
@@ -344,7 +345,8 @@ class Windows:
             )
         last = self.spec.last_epoch
         if first_row == self._end_row and last is None and self.spec.pack is not None and self._books.all_dropped:
-            raise nothing_fits(self._books.all_dropped, self.spec.pack)
+            passes = before.epoch + 1 - self._first_epoch
+            raise nothing_fits(self._books.all_dropped // passes, self.spec.pack)
         if first_row == self._end_row and last is None:
             raise ConfigError(
                 at="num_streams",
