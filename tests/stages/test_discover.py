@@ -391,3 +391,50 @@ def test_the_unit_of_text_files_is_told_and_why(tmp_path: Path, name: str) -> No
     read = Pipeline(PipelineConfig(datasets=(proposal.config,), seed=1)).source().get_data()["dataset1"]
     assert sum(shard.num_rows for shard in read.shards) == part.num_rows
     assert part.sample[0]["text"] == read.read(0, 0, 1).column("text").to_pylist()[0]
+
+
+def test_what_is_merely_the_only_text_is_not_proposed_as_the_text(tmp_path: Path) -> None:
+    for rows in (
+        [{"id": f"simple_{i}", "function": [{"name": "f"}], "n": i} for i in range(3)],
+        [{"category": "writing", "turns": ["a", "b"], "question_id": i} for i in range(3)],
+    ):
+        found = discover(jsonl(tmp_path / "rows.jsonl", rows))
+        with pytest.raises(ConfigError, match=r"train: no columns among them .*Name them: kind='text'"):
+            found.propose()
+        column = next(iter(rows[0]))
+        assert found.propose(kind="text", columns={"text": column}).config.content_field == column
+    assert discover([{"blurb": "a text"}]).propose().config.content_field == "blurb"  # there is nothing else
+
+
+def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "what is this?", "image": None}, {"type": "image", "text": None, "image": "x.png"}]
+    talks = [{"messages": [{"role": "user", "content": parts}, TALK[1] | {"content": [parts[0]]}]} for _ in range(5)]
+    found = discover(jsonl(tmp_path / "images.jsonl", talks))
+    with pytest.raises(ConfigError, match="but 5 of the first 5 rows cannot be read so: multimodal 5; row 0: message 0 holds a part"):
+        found.propose()
+    assert "refused  5 of the first 5 rows" in str(found)
+    assert "proposed messages" not in str(found)
+    some = discover([{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]).propose()
+    assert "# 1 of the first 2 rows cannot be read so: null 1; row 1: column 'completion' has no text" in some.yaml()
+    assert "# all of the first 2 rows can be read so" in discover([{"text": "a"}, {"text": "b"}]).propose().yaml()
+
+
+def test_the_case_of_roles_does_not_matter(tmp_path: Path) -> None:
+    for keys in (("from", "value"), ("role", "content")):
+        turns = [{keys[0]: who, keys[1]: said} for who, said in (("System", "Be brief."), ("User", "hi"), ("Assistant", "hello"))]
+        proposal = discover([{"conversations": turns}]).propose()
+        assert proposal.config.prompt is not None
+        engine = PromptEngine(chat_tokenizer(), proposal.config.prompt)
+        assert "<|im_start|>assistant\nhello" in engine.render({"conversations": turns}).text
+    strangers = [{"conversations": [{"from": "Visitor", "value": "hi"}, {"from": "Host", "value": "hello"}]}]
+    with pytest.raises(ConfigError, match=r"Say it: roles=\{'Visitor': 'user', 'Host': 'assistant'\}"):
+        discover(strangers).propose()
+    assert not discover(strangers).propose(roles={"Visitor": "user", "Host": "assistant"}).trial.reasons
+
+
+def test_pairs_whose_prompt_stands_beside_them_are_not_proposed_without_it() -> None:
+    pair = {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [TALK[1] | {"content": "go away"}]}
+    with pytest.raises(ConfigError, match=r"the prompt stands in a column of its own\. Put it in front of both"):
+        discover([pair] * 3).propose()
+    whole = {"prompt": "hi", "chosen": TALK, "rejected": [TALK[0], TALK[1] | {"content": "go away"}]}
+    assert discover([whole] * 3).propose().config.prompt.input_columns == ("chosen",)

@@ -38,7 +38,8 @@ def mapped(found: Kind) -> dict[str, str]:
     [
         ({"text": "a"}, "text", {"text": "text"}),
         ({"repo": "a", "content": "b"}, "text", {"text": "content"}),
-        ({"blurb": "a", "score": 1.5}, "text", {"text": "blurb"}),
+        ({"blurb": "a"}, "text", {"text": "blurb"}),
+        ({"blurb": "a", "score": 1.5}, "unknown", {}),
         ({"question": "a", "answer": "b"}, "prompt_completion", {"prompt": "question", "completion": "answer"}),
         ({"userPrompt": "a", "model_response": "b"}, "prompt_completion", {"prompt": "userPrompt", "completion": "model_response"}),
         ({"promt": "a", "compleetion": "b"}, "prompt_completion", {"prompt": "promt", "completion": "compleetion"}),

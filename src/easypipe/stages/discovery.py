@@ -13,6 +13,7 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.text import visible
 from easypipe.stages.proposal import Proposal, propose
+from easypipe.stages.trial import try_rows
 from easypipe.transforms.kinds import Kind
 
 SHOWN = 160  # characters of a value, in a report
@@ -142,7 +143,11 @@ def _part_lines(part: Part) -> Iterator[str]:
         yield "  columns  " + ", ".join(f"{column.name} ({short_type(column.type)})" for column in part.columns)
         yield f"  kind     {part.kind}"
         yield from (f"  proposed {reason}" for reason in part.because)
-        yield from (f"  proposed {choice.slot} = {choice.column!r}: {choice.reason}" for choice in part.kind.choices)
+        trial = try_rows(part.kind, part.rows)
+        word = "doubtful" if trial.failed else "proposed"
+        yield from (f"  {word} {choice.slot} = {choice.column!r}: {choice.reason}" for choice in part.kind.choices)
+        if trial.first is not None:
+            yield f"  refused  {trial}"
         yield from (f"  refused  {tie.error(part.name).problem}" for tie in part.kind.ties)
         yield from (f"  row {i}    {json.dumps(_shown(row), ensure_ascii=False)}" for i, row in enumerate(part.sample))
     yield from (f"  note     {note}" for note in part.notes)

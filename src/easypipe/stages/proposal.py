@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,21 @@ from easypipe.core.config import is_config, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.stages.source import DatasetConfig
+from easypipe.stages.trial import Trial, names_roles_otherwise, try_rows
 from easypipe.transforms.kinds import SLOTS, TITLES, Kind, guess_kind
 from easypipe.transforms.prompts import ROLES, PromptConfig
+from easypipe.transforms.talks import value_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """fields: of a DatasetConfig; those left out keep their defaults. reasons: why, a line for each column that is read."""
+    """fields: of a DatasetConfig; those left out keep their defaults. reasons: why, a line for each column that is read. trial: what became
+    of the first rows when they were read so.
+    """
 
     kind: Kind
     reasons: tuple[str, ...]
+    trial: Trial
     fields: Mapping[str, Any] = dataclasses.field(repr=False)  # storage_options among them may hold credentials
 
     @property
@@ -36,6 +41,7 @@ class Proposal:
         """
         values = {name: _written(value) for name, value in self.fields.items() if name != "storage_options"}
         lines = [f"# {TITLES[self.kind.name]}", *(f"# {reason}" for reason in self.reasons)]
+        lines += [f"# {self.trial}"] if self.trial.rows else []
         if self.config.in_memory:
             del values["data_files"]
             lines.append("# data_files: the rows are in memory; give them in Python")
@@ -76,21 +82,42 @@ def propose(
             have=[column.name for column in part.columns],
             fix=f"Name them: kind={wanted!r}, columns={{{named}}}{others}.",
         )
-    if found.name == "preference" and found.roles and "user" not in found.roles:
+    if found.name == "preference" and found.roles and not _begin_with_prompts(found, part.rows):
         problem = "preference pairs whose conversations begin with the answer: the prompt stands in a column of its own"
         raise ConfigError(at=part.name, problem=problem, fix="Put it in front of both with format_callback.")
     reasons = (*part.because, *(f"{choice.slot} = {choice.column!r}: {choice.reason}" for choice in found.choices))
-    unknown = [role for role in found.roles if found.name == "sharegpt" and role not in {**ROLES, **(roles or {})}]
+    known = {**ROLES, **(roles or {})}
+    unknown = [role for role in found.roles if found.name == "sharegpt" and role not in known and role.lower() not in known]
     if unknown:
         raise ConfigError(
             at=part.name,
             problem=f"nobody knows who {' and '.join(map(repr, unknown))} are",
             have=ROLES,
-            fix=f"Say it: roles={{{unknown[0]!r}: 'assistant'}}.",
+            fix=f"Say it: roles={_likely(unknown, {known.get(role, known.get(role.lower())) for role in found.roles})}.",
         )
     if roles and found.name != "sharegpt":
         raise ConfigError(at="roles", problem=f"mean nothing to {TITLES[found.name]}", fix="Leave them out.")
-    return Proposal(kind=found, fields={**part.reads, **_fields(found, roles)}, reasons=reasons)
+    trial = try_rows(found, part.rows, roles)
+    if trial.failed:
+        raise ConfigError(
+            at=part.name,
+            problem=f"{TITLES[found.name]} by their columns ({', '.join(choice.column for choice in found.choices)}), but {trial}",
+            fix="Decide otherwise (kind=, columns=), or change the rows with format_callback.",
+        )
+    return Proposal(kind=found, fields={**part.reads, **_fields(found, roles)}, reasons=reasons, trial=trial)
+
+
+def _likely(unknown: Sequence[str], known: set[str | None]) -> dict[str, str]:
+    """Who the unknown speakers may be: a conversation begins with its user, and the assistant answers."""
+    left = [role for role in ("user", "assistant") if role not in known] or ["assistant"]
+    return {name: left[min(i, len(left) - 1)] for i, name in enumerate(unknown)}
+
+
+def _begin_with_prompts(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the chosen and rejected conversations of the first rows hold their prompts themselves."""
+    talks = [value_of(row.get(kind.column(slot) or ""), keep=()) for row in rows for slot in ("chosen", "rejected")]
+    found = [message for talk in talks if isinstance(talk, list) for message in talk[:-1] if isinstance(message, Mapping)]
+    return any(str(message.get("role")).lower() == "user" for message in found)
 
 
 def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
@@ -100,7 +127,7 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
         return {"content_field": column["text"]}
     if kind.name == "prompt_completion":
         return {"prompt_field": column["prompt"], "completion_field": column["completion"]}
-    if kind.name == "messages":
+    if kind.name == "messages" and not names_roles_otherwise(kind):
         tools = column.get("tools", "tools")
         return {"content_field": column["messages"], **({} if tools == "tools" else {"tools_field": tools})}
     if kind.name == "tokens":
@@ -112,7 +139,7 @@ def _fields(kind: Kind, roles: Mapping[str, str] | None) -> dict[str, Any]:
         return {"prompt": _pairs(column, talks=bool(kind.roles))}
     tools = column.get("tools", "tools")
     named = None if tools == "tools" else tools
-    talk = (column["conversations"],)
+    talk = (column["conversations" if kind.name == "sharegpt" else "messages"],)
     return {"prompt": PromptConfig(format_type="sharegpt", input_columns=talk, tools_column=named, roles=dict(roles) if roles else None)}
 
 

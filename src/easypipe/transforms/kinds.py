@@ -102,8 +102,9 @@ def guess_kind(
             found = match_columns(SLOTS[name], fitting[name], fuzzy=fuzzy, given=columns)
             if found is not None:
                 return _kind(name, found, rows)
-    for name in ("messages", "sharegpt", "text"):  # what needs one column alone takes it whatever its name
-        if name in kinds and len(only := fitting[name][SLOTS[name][0].name]) == 1:
+    for name in ("messages", "sharegpt", "text"):  # conversations are told by their type; text may be anything where there is more
+        sure = name != "text" or len(names) == 1 or kind == "text"
+        if name in kinds and sure and len(only := fitting[name][SLOTS[name][0].name]) == 1:
             return _kind(name, Match((Choice(slot=SLOTS[name][0].name, column=only[0], how="only"),), ()), rows)
     return Kind(name="unknown")
 

@@ -69,7 +69,7 @@ class Talks:
         assert self.roles is not None
         rest = {key: item for key, item in turn.items() if key not in ("from", "value", "role", "content")}
         who, said = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        role = self.roles.get(who) if isinstance(who, str) else who
+        role = self.roles.get(who, self.roles.get(who.lower())) if isinstance(who, str) else who
         if role is None:
             return {**rest, "role": None if who is None else _BadRole(who), "content": said}
         if role != "function_call":
