@@ -25,10 +25,11 @@ FLOOR = {
     "executors": 3,
     "pipeline": 4,
     "jobs": 5,
+    "history": 6,
     "previews": 6,
-    "run": 6,
-    "faces": 7,
-    "cli": 8,
+    "run": 7,
+    "faces": 8,
+    "cli": 9,
 }
 
 # library -> where it may be imported: a room, or a file in a room

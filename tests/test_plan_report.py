@@ -257,8 +257,7 @@ def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the
         assert steps[-1] == plan["steps"]
         assert so_far[-1] == pytest.approx(placed[name] / sum(placed.values()), abs=1e-6)
         [lately, asked] = [other for other in axes.lines if other is not line and other.get_color() == line.get_color()]
-        width = -(-len(steps) // 10)
-        border = steps[-width - 1]
+        border = max(step for step in steps if step <= 0.9 * steps[-1])
         assert lately.get_ydata()[-1] == pytest.approx(
             sum(b[name] for b in batches[border:]) / sum(sum(b.values()) for b in batches[border:]), abs=1e-6
         )

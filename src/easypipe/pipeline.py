@@ -20,6 +20,7 @@ from easypipe.core.ledger import Ledger
 from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, Transform, silent
 from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
+from easypipe.loader.steps import Begin
 from easypipe.loader.streaming import StreamLoader
 from easypipe.sources.objects import is_dataset_object, open_object
 from easypipe.stages.books import ledger_of
@@ -287,11 +288,12 @@ class Pipeline:
                     log.warning("mix.weights: %s", said)
         return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
 
-    def plan(self, steps: int | None = None, *, prepare: bool = True, by_step: bool = False) -> PlanReport:
+    def plan(self, steps: int | None = None, *, prepare: bool = True, by_step: bool = False, begin: tuple[int, int] = (0, 0)) -> PlanReport:
         """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and why, disk. From lengths; reads no tokens.
 
         steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet (`report.prepared` names it); False
-        raises CacheError there. by_step: also what each part of the run draws of each dataset. Batches are those of `load()`, or of the
+        raises CacheError there. by_step: also what each part of the run draws of each dataset. begin: the step and the row at which a run
+        goes on with this chain, of which the steps before are not counted. Batches are those of `load()`, or of the
         config's `load` where the chain has no load() yet.
         """
         self._require_source()
@@ -301,7 +303,7 @@ class Pipeline:
         saves = any(isinstance(step.stage, SaveStage) for step in self._plan) or (
             context.config.save is not None and context.config.save.enabled
         )
-        return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves, by_step=by_step)
+        return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves, by_step=by_step, begin=Begin(*begin))
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
         """Makes again what is broken of a token cache or saved folder that this chain makes; returns what verifying it says afterwards."""

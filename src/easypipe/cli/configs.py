@@ -10,8 +10,8 @@ from typing import Any
 from easypipe.cli.prepare import data_of
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError
+from easypipe.history import host_load
 from easypipe.jobs import chain
-from easypipe.loader.loader import LoadStageConfig
 from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.train.config import TrainingConfig
 from easypipe.train.record import recorded_seed
@@ -19,11 +19,14 @@ from easypipe.train.record import recorded_seed
 
 @dataclass(frozen=True)
 class Described:
-    """steps: of the run, where its config says so. within: what stands before the keys of `data` in the file, "data." in a run config."""
+    """steps: of the run, where its config says so. within: what stands before the keys of `data` in the file, "data." in a run config.
+    output_dir: of the run.
+    """
 
     data: PipelineConfig
     steps: int | None
     within: str = ""
+    output_dir: Path | None = None
 
     def refuse_streaming(self, problem: str, then: str) -> None:
         """Raises ConfigError where `data` streams. then: what can be done without it."""
@@ -35,11 +38,9 @@ class Described:
         """The chain up to where batches are made; nothing is saved and nothing put on a device."""
         return chain(self.data, save=False, **options)
 
-    @property
-    def load(self) -> LoadStageConfig:
-        """How batches are made, without what decides only where they go."""
-        load = self.data.load or LoadStageConfig()
-        return dataclasses.replace(load, mesh=None, partition_spec=None, prefetch_to_device=False)
+    def loaded(self, **options: Any) -> Pipeline:
+        """The same, with batches as the run makes them, but on no device."""
+        return self.pipeline(**options).load(host_load(self.data))
 
 
 def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -> Described:
@@ -55,4 +56,5 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
             problem="none is given, so every run draws its own order",
             fix="Set the seed that the run logged, or keep the run's train.output_dir.",
         )
-    return Described(data, None if train is None else train.steps, "data." if "data" in values else "")
+    within = "data." if "data" in values else ""
+    return Described(data, None if train is None else train.steps, within, None if train is None else Path(train.output_dir).expanduser())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated
@@ -13,6 +14,7 @@ from easypipe.cli.configs import described
 from easypipe.cli.plan import AsJson
 from easypipe.cli.prepare import ConfigFile, Overrides
 from easypipe.cli.show import console, progress
+from easypipe.history import loader_at
 from easypipe.loader.explain import ExplainedBatch
 
 MASKED = ("⟦", "⟧")
@@ -30,10 +32,11 @@ def explain(
     run = described(config, overrides or [], needs_seed=True)
     run.refuse_streaming("its batches are found only by reading what stands before them", "for the batches of a run over the token cache")
     if as_json:
-        typer.echo(json.dumps(run.pipeline().load(run.load).loader().explain(step, row).to_json()))
+        typer.echo(json.dumps(loader_at(run.output_dir, run.loaded, step).explain(step, row).to_json()))
         return
     with progress() as listener:
-        explained = run.pipeline(progress=listener).load(run.load).loader().explain(step, row)
+        loader = loader_at(run.output_dir, functools.partial(run.loaded, progress=listener), step, listener)
+        explained = loader.explain(step, row)
     for line in shown(explained, characters):
         console.print(line, soft_wrap=True)
 

@@ -14,6 +14,7 @@ from easypipe.cli.prepare import ConfigFile, Overrides, of_images
 from easypipe.cli.show import console, progress
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.protocols import ProgressListener, silent
+from easypipe.history import plan_of_run
 
 if TYPE_CHECKING:
     from easypipe.faces.classify import ClassifyPlan
@@ -74,7 +75,8 @@ def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) ->
     run.refuse_streaming("nothing is counted before it is read, so there is nothing to plan from", "to plan over the token cache")
 
     def report(listener: ProgressListener) -> PlanReport:
-        return run.pipeline(progress=listener).plan(steps or run.steps, prepare=prepare)
+        pipeline = run.loaded(progress=listener)
+        return plan_of_run(run.output_dir, pipeline, steps or run.steps, prepare=prepare, progress=listener)
 
     if quiet:
         return report(silent)

@@ -146,7 +146,7 @@ def parse_yaml(text: str, at: str) -> dict[str, Any]:
         raise ConfigError(at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names.") from None
     if not isinstance(values, dict):
         raise ConfigError(at=at, problem=f"expected a mapping at the top, got {type(values).__name__}")
-    _require_no_code(values, "")
+    require_no_code(values, "")
     return values
 
 
@@ -160,7 +160,7 @@ def allowing_code() -> Generator[None]:
         _code_allowed.reset(token)
 
 
-def _require_no_code(values: Any, at: str) -> None:
+def require_no_code(values: Any, at: str) -> None:
     """Raises ConfigError where plain values that came as text name a function: to read a config is not to run what it names."""
     if _code_allowed.get():
         return
@@ -170,10 +170,10 @@ def _require_no_code(values: Any, at: str) -> None:
             if key in CODE_KEYS and value is not None:
                 fix = "If you trust this file, pass --allow-code; in Python: `with easypipe.core.config.allowing_code():`."
                 raise ConfigError(at=here, problem=f"runs code, {value!r}", fix=fix)
-            _require_no_code(value, here)
+            require_no_code(value, here)
     elif isinstance(values, list):
         for i, value in enumerate(values):
-            _require_no_code(value, f"{at}[{i}]")
+            require_no_code(value, f"{at}[{i}]")
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
                 if isinstance(node, dict) and node.get(index) is None:
                     node[index] = {}
                 node = node[index]
-    _require_no_code(result, "")
+    require_no_code(result, "")
     return result
 
 

@@ -399,3 +399,52 @@ def _stored(
 
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def joined(reports: Sequence[PlanReport], which: Sequence[str], notes: Sequence[str] = ()) -> PlanReport:
+    """One report of a run whose parts were planned one by one, its data having changed between them.
+
+    which: the steps of each part, in words. Counts add up; of what is no count (what a dataset holds,
+    sizes of batches and files) the last part tells. requested: the mean over the rows of all parts.
+    """
+    last, rows = reports[-1], sum(report.rows for report in reports)
+    names = list(dict.fromkeys(dataset.name for report in reversed(reports) for dataset in report.datasets))
+    parts = {name: [(report, one) for report in reports for one in report.datasets if one.name == name] for name in names}
+    added = {
+        name: {key: sum(getattr(one, key) for _, one in found) for key in ("drawn", "epochs", *_ADDED)} for name, found in parts.items()
+    }
+    drawn, placed = (max(1, sum(counts[key] for counts in added.values())) for key in ("drawn", "tokens_placed"))
+    datasets = []
+    for name, found in parts.items():
+        counts, requested = added[name], sum(one.requested * report.rows for report, one in found) / max(1, rows)
+        documents, tokens = counts["drawn"] / drawn, counts["tokens_placed"] / placed
+        shares = {"requested": requested, "document_share": documents, "token_share": tokens}
+        realised = tokens if last.unit == "tokens" else documents
+        datasets.append(dataclasses.replace(found[-1][1], **counts, **shares, realised=realised))
+    slots, padding = sum(report.slots for report in reports), sum(report.padding for report in reports)
+    before = sum(report.steps for report in reports[:-1])
+    said: dict[str, list[str]] = {}
+    for report, steps in zip(reports, which, strict=True):
+        for note in report.notes:
+            said.setdefault(note, []).append(steps)
+    told = [note if len(of) == len(reports) else f"{', '.join(of)}: {note}" for note, of in said.items()]
+    return dataclasses.replace(
+        last,
+        datasets=tuple(datasets),
+        steps=before + last.steps,
+        steps_available=None if last.steps_available is None else before + last.steps_available,
+        rows=rows,
+        slots=slots,
+        padding=padding,
+        fill=1 - padding / slots if slots else 1.0,
+        cache_bytes=sum(dataset.cache_bytes for dataset in datasets),
+        prepared=tuple(dict.fromkeys(name for report in reports for name in report.prepared)),
+        notes=(*notes, *told),
+        seconds=sum(report.seconds for report in reports),
+        by_step=tuple(one for report in reports for one in report.by_step),
+    )
+
+
+_ADDED = (
+    "tokens_placed", "tokens_truncated", "tokens_dropped", "documents_truncated", "documents_dropped", "documents_empty",
+)  # fmt: skip

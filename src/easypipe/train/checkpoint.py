@@ -242,8 +242,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
-def differences(saved: Any, here: Any, at: str = "") -> dict[str, str]:
-    """key path → `64 here, 128 in the checkpoint`, for every value of two nested mappings that is not the same.
+def differences(saved: Any, here: Any, at: str = "", words: str = "{here} here, {saved} in the checkpoint") -> dict[str, str]:
+    """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings that is not the same.
 
     Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set` has it.
     """
@@ -251,14 +251,14 @@ def differences(saved: Any, here: Any, at: str = "") -> dict[str, str]:
         found: dict[str, str] = {}
         for key in [*here, *(key for key in saved if key not in here)]:
             path = f"{at}.{key}" if at else str(key)
-            found |= differences(saved.get(key, _ABSENT), here.get(key, _ABSENT), path)
+            found |= differences(saved.get(key, _ABSENT), here.get(key, _ABSENT), path, words)
         return found
     if _are_sections(saved) and _are_sections(here):
-        found = {} if len(saved) == len(here) else {at: f"{len(here)} of them here, {len(saved)} in the checkpoint"}
+        found = {} if len(saved) == len(here) else {at: words.format(here=f"{len(here)} of them", saved=len(saved))}
         for i, (one, other) in enumerate(zip(saved, here, strict=False)):
-            found |= differences(one, other, f"{at}.{i}")
+            found |= differences(one, other, f"{at}.{i}", words)
         return found
-    return {} if saved == here else {at: f"{_shown(here)} here, {_shown(saved)} in the checkpoint"}
+    return {} if saved == here else {at: words.format(here=_shown(here), saved=_shown(saved))}
 
 
 def key_paths(values: Any, at: str = "") -> Iterator[str]:

@@ -166,12 +166,13 @@ def check_same(
         problems.append(f"belongs to another run: {listed(own)}")
     if any(path in others for path in refused):
         keys = listed(differences(saved["config"].get("data", {}), data or {}, "data")) if data is not None else ""
-        problems.append(f"belongs to a run on other data: {words}" + (f" ({keys})" if keys else ""))
+        which = "of its data" if own else "belongs to a run on other data:"
+        problems.append(f"{which} {words}" + (f" ({keys})" if keys else ""))
     ended = [ENDED] if ENDED in allowed else []
     fix = f"list it in train.resume_changes=[{','.join([*unlike, *others, *ended])}]"  # as --set takes it, and YAML behind a colon
     if others and not getattr(loader, "can_change", True):
         fix = "leave streaming out of new runs: a stream cannot be entered at another place"
-    raise StateError(at=str(at), problem="; it ".join(problems), fix=f"Change that back, give another train.output_dir, or {fix}.")
+    raise StateError(at=str(at), problem="; ".join(problems), fix=f"Change that back, give another train.output_dir, or {fix}.")
 
 
 def check_changes(changes: Sequence[str], identity: Mapping[str, Any]) -> None:

@@ -82,10 +82,10 @@ def mixture_lines(plan: Any) -> dict[str, dict[str, list[float]]]:
     # Folders of before have shares alone: each interval then counts alike.
     seen = [{"tokens": one["realised"], **one} for one in (plan or {}).get("by_step") or []]
     names = [dataset["name"] for dataset in plan["datasets"]] if seen else []
-    width = max(1, -(-len(seen) // 10))
+    tenth = max((one["step"] for one in seen), default=0) / 10
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "so far": [], "lately": [], "asked for": []} for name in names}
     for i, one in enumerate(seen):
-        parts = {"so far": seen[: i + 1], "lately": seen[max(0, i + 1 - width) : i + 1]}
+        parts = {"so far": seen[: i + 1], "lately": [each for each in seen[: i + 1] if each["step"] > one["step"] - tenth] or [one]}
         for name in names:
             found[name]["step"].append(one["step"])
             found[name]["asked for"].append(one["requested"].get(name, 0.0))

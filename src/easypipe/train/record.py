@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ RECORD = "run.yaml"  # in train.output_dir: the configuration as it was resolved
 LEDGER = "ledger.json"  # where every row and token of the data went
 PLAN = "plan.json"  # what the run drew of each dataset, against what its weights ask for
 VERSIONS = "versions.json"  # of everything that has a say in the numbers; an entry for each process that began with other ones
+CHANGES = "changes.json"  # what was allowed to differ when the run went on, an entry for each step where it did
 FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
 
 _PACKAGES = (
@@ -60,6 +61,38 @@ def write_fingerprints(folder: Path, train: Any, evals: Mapping[str, Any]) -> No
     storage.commit_json(
         folder / FINGERPRINTS, {"train": fingerprint(train), "eval": {name: fingerprint(loader) for name, loader in evals.items()}}
     )
+
+
+def write_changes(folder: Path, step: int, change: Mapping[str, Any] | None, of_data: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Brings changes.json up to a run that goes on at `step`.
+
+    change: what `step` begins with, where something was allowed to differ: "row", "changed" (key path
+    → what it was and is), "before" ("config" and "components" of the run up to there). of_data: all
+    changes that the loader's state tells of, for those that were made before there was this file.
+    What stands there of `step` and later steps goes: the run went back to before it.
+    """
+    path = folder / CHANGES
+    known = read_changes(folder)
+    kept = [one for one in known if one["step"] < step]
+    kept += [] if change is None else [{"step": step, **change}]
+    told = {one["step"] for one in kept}
+    for one in of_data:
+        if one["batch"] not in told:
+            parts = {f"loader.{key}": "another" for key in one if key not in ("batch", "row")}
+            kept.append({"step": one["batch"], "row": one["row"], "changed": parts, "before": None})
+    if kept != known:
+        storage.commit_json(path, sorted(kept, key=lambda one: one["step"]))
+
+
+def read_changes(folder: Path) -> list[dict[str, Any]]:
+    """The entries of changes.json, by step; [] where nothing was ever changed. Raises StateError where it is no such file."""
+    path = folder / CHANGES
+    known = read_optional(path) or []
+    if not isinstance(known, list) or not all(
+        isinstance(one, dict) and {"step", "row", "changed", "before"} <= one.keys() for one in known
+    ):
+        raise StateError(at=str(path), problem="is not what a run writes there", fix="Move it away: changes of the run are not known then.")
+    return known
 
 
 def fingerprint(loader: Any) -> dict[str, str] | None:

@@ -14,7 +14,7 @@ from easypipe.core.storage import commit_bytes
 from easypipe.train.callbacks.best import LIST
 from easypipe.train.metrics import Record, read_metrics
 from easypipe.train.plot import pictures
-from easypipe.train.record import FINGERPRINTS, LEDGER, PLAN, RECORD, VERSIONS, read_optional
+from easypipe.train.record import FINGERPRINTS, LEDGER, PLAN, RECORD, VERSIONS, read_changes, read_optional
 
 PAGE = "report.html"  # in the run's folder, where no other path is given
 _MOST_LINES = 200  # of a table; the middle of a longer one is left out, and said so
@@ -60,7 +60,8 @@ def page(folder: Path) -> str:
         ("Evaluations", _evaluations(records)),
         ("Best checkpoints", _of(read_optional(folder / LIST), functools.partial(_best, folder))),
         ("Roll-backs", _rollbacks(read_metrics(rolled)) if rolled.exists() else _none("the run did not watch for spikes")),
-        ("Mixture", _of(read_optional(folder / PLAN), _mixture)),
+        ("Changes", _changes(read_changes(folder))),
+        ("Mixture", _of(read_optional(folder / PLAN), functools.partial(_mixture, records[-1]["step"]))),
         ("Ledger: where every row and token went", _of(read_optional(folder / LEDGER), _ledger)),
         ("Data", _of(read_optional(folder / FINGERPRINTS), _fingerprints)),
         ("Versions", _of(read_optional(folder / VERSIONS), _versions)),
@@ -113,10 +114,20 @@ def _rollbacks(books: Sequence[Record]) -> str:
     return _table(("at step", "back to", "skipped batch of step", "its documents"), lines) if lines else _none("there was none")
 
 
-def _mixture(plan: Mapping[str, Any]) -> str:
+def _changes(entries: Sequence[Record]) -> str:
+    """What was allowed to differ when the run went on; all else on the page is of the whole run, its configuration of the last part."""
+    lines = [(f"from step {one['step'] + 1}", key, text) for one in entries for key, text in one["changed"].items()]
+    return _table(("", "changed", ""), lines) if lines else _none("nothing was changed while it ran")
+
+
+def _mixture(last: int, plan: Mapping[str, Any]) -> str:
+    """last: the step that was logged last."""
     lines = [(d["name"], d["requested"], d["realised"], d["drawn"], d["epochs"], d["tokens_placed"]) for d in plan["datasets"]]
     table = _table(("dataset", f"asked for ({plan['unit']})", "drawn", "documents", "epochs", "tokens"), lines)
-    return table + "".join(f"<p>{html.escape(note)}</p>\n" for note in plan.get("notes", ()))
+    notes = [*plan.get("notes", ())]
+    if plan["steps"] < last:
+        notes.insert(0, f"counted for the first {plan['steps']:,} steps, when the run had come to its end there; it has gone on since")
+    return table + "".join(f"<p>{html.escape(note)}</p>\n" for note in notes)
 
 
 def _ledger(books: Mapping[str, Any]) -> str:

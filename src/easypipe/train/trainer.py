@@ -25,7 +25,7 @@ from easypipe.core.protocols import BatchLoader
 from easypipe.train import state as states
 from easypipe.train.callbacks.make import make_callbacks
 from easypipe.train.callbacks.metric import Known
-from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, listed
+from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint, differences, listed
 from easypipe.train.checkpoint_files import CHECKPOINTS
 from easypipe.train.checks import (
     ENDED,
@@ -63,13 +63,16 @@ from easypipe.train.origin import Model, origin_of
 from easypipe.train.peak import peak_flops
 from easypipe.train.plot import plot_run
 from easypipe.train.preference import Reference, preference_loss
-from easypipe.train.record import write_config, write_fingerprints, write_versions
+from easypipe.train.record import write_changes, write_config, write_fingerprints, write_versions
 from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import StopSignals
 from easypipe.train.step import make_eval_step, make_train_step
 from easypipe.train.watch import Watch
 
 logger = logging.getLogger("easypipe")
+
+
+_WAS_IS = "was {saved}, is {here}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._own_optimizer = optimizer is not None
         self._frozen: dict[str, Any] = {}
+        self._change: dict[str, Any] | None = None  # what the run goes on with that was another before
         self._run_config = to_dict(run_config or {})
         self._given, measured = checked_callbacks(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
         self._named = make_callbacks(config.callbacks, self.output_dir, measured, run_config=self._run_config, process=jax.process_index())
@@ -230,6 +234,7 @@ class Engine:
             if self.writes:
                 write_config(self.output_dir, self._run_config or {"model": self.origin.shape, "train": self.config})
                 write_versions(self.output_dir, step)
+                write_changes(self.output_dir, step, self._change, getattr(self.train.state(), "changes", ()))
                 write_fingerprints(self.output_dir, self.train, {one.name: one.loader for one in self.evals})
             metrics = stack.enter_context(contextlib.closing(MetricsFile(self.metrics_path, after_step=step, write=self.writes)))
             keep_books = watch.guards and self.writes
@@ -308,10 +313,24 @@ class Engine:
         for name, told in saved.get("named_callbacks", {}).items():
             if name in self._named:
                 self._named[name].restore(told)
+        self._change = self._changed(saved, unlike)
         own = {path: text for path, text in unlike.items() if path not in {f"loader.{part}" for part in allowed}}
         if own:  # of the others the loader tells
             logger.warning("%s: resumed at step %d with changes: %s", self.output_dir, step, listed(own))
         return state
+
+    def _changed(self, saved: Mapping[str, Any], unlike: Mapping[str, str]) -> dict[str, Any] | None:
+        """What changes.json is told of a run that goes on from `saved`; None where nothing differs."""
+        changed = differences(saved["identity"], self._identity(), words=_WAS_IS)
+        if parts := {path: text for path, text in unlike.items() if path not in changed}:  # of the loader
+            changed |= parts | differences(saved["config"].get("data", {}), self._run_config.get("data", {}), "data", _WAS_IS)
+        if ENDED in self.config.resume_changes and saved.get("ended"):
+            changed[ENDED] = f"it had ended: {saved['ended']}"
+        if not changed:
+            return None
+        was = loader_state(self.train, saved["loader"])
+        before = {"config": saved["config"], "components": getattr(was, "components", None)}
+        return {"row": getattr(was, "row", None), "changed": changed, "before": before}
 
     def check_checkpoint(self, *, unknown: Sequence[str] = (), loader: Callable[[], BatchLoader | None] = lambda: None) -> None:
         """Raises what `run` would raise for the newest checkpoint in output_dir, as far as it can be told without data and arrays.
