@@ -152,7 +152,8 @@ def plan_of_run(
             break
         stop = steps if span.stop is None else span.stop if steps is None else min(steps, span.stop)
         if span.changed:
-            notes.append(f"changed {span.steps}: {', '.join(span.changed)}")
+            what = (f"{key} {text}" for key, text in span.changed.items() if key.removeprefix(OF_DATA) not in COMPONENTS)
+            notes.append(f"changed {span.steps}: {'; '.join(what) or ', '.join(span.changed)}")
         try:
             own = pipeline if not span.differs(here) else span.built(progress)
             reports.append((span, own.plan(stop, prepare=prepare, by_step=by_step, begin=Begin(span.first, span.row))))
