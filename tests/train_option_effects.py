@@ -42,6 +42,14 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files", _TRAINER + "test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model", "where all files of the run are"
         ),
         "steps": Effect("output", _TRAINER + "test_steps_default_to_the_length_of_the_loader", "how long it trains"),
+        "epochs": Effect(
+            "output", "faces/test_training_config.py::test_a_run_makes_the_passes_that_its_config_says", "how long, in passes over the data"
+        ),
+        "batch_size": Effect(
+            "output",
+            "faces/test_training_config.py::test_batches_and_passes_of_a_training_config_are_told_to_the_data",
+            "rows of a batch, where the data does not say it",
+        ),
         "optimizer": Effect("output", _OPTIMIZERS + "test_f25_every_optimizer_descends", "see OptimizerConfig"),
         "loss": Effect("output", _STEP + "test_what_is_added_to_the_loss_is_not_in_nll", "see LossConfig"),
         "preference": Effect(

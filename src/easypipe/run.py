@@ -22,7 +22,7 @@ from easypipe.pipeline import Pipeline, PipelineConfig
 from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info
 from easypipe.train.aot import StepPlan, plan_step
 from easypipe.train.checks import MANY_STEPS, Shapes
-from easypipe.train.config import TrainingConfig
+from easypipe.train.config import TrainingConfig, told
 from easypipe.train.distributed import initialize, shared_seed
 from easypipe.train.events import TrainListener, unheard
 from easypipe.train.mesh import check_batch_size, check_row_length, checked_mesh, make_mesh
@@ -53,6 +53,12 @@ class RunConfig:
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of what is wrong."""
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
+
+    def check(self) -> None:
+        """Tells the data what `train` says of batches and passes."""
+        load = self.data.load or LoadStageConfig()
+        if changes := told(load, self.train, "data.load"):
+            object.__setattr__(self, "data", dataclasses.replace(self.data, load=dataclasses.replace(load, **changes)))
 
 
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
@@ -85,7 +91,7 @@ def refuse(
     if isinstance(model, ModelConfig | PretrainedConfig):
         model = with_vocabulary(model, info)
     load = run.data.load or LoadStageConfig()
-    config = run.train if run.train.steps is not None else dataclasses.replace(run.train, steps=MANY_STEPS)
+    config = run.train if run.train.steps is not None else dataclasses.replace(run.train, steps=MANY_STEPS, epochs=None)
     given = {"mesh": make_mesh(run.train.mesh, at="train.mesh"), **options}
     for at, one in (("data", run.data), *((f"eval.{name}", one) for name, one in run.eval.items())):
         pack = one.pack or run.data.pack

@@ -30,8 +30,6 @@ from easypipe import (
     PromptEngine,
     TaskSpec,
     TokenizerConfig,
-    Trainer,
-    TrainingConfig,
     UniversalDataModule,
     create_collate_fn,
     load_tokenizer,
@@ -384,30 +382,6 @@ def test_state_is_kept_beside_a_checkpoint_as_the_document_does() -> None:
     again = UniversalDataModule(MyDataset(), batch_size=10, seed=custom_state["data_module_seed"]).train_dataloader()
     again.restore(custom_state["loader"])
     assert_same_batches(again, wanted[4:])
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"batch_size": 32}, "batch_size: unknown key .*told to the data: load.batch_size, or batch_size of the loader or data module"),
-        ({"epochs": 10}, "epochs: unknown key .*told to the data: load.num_epochs, or num_epochs of the loader or data module"),
-        ({"learning_rate": 5e-5}, "learning_rate: unknown key .*Did you mean 'optimizer.learning_rate'"),
-        ({"random_seed": 42}, "random_seed: unknown key .*Did you mean 'seed'"),
-    ],
-)
-def test_every_key_of_the_documents_training_config_is_told_its_place(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainingConfig(output_dir="run", **given)
-    if "batch_size" not in given:  # that one is an option of Trainer
-        with pytest.raises(ConfigError, match=message.replace("unknown key", "no such option of Trainer")):
-            Trainer("model", output_dir="run", **given)
-
-
-def test_the_documents_training_config_with_the_keys_in_their_places() -> None:
-    training_config = TrainingConfig(output_dir="run", optimizer={"learning_rate": 5e-5}, seed=42)
-    data_module = UniversalDataModule(MyDataset(), batch_size=32, num_epochs=10, seed=training_config.seed, num_workers=2)
-    assert (data_module.seed, len(data_module.train_dataloader())) == (42, 10 * 100 // 32)
-    assert training_config.optimizer.resolved()["learning_rate"] == 5e-5
 
 
 def test_the_documents_profile_runs() -> None:

@@ -49,6 +49,7 @@ else:
             return tuple[item, ...]
 
 
+GIVEN = "__easypipe_given__"  # of a config: the names of the options that it was made with
 CODE_KEYS = ("format_callback",)  # keys whose values are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
@@ -66,6 +67,7 @@ def config(cls: type[T]) -> type[T]:
         if args:
             raise ConfigError(at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made))
         hints = _hints(made)
+        values = _unaliased(made, values)
         for key in values:
             if key not in hints:
                 raise ConfigError(at=key, problem="unknown key", have=_field_names(made), fix=meant(made, key))
@@ -74,12 +76,57 @@ def config(cls: type[T]) -> type[T]:
             validate(self, **values)
         except pydantic.ValidationError as error:
             raise _readable(error, made) from None
+        object.__setattr__(self, GIVEN, frozenset(values))  # behind validation, which clears the object
         check = getattr(self, "check", None)
         if check is not None:
             check()
 
     made.__init__ = __init__
     made.__easypipe_config__ = True
+    return made
+
+
+def was_given(value: Any, option: str) -> bool:
+    """Whether a config was made with this option, if only with its default value. (`dataclasses.replace` gives all: there a default is
+    taken for one that nobody wrote.)
+    """
+    [field] = [f for f in dataclasses.fields(value) if f.name == option]
+    made_with = getattr(value, GIVEN)
+    return option in made_with and (len(made_with) < len(dataclasses.fields(value)) or getattr(value, option) != field.default)
+
+
+def with_aliases(before: Any, changes: Mapping[str, Any]) -> Any:
+    """`dataclasses.replace(before, **changes)`, in which an alias changes the option that it stands for."""
+    cls, values = type(before), {f.name: getattr(before, f.name) for f in dataclasses.fields(before)} | dict(changes)
+    for alias, (head, _, rest) in _aliases(cls).items():
+        if alias in changes and head not in changes:
+            values[head] = dataclasses.replace(values[head], **{rest: None}) if rest else changes[alias]
+    return cls(**values)
+
+
+def _aliases(cls: Any) -> dict[str, tuple[str, str, str]]:
+    return {alias: path.partition(".") for alias, path in getattr(cls, "ALIASES", {}).items()}
+
+
+def _unaliased(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of their fields. A class may say which other names there are: `ALIASES: ClassVar[Mapping[str, str]]`, the path of
+    an option by its alias. Raises ConfigError where both are given and differ.
+    """
+    made = dict(values)
+    for alias, (head, _, rest) in _aliases(cls).items():
+        value, there = made.pop(alias, None), made.get(head)
+        if value is None:
+            continue
+        if not rest:
+            found, made[head] = there, value
+        elif there is None or isinstance(there, Mapping):
+            found = None if there is None else there.get(rest)
+            made[head] = {**(there or {}), rest: value}
+        else:
+            found, made[head] = getattr(there, rest, None), dataclasses.replace(there, **{rest: value})
+        if found is not None and found != value:
+            path = f"{head}.{rest}" if rest else head
+            raise ConfigError(at=alias, problem=f"{value!r}, but {path} is {found!r}: they are one option", fix="Give one of them.")
     return made
 
 

@@ -22,7 +22,7 @@ from easypipe.faces.images import Images, ImagesConfig
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.train.checks import resolve_steps
 from easypipe.train.classifier_config import ClassifierConfig
-from easypipe.train.config import TrainingConfig
+from easypipe.train.config import TrainingConfig, told
 from easypipe.train.distributed import initialize
 from easypipe.train.distributed_config import DistributedConfig
 from easypipe.train.events import TrainListener, unheard
@@ -59,6 +59,8 @@ class ClassifyConfig:
             CollatorRegistry.get_instance().get_collator(self.task)
         except ConfigError as error:
             raise ConfigError(at="task.options", problem=f"{error.at}: {error.problem}", have=error.have, fix=error.fix) from None
+        if changes := told(self.data, self.train, "data"):
+            object.__setattr__(self, "data", dataclasses.replace(self.data, **changes))
         if self.train.preference is not None:
             raise ConfigError(at="train.preference", problem="is for pairs of answers, and these are images", fix="Leave it out.")
         if self.train.lora is not None:
@@ -160,7 +162,7 @@ class ClassifyPlan:
 def plan(run: ClassifyConfig, steps: int | None = None) -> ClassifyPlan:
     """Reads labels and the first batch; trains nothing. steps: in place of train.steps. Raises what inputs_of raises."""
     inputs = inputs_of(run)
-    asked = run.train if steps is None else dataclasses.replace(run.train, steps=steps)
+    asked = run.train if steps is None else dataclasses.replace(run.train, steps=steps, epochs=None)
     resolved, rows, size = resolve_steps(asked, inputs.train), len(inputs.module.splits.train), run.data.batch_size
     shape = inputs.run.model.image_shape
     assert shape is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.config import from_dict, load_yaml, meant, to_dict
+from easypipe.core.config import from_dict, load_yaml, meant, to_dict, with_aliases
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import BatchLoader, ProgressListener
@@ -84,7 +84,7 @@ class Trainer(Engine):
         given |= {"run_config": run_config, "tokenizer": tokenizer}
         options = {name: value for name, value in given.items() if value is not None}
         changes = fields | {name: options.pop(name) for name, kind in _EITHER.items() if _is_config(options.get(name), kind)}
-        if unknown := [name for name in fields if name not in _FIELDS]:
+        if unknown := [name for name in fields if name not in _FIELDS and name not in TrainingConfig.ALIASES]:
             have = sorted({*given, *_FIELDS, "data", "seq_length", "batch_size", "progress"})
             raise ConfigError(
                 at=unknown[0],
@@ -92,7 +92,7 @@ class Trainer(Engine):
                 have=have,
                 fix=did_you_mean(unknown[0], have) or meant(TrainingConfig, unknown[0]),
             )
-        config = from_dict(TrainingConfig, changes) if config is None else dataclasses.replace(config, **changes)
+        config = from_dict(TrainingConfig, changes) if config is None else with_aliases(config, changes)
         if (data is None) == (train is None):
             raise ConfigError(at="data", problem="either it or a loader (`train`) says what to train on; give one of them")
         self._inputs = None

@@ -114,7 +114,7 @@ def plan_step(
     there = topology(on)
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
-    told = dataclasses.replace(train, steps=train.steps or MANY_STEPS, callbacks=CallbacksConfig())
+    told = dataclasses.replace(train, steps=train.steps or MANY_STEPS, epochs=None, batch_size=None, callbacks=CallbacksConfig())
     trainer = Engine(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)

@@ -51,11 +51,29 @@ class Shapes:
         del state
 
 
+def has_passes(loader: Any) -> bool:
+    """Whether every iteration behind a finished one is the next pass, which its states know (EpochLoader)."""
+    return hasattr(loader, "set_epoch") and hasattr(loader, "loader")
+
+
 def resolve_steps(config: TrainingConfig, train: BatchLoader) -> int:
+    """Raises ConfigError where the loader is not what the config says of it, or has fewer batches."""
+    if config.batch_size is not None and config.batch_size != train.batch_size:
+        problem = f"{config.batch_size}, but the loader's batches have {train.batch_size} rows"
+        raise ConfigError(at="train.batch_size", problem=problem, fix="Make the loader with this batch_size, or leave it out here.")
     try:
         batches = len(train)
     except TypeError:
         batches = None
+    if config.epochs is not None:
+        passes = getattr(getattr(train, "config", None), "num_epochs", 1)
+        if batches is None or passes is None:
+            problem = f"{config.epochs}, but the loader never ends"
+            raise ConfigError(at="train.epochs", problem=problem, fix=f"Make it with num_epochs={config.epochs}, or give steps here.")
+        if config.epochs != passes and (config.epochs % passes or not has_passes(train)):
+            problem = f"{config.epochs}, but the loader ends after {passes}"
+            raise ConfigError(at="train.epochs", problem=problem, fix=f"Make it with num_epochs={config.epochs}, or give steps here.")
+        return batches * config.epochs // passes
     if config.steps is None:
         if batches is None:
             raise ConfigError(at="train.steps", problem="not given, and the loader never ends", fix="Say how many steps to train.")
@@ -91,15 +109,16 @@ def loader_state(loader: BatchLoader, saved: Mapping[str, Any]) -> Any:
     return type(loader.state()).from_json(saved["text"]) if "text" in saved else saved["value"]
 
 
-def changed_data(saved: Mapping[str, Any], loader: BatchLoader | None) -> tuple[list[str], str]:
+def changed_data(saved: Mapping[str, Any], loader: Any) -> tuple[list[str], str]:
     """LOADER_PARTS of `loader` that are others than those of a saved state, and what changed in words.
 
     ([], "") also where there is no loader to ask, or none that knows: such a one refuses a foreign state itself.
     """
     if loader is None or "text" not in saved:
         return [], ""
-    now = loader.state()
-    return loader_state(loader, saved).changed(now.components, now.config) if hasattr(now, "changed") else ([], "")
+    state: Any = loader_state(loader, saved)
+    now: Any = (loader.loader(state.epoch) if has_passes(loader) else loader).state()
+    return state.changed(now.components, now.config) if hasattr(now, "changed") else ([], "")
 
 
 def is_under(path: str, key: str) -> bool:

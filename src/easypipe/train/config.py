@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from easypipe.core.config import ListOf, config
+from easypipe.core.config import ListOf, config, was_given
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.config import CallbacksConfig
 from easypipe.train.distributed_config import DistributedConfig
@@ -84,17 +84,16 @@ class SpikeConfig:
             raise ConfigError(at="threshold", problem=f"{self.threshold} is not a positive number", fix="10.0 is usual.")
 
 
-_PASSES = "How many passes to make is told to the data: load.num_epochs, or num_epochs of the loader or data module; or give steps."
-
-
 @config
 class TrainingConfig:
     """One training run. `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json, fingerprints.json and the plots;
-    `easypipe report` makes a page of it.
+    `easypipe report` makes a page of it. `learning_rate` and `random_seed` are other names of optimizer.learning_rate and seed.
     """
 
-    output_dir: str | Path
-    steps: int | None = None  # optimizer steps; None: as many as the loader has batches
+    output_dir: str | Path = "run"
+    steps: int | None = None  # optimizer steps; None: as many as the loader has batches, or `epochs` make
+    epochs: int | None = None  # passes over the data, which the data or the loader is told too; None: what those say
+    batch_size: int | None = None  # rows of a batch, which the data or the loader is told too; None: what those say
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     preference: PreferenceConfig | None = None  # train on pairs of answers, which one is better, in place of next tokens
@@ -118,16 +117,26 @@ class TrainingConfig:
 
     ELSEWHERE: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
-            "batch_size": "How many rows a batch has is told to the data: load.batch_size, or batch_size of the loader or data module.",
-            "epochs": _PASSES,
-            "num_epochs": _PASSES,
-            "num_train_epochs": _PASSES,
+            "num_epochs": "Did you mean 'epochs'?",
+            "num_train_epochs": "Did you mean 'epochs'?",
             "lr": "Did you mean 'optimizer.learning_rate'?",
             "gradient_accumulation_steps": "Did you mean 'accumulate_steps'?",
         }
     )
 
+    ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({"learning_rate": "optimizer.learning_rate", "random_seed": "seed"})
+
+    if TYPE_CHECKING:
+        learning_rate: float | None = None
+        random_seed: int | None = None
+    else:
+        learning_rate = property(lambda self: self.optimizer.value("learning_rate"))
+        random_seed = property(lambda self: self.seed)
+
     def check(self) -> None:
+        _at_least(self, 1, "epochs", "batch_size")
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(at="epochs", problem=f"{self.epochs}, and steps say how long the run is too", fix="Give one of them.")
         _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^32)")
@@ -139,6 +148,23 @@ class TrainingConfig:
         if self.spikes is not None and self.on_nonfinite == "skip" and self.spikes.patience > self.max_nonfinite:
             problem = f"{self.spikes.patience} bad steps, but the run stops after {self.max_nonfinite} that are not finite"
             raise ConfigError(at="spikes.patience", problem=problem, fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.")
+
+
+def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
+    """What `batch_size` and `epochs` change of a config of the data, which has batch_size and num_epochs.
+
+    Raises ConfigError where it was given others. at: its key path.
+    """
+    changes = {}
+    for name, value in (("batch_size", config.batch_size), ("num_epochs", config.epochs)):
+        if value is None:
+            continue
+        own = getattr(data, name)
+        if own != value and was_given(data, name):
+            key = "batch_size" if name == "batch_size" else "epochs"
+            raise ConfigError(at=f"train.{key}", problem=f"{value}, but {at}.{name} is {own}", fix="Give one of them.")
+        changes[name] = value
+    return changes
 
 
 def _at_least(owner: object, least: int, *names: str) -> None:

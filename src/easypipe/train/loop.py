@@ -12,6 +12,7 @@ import jax
 from easypipe.core.errors import EasypipeError, TrainError
 from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
+from easypipe.train.checks import has_passes
 from easypipe.train.mesh import place_batch
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.signals import Interrupted, StopSignals
@@ -40,7 +41,7 @@ class Loop:
         Raises Interrupted after a signal, and TrainError.
         """
         trainer, meter, control = self._trainer, self._meter, self._trainer.control
-        batches: Any = iter(trainer.train)
+        batches: Any = _passes(trainer.train) if has_passes(trainer.train) else iter(trainer.train)
         unread = None
         if self._config.checkpoint.every is not None:
             self._checkpoints.expect(trainer.saved(states.abstract_state(trainer.layout, trainer.optimizer)))
@@ -143,6 +144,18 @@ class Loop:
                 except EasypipeError as error:  # the run goes on: what it trains does not depend on it
                     line["problem"] = str(error)
             yield line
+
+
+def _passes(loader: Any) -> Iterator[Any]:
+    """The batches of all passes, one behind the other."""
+    empty = 0
+    while empty < 2:  # where the loader was restored behind the last batch of a pass, what is left of it is none
+        empty += 1
+        batches: Any = iter(loader)
+        with contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext():
+            for batch in batches:
+                empty = 0
+                yield batch
 
 
 def _documents(explained: Any) -> list[dict[str, Any]]:
