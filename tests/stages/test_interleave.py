@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -113,3 +114,32 @@ def test_tokens_mix_without_a_pipeline(tmp_path: Path, monkeypatch: pytest.Monke
         raw, MixStageConfig(stop_strategy="all_exhausted"), cache_dir=tmp_path, tokenizer=tokenizer(), shuffle=False
     )
     assert [row[INPUT_IDS][0] for row in made.read(0, 0, 40).to_pylist()] == [i // 2 for i in range(40)]
+
+
+def test_it_takes_rows_of_any_kind_and_iterates(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "l0"}\n\n{"text": "l2"}\n{"text": 5}\n{"text": "l4"}\n')
+    datasets = {
+        "list": [{"text": f"a{i}"} for i in range(5)],
+        "table": pa.table({"text": pa.array([f"b{i}" for i in range(5)], pa.large_string())}),
+        "columns": {"text": [f"c{i}" for i in range(5)]},
+        "lines": open_files(tmp_path / "rows.jsonl", on_error="skip"),
+    }
+    mixed = block_mixture_interleave(datasets, stop_strategy="all_exhausted")
+    rows = list(mixed)
+    assert [row["text"] for row in rows if row[SOURCE] == "lines"] == ["l0", "l2", "l4"]
+    assert [row["text"] for row in rows[:4]] == ["a0", "b0", "c0", "l0"]
+    assert len(rows) == 18
+    assert rows == list(mixed)
+    laws.assert_stateless_reads(mixed, cuts=(1, 3, 7, 11))
+    endless = iter(block_mixture_interleave([datasets["list"], datasets["columns"]], seed=1))
+    assert len({(row[SOURCE], row["text"]) for row in itertools.islice(endless, 4000)}) == 10
+    for wrong, message in ((["a", "b"], r"datasets.dataset1: 'a' is a path, not rows"), ([3, 4], r"datasets.dataset1: int holds no rows")):
+        with pytest.raises(ConfigError, match=message):
+            block_mixture_interleave(wrong)
+
+
+def test_it_takes_datasets_of_datasets() -> None:
+    hf = pytest.importorskip("datasets")
+    made = [hf.Dataset.from_list([{"text": f"{name}{i}"} for i in range(4)]) for name in "ab"]
+    mixed = block_mixture_interleave(made, stop_strategy="all_exhausted")
+    assert [row["text"] for row in mixed] == ["a0", "b0", "a1", "b1", "a2", "b2", "a3", "b3"]

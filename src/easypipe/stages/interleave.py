@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,16 +20,21 @@ from easypipe.plan.mix import Stop, integer_weights
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.spec import STOPS
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
+from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.sources.objects import open_object
+from easypipe.stages.inputs import is_object
 from easypipe.stages.mix import block_weights, check_weights
+from easypipe.transforms.overlay import as_array
 
 WINDOW_ROWS = 8192
+ROWS_AT_A_TIME = 1024  # that iterating reads
 GAP_ROWS = 64  # rows that are read and left out rather than read around
 
 _ORIGIN = pa.field(SOURCE, pa.dictionary(pa.int32(), pa.string()), nullable=False)
 
 
 def block_mixture_interleave(
-    datasets: Mapping[str, ShardedSource] | Sequence[ShardedSource],
+    datasets: Mapping[str, Any] | Sequence[Any],
     weights: Mapping[str, float] | Sequence[float] | None = None,
     block_size: int | None = None,
     seed: int | None = None,
@@ -37,7 +44,8 @@ def block_mixture_interleave(
 ) -> InterleavedSource:
     """One source of the rows of several, drawn by weight.
 
-    datasets: by name, or a list of them, called dataset1, dataset2, ...; their rows are counted and have the same columns.
+    datasets: by name, or a list of them, called dataset1, dataset2, ...; each a source, or rows in memory (a list of dicts, a table, a
+        dict of columns, a `datasets.Dataset`). Their rows are counted and have the same columns.
     weights: a positive number for each, in any scale; None gives every dataset the same.
     block_size: round the shares to whole rows of a block of so many; None keeps every prefix within one row of its share.
     seed: read the rows of each dataset in a permuted order, a new one every pass; None keeps the order that they have.
@@ -67,33 +75,37 @@ def block_mixture_interleave(
     check_weights(None if weights is None else dict(weights), names, "weights")
     shares = {name: 1.0 if weights is None else weights[name] for name in names}
     whole = integer_weights(shares) if block_size is None else block_weights(shares, block_size)
-    return InterleavedSource(datasets, whole, stop_strategy, OrderSpec(shuffle=seed is not None, block_rows=block_rows), seed or 0)
+    sources = {name: _as_source(name, data) for name, data in datasets.items()}
+    return InterleavedSource(sources, whole, stop_strategy, OrderSpec(shuffle=seed is not None, block_rows=block_rows), seed or 0)
 
 
 class InterleavedSource(ShardedDataSource):
     """What `block_mixture_interleave` gives: the columns of its sources, and `__source__`, the dataset that a row came from.
 
     Law (stateless reads): which row of which dataset is row `r` is arithmetic, so any range can be read at any time, on any thread.
+    Rows that a source leaves out (a blank line, a bad row that is skipped) are left out here, and `__row_number__` tells the others'.
+    Iterating gives the rows as dicts, from the first; without end where the mixture has none.
     weights: positive integers, one for each source. Raises ConfigError where the sources have different columns or uncounted rows.
     """
 
     def __init__(self, sources: Mapping[str, ShardedSource], weights: Sequence[int], stop: Stop, order: OrderSpec, seed: int) -> None:
         self.sources = dict(sources)
         assert self.sources, "block_mixture_interleave has looked"
-        schema = next(iter(self.sources.values())).schema
-        first = next(iter(self.sources))
-        for name, source in self.sources.items():
-            if not source.schema.equals(schema):
+        schemas = {name: _without_numbers(source.schema) for name, source in self.sources.items()}
+        first, schema = next(iter(schemas.items()))
+        for name, other in schemas.items():
+            if not other.equals(schema):
                 raise ConfigError(
                     at=f"datasets.{name}",
-                    problem=f"has the columns {_columns(source.schema)}, and {first!r} has {_columns(schema)}",
+                    problem=f"has the columns {_columns(other)}, and {first!r} has {_columns(schema)}",
                     fix="Select, rename or cast columns until they agree.",
                 )
-            if ROW_NUMBER in source.schema.names:
-                raise ConfigError(at=f"datasets.{name}", problem="leaves out rows when it is read", fix="Mix what its rows are made from.")
         if SOURCE in schema.names:
             raise ConfigError(at="datasets", problem=f"has a column {SOURCE!r} already", fix="Drop or rename it.")
+        self._numbered = any(ROW_NUMBER in source.schema.names for source in self.sources.values())
         self.schema = schema.append(_ORIGIN)
+        if self._numbered:
+            self.schema = self.schema.append(pa.field(ROW_NUMBER, pa.int64()))
         self._columns = schema
         self._spec = PlanSpec(
             seed=seed,
@@ -128,18 +140,35 @@ class InterleavedSource(ShardedDataSource):
             return pa.RecordBatch.from_pylist([], schema=self.schema)
         pieces = self.plan.pieces(np.arange(start, stop, dtype=np.int64))  # one for each row
         tables: list[pa.Table] = []
-        place = np.empty(stop - start, dtype=np.int64)  # of each row in what was read
+        place = np.full(stop - start, -1, dtype=np.int64)  # of each row in what was read; -1: its source leaves it out
         read = 0
         for i, source in enumerate(self.sources.values()):
             mine = np.flatnonzero(pieces.dataset == i)
             for run in _runs(self._starts[i], pieces.doc[mine]):
-                tables.append(pa.Table.from_batches([source.read(run.shard, run.start, run.stop)]).cast(self._columns))
-                place[mine[run.which]] = read + run.rows
-                read += run.stop - run.start
-        table = pa.concat_tables(tables).take(pa.array(place)).combine_chunks()
-        [batch] = table.to_batches()
-        origin = pa.DictionaryArray.from_arrays(pa.array(pieces.dataset), pa.array(list(self.sources), pa.string()))
-        return pa.RecordBatch.from_arrays([*batch.columns, origin], schema=self.schema)
+                batch = source.read(run.shard, run.start, run.stop)
+                there = np.arange(run.stop - run.start)
+                if ROW_NUMBER in batch.schema.names:
+                    there = np.full(run.stop - run.start, -1, dtype=np.int64)
+                    there[batch.column(ROW_NUMBER).to_numpy() - run.start] = np.arange(batch.num_rows)
+                found = there[run.rows]
+                place[mine[run.which]] = np.where(found < 0, -1, read + found)
+                tables.append(pa.Table.from_batches([batch]).select(self._columns.names).cast(self._columns))
+                read += batch.num_rows
+        kept = np.flatnonzero(place >= 0)
+        table = pa.concat_tables(tables).take(pa.array(place[kept])).combine_chunks()
+        columns = [as_array(table.column(name), self._columns.field(name).type) for name in self._columns.names]
+        origin = pa.DictionaryArray.from_arrays(pa.array(pieces.dataset[kept]), pa.array(list(self.sources), pa.string()))
+        numbers = [pa.array(kept + start)] if self._numbered else []
+        return pa.RecordBatch.from_arrays([*columns, origin, *numbers], schema=self.schema)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        total = self.shards[0].num_rows
+        for start in itertools.count(0, ROWS_AT_A_TIME):
+            stop = start + ROWS_AT_A_TIME if total is None else min(total, start + ROWS_AT_A_TIME)
+            if stop <= start:
+                return
+            batch = self.read(0, start, stop)
+            yield from batch.select([name for name in batch.schema.names if name != ROW_NUMBER]).to_pylist()
 
     @cached_property
     def _starts(self) -> list[NDArray[np.int64]]:
@@ -154,6 +183,24 @@ class InterleavedSource(ShardedDataSource):
                 )
             starts.append(np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(counts, dtype=np.int64))]))
         return starts
+
+
+def _as_source(name: str, data: Any) -> ShardedSource:
+    """A source as it is, rows in memory as one. Raises ConfigError for what is neither."""
+    if hasattr(data, "shards") and hasattr(data, "read"):
+        return data
+    if isinstance(data, str | Path):
+        fix = f"Open it: Pipeline(...).source().get_data()[...], or open_files({str(data)!r})."
+        raise ConfigError(at=f"datasets.{name}", problem=f"{str(data)!r} is a path, not rows", fix=fix)
+    try:
+        return open_object(data, name=name) if is_object(data) else InMemoryShardedSource(data, name=name)
+    except (TypeError, ValueError) as error:
+        fix = "Give a source, a list of dicts, a table or a datasets.Dataset."
+        raise ConfigError(at=f"datasets.{name}", problem=f"{type(data).__name__} holds no rows: {error}", fix=fix) from None
+
+
+def _without_numbers(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name != ROW_NUMBER])
 
 
 class _Run(NamedTuple):
