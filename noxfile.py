@@ -66,6 +66,16 @@ def laws(session: nox.Session) -> None:
     session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_EXAMPLES": "10"})
 
 
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Puts known faults into a copy of the code, one by one, and looks whether the tests of their rooms fail: about half a minute each.
+
+    Words after `--` choose among them by file or name.
+    """
+    session.install(".[test]")
+    session.run("python", "tests/faults.py", *session.posargs)
+
+
 @nox.session(python="3.12")
 def aot_gpu(session: nox.Session) -> None:
     """Compiles loss and attention for an H200 on a machine without one: the jax of the H200 machines, and 4.4 GB of CUDA wheels."""

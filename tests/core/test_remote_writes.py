@@ -72,3 +72,28 @@ def test_names_sizes_and_removal(store: Store) -> None:
     assert storage.names_in(folder, store.options) == ["a"]
     storage.remove(f"{folder}/a", store.options)
     assert storage.size_of(f"{folder}/a", store.options) is None
+
+
+def test_the_store_is_asked_to_compare_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gcsfs compares none unless it is asked to; botocore sends one by itself."""
+
+    class Bucket:
+        protocol = ("gs", "gcs")
+
+        def __init__(self) -> None:
+            self.asked: list[str | None] = []
+
+        def put_file(self, local: str, name: str, consistency: str | None = None) -> None:
+            self.asked.append(consistency)
+
+        def pipe_file(self, name: str, data: bytes, mode: str, consistency: str | None = None) -> None:
+            self.asked.append(consistency)
+
+        def invalidate_cache(self) -> None:
+            pass
+
+    bucket = Bucket()
+    monkeypatch.setattr(storage, "filesystem", lambda path, options=None: (bucket, str(path)))
+    storage.commit_bytes("gs://bucket/a", b"x")
+    storage.create_bytes("gs://bucket/b", b"x")
+    assert bucket.asked == ["md5", "md5"]

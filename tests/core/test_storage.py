@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,31 @@ def test_errors_name_the_path(tmp_path: Path) -> None:
         storage.read_json(tmp_path / "file")
     with pytest.raises(StorageError, match="nosuch:// paths"):
         storage.filesystem("nosuch://bucket/x")
+
+
+def test_file_and_folder_are_on_the_disk_before_and_after_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename that reaches the disk before the bytes, or never, would be a commit that a power cut undoes."""
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        events.append("folder" if name == tmp_path.name else "content")
+        fsync(descriptor)
+
+    def replaced(source: Path, target: str) -> None:
+        events.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    storage.commit_bytes(tmp_path / "file", b"new")
+    assert events == ["content", "rename", "folder"]
+
+
+def test_a_sweep_leaves_what_a_living_process_is_writing(tmp_path: Path) -> None:
+    with storage.commit_file(tmp_path / "file") as (temporary, _):
+        temporary.write_bytes(b"half")
+        assert storage.sweep(tmp_path) == 0
+        assert temporary.exists()
+    assert (tmp_path / "file").read_bytes() == b"half"

@@ -217,3 +217,17 @@ def test_an_old_tpu_is_refused(monkeypatch):
 def test_a_vocabulary_too_wide_for_a_row_is_refused():
     with pytest.raises(ConfigError, match="rows of a vocabulary of 4194304 do not fit 64 MiB"):
         pallas_tpu.row_stats(jax.ShapeDtypeStruct((8, 1 << 22), jnp.bfloat16), jnp.zeros(8, jnp.int32), soft_cap=None)
+
+
+def test_a_label_beyond_the_vocabulary_meets_no_padding_column():
+    """Of 200 columns in tiles of 128, 56 are padding: a label of 200 to 255 belongs to another shard, or to nobody."""
+    hidden, head, _, _, _ = inputs(16, 128, 200, jnp.float32)
+    labels = jnp.arange(198, 214, dtype=jnp.int32) + jnp.array([0, 0] + [3] * 14)
+    given, options = Inputs(hidden, head, None, labels), {"layout": "dv", "soft_cap": None}
+    ours = pallas_tpu.stats(given, **options, block=blocks(), interpret=True)
+    assert (np.asarray(ours.target)[:2] != 0).all()
+    assert not np.asarray(ours.target)[2:].any()
+    g = Cotangents(jnp.zeros(16), jnp.ones(16), jnp.zeros(16))
+    found = pallas_tpu.gradients(given, ours.lse, g, **options, block=blocks(), interpret=True)
+    assert not np.asarray(found.hidden)[2:].any()
+    close(found.lm_head, reference.gradients(given, ours.lse, g, **options).lm_head, 2e-6)

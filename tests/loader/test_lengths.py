@@ -276,3 +276,13 @@ def test_no_option_leaves_batches_as_they_were(tmp_path: Path) -> None:
 def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         build(tmp_path, **options)
+
+
+def test_every_block_and_every_window_has_an_order_of_its_own() -> None:
+    rows = plan_rows([MemoryCache(some_docs([7] * 4096))], seq_length=None)
+    shuffled = ReadingOrder(rows, LoadStageConfig(batch_size=8, shuffle_buffer_size=64), CollateConfig(), 3)
+    blocks = {(shuffled.rows(start, start + 64) - start).tobytes() for start in range(0, 4096, 64)}
+    assert len(blocks) == 64
+    grouped = ReadingOrder(rows, LoadStageConfig(batch_size=8, group_by_length=16), CollateConfig(), 3)
+    windows = {(grouped.rows(start, start + 128) - start).tobytes() for start in range(0, 4096, 128)}
+    assert len(windows) == 32

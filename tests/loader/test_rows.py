@@ -164,3 +164,17 @@ def test_the_end_is_met_without_counting_all_rows_first():
     assert rows.available(total - 3, total + 5) == 3
     assert rows.available(total, total + 8) == 0
     assert rows.available(total + 100, total + 108) == 0
+
+
+def test_a_plan_over_fewer_documents_than_the_cache_has_is_refused():
+    rows = plan_rows([MemoryCache(some_docs([5, 6]))])
+    with pytest.raises(PlanError, match=r"planned over 2 documents, the token cache has 3"):
+        PlannedRows(rows.plan, [MemoryCache(some_docs([5, 6, 7]))], EOS, PAD, 64)
+
+
+def test_what_pads_rows_is_part_of_their_identity():
+    cache = MemoryCache(some_docs([5, 6]))
+    rows = plan_rows([cache])
+    other = PlannedRows(rows.plan, [cache], EOS, PAD + 3, 64)
+    assert other.identity["tokenizer"] != rows.identity["tokenizer"]
+    assert {**other.identity, "tokenizer": ""} == {**rows.identity, "tokenizer": ""}

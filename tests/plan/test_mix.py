@@ -186,3 +186,13 @@ def test_largest_weights_and_most_datasets_do_not_overflow() -> None:
     even = np.full(mix.MAX_DATASETS, MAX_WEIGHT_SUM // mix.MAX_DATASETS)
     made = mix.draw(200, even, even, np.zeros_like(even), active, "restart")
     assert made.dataset.tolist() == list(range(200))
+
+
+def test_weights_are_rounded_to_the_nearest_and_not_down() -> None:
+    """Rounded down, the sum of 2^12 shares would fall short by half of that."""
+    random = np.random.Generator(np.random.PCG64(1))
+    weights = {str(i): float(weight) for i, weight in enumerate(random.random(4096) + 0.5)}
+    whole, sum_weights = integer_weights(weights), math.fsum(weights.values())
+    off = [part - weight / sum_weights * (MAX_WEIGHT_SUM - len(whole)) for part, weight in zip(whole, weights.values(), strict=True)]
+    assert max(map(abs, off)) < 0.51
+    assert abs(sum(off)) < 200

@@ -19,6 +19,7 @@ from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import OVERSIZE, STRATEGIES, PackSpec
 from easypipe.plan.schedule import KINDS, Schedule
+from easypipe.plan.window import token_sizes
 from easypipe.plan.windows import MARK_EVERY, Pieces, Plan, PlanDataset, PlanSpec, WindowState, window_docs
 from strategies import examples
 
@@ -439,3 +440,12 @@ def test_rows_are_pinned() -> None:
     made = PlanSpec(seed=7, weights=(7, 3), stop="first_exhausted", window_docs=16, pack=PackSpec(32, "first_fit"))
     rows = look(Plan(datasets, made), [0, 5, 9])
     assert rows == [[(0, 1, 1, 18, 0, 22), (22, 2, 1, 30, 0, 10)], [(0, 1, 0, 17, 0, 18)], [(0, 1, 1, 1, 0, 32)]]
+
+
+def test_documents_weigh_their_tokens_up_to_a_whole_row() -> None:
+    lengths = np.array([0, 1, 63, 64, 65, 500], np.int32)
+    weighed = {
+        how: token_sizes(lengths, PackSpec(seq_length=64, strategy="greedy", oversize=how)).tolist()
+        for how in ("split", "truncate", "drop")
+    }
+    assert weighed == {"split": [1, 1, 63, 64, 65, 500], "truncate": [1, 1, 63, 64, 64, 64], "drop": [1, 1, 63, 64, 1, 1]}

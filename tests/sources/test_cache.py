@@ -122,3 +122,11 @@ def test_damage_is_found(cache: TokenCache, tmp_path: Path) -> None:
     victim.unlink()
     with pytest.raises(CacheError, match="missing from the token cache"):
         TokenCache(cache.path)
+
+
+def test_a_token_file_with_another_number_of_documents_is_refused(cache: TokenCache) -> None:
+    """Bytes and checksum are right, the manifest says another number of documents: every one behind it would be another."""
+    parts = read_checked(cache.path)["parts"]
+    edit(cache.path, parts=[parts[0] | {"docs": parts[0]["docs"] + 1}, *parts[1:]])
+    with pytest.raises(CacheError, match=r"holds \d+ rows of .*, not \d+"):
+        TokenCache(cache.path).tokens(0)

@@ -257,3 +257,13 @@ def test_fingerprints_follow_the_files(written: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"changed after the source was made. Make the source again"):
         source.read(0, 0, 2)
     assert changed.read(0, 0, 3).num_rows == 3
+
+
+def test_a_large_row_group_is_entered_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward, and again from where another range ended."""
+    monkeypatch.setattr(parquet, "SMALL_GROUP_BYTES", 0)
+    monkeypatch.setattr(parquet, "STREAMED_BYTES", 512)
+    pq.write_table(pa.table({"n": range(900)}), tmp_path / "a.parquet", row_group_size=500)
+    source = open_files(tmp_path / "a.parquet")
+    for start, stop in ((7, 450), (450, 480), (3, 9), (498, 503), (620, 640), (641, 900), (0, 900)):
+        assert source.read(0, start, stop).column("n").to_pylist() == list(range(start, stop))

@@ -13,6 +13,7 @@ import zstandard
 
 from easypipe.core import storage
 from easypipe.core.errors import SourceError
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import records, streams
 from easypipe.sources.open import open_files
 
@@ -169,3 +170,24 @@ def test_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1024)
     with pytest.raises(SourceError, match=r"a\.jsonl, row 1: a record of more than 0 MiB begins here\. A quote or bracket may be open"):
         open_files(tmp_path / "a.jsonl").shards  # noqa: B018
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".csv", ".json", ".jsonl.gz"])
+def test_every_text_has_its_own_row_number(tmp_path: Path, ending: str) -> None:
+    """Texts say which row they are; ranges begin between the entries of the index, and behind them."""
+    path = tmp_path / f"a{ending}"
+    rows = [{"text": f"row {i}\n" + "x" * (i % 90), "n": i} for i in range(ROWS)]
+    if ending == ".csv":
+        path.write_text("text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in rows), encoding="utf-8")
+    elif ending == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(data) if ending.endswith(".gz") else data)
+    source = open_files(path, index_dir=tmp_path / "index")
+    for start, stop in ((0, 1), (1, 3), (1020, 1030), (1024, 1025), (2500, 4200), (ROWS - 1, ROWS), (0, ROWS)):
+        batch = source.read(0, start, stop)
+        assert [int(n) for n in batch.column("n").to_pylist()] == list(range(start, stop))
+        assert [text.partition("\n")[0] for text in batch.column("text").to_pylist()] == [f"row {i}" for i in range(start, stop)]
+        if ROW_NUMBER in batch.schema.names:
+            assert batch.column(ROW_NUMBER).to_pylist() == list(range(start, stop))

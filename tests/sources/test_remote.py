@@ -281,3 +281,14 @@ def test_s3_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "url_to_fs", absent)
     with pytest.raises(StorageError, match=r"s3://bucket/a\.txt: cannot open s3:// paths: .*pip install 'easypipe\[s3\]'"):
         open_files("s3://bucket/a.txt")
+
+
+def test_no_secret_is_told_in_whatever_form_it_comes_back() -> None:
+    """What a library's message repeats: header, key and signature as they are, and as a URL writes them."""
+    url = "https://me:pa55word@host/a.parquet?X-Amz-Signature=abc%2Fdef%3D&version=7"
+    options = {"headers": {"Authorization": "Bearer t0ken-t0ken"}, "client_kwargs": {"aws_secret_access_key": "key/with+signs="}}
+    secrets = ["pa55word", "abc/def=", "abc%2Fdef%3D", "t0ken-t0ken", "key/with+signs=", "key%2Fwith%2Bsigns%3D"]
+    told = remote.tell(OSError(f"GET {url} refused: " + ", ".join(secrets)), url, options)
+    assert not [secret for secret in secrets if secret in told], told
+    assert "refused" in told
+    assert "version=7" in told

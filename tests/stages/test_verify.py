@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import yaml
@@ -17,11 +18,13 @@ from easypipe import ConfigError, MissingFileError, Pipeline, StorageError
 from easypipe.cli import main
 from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.config import to_dict
+from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.storage import TEMPORARY
 from easypipe.jobs import repair_as_made
+from easypipe.sources.cache import TokenCache
 from easypipe.stages.saved import MANIFEST
 from easypipe.stages.tokenize import TokenizedShardedSource
-from easypipe.stages.verify import verify
+from easypipe.stages.verify import _contents, verify
 from easypipe.transforms.functions import Filter
 from pipelines import config, jsonl, tokenizer
 from stores import Store
@@ -366,3 +369,17 @@ def test_repair_says_what_it_has_to_be_told(tmp_path: Path, dataset: dict[str, A
 
 def same(row: dict[str, Any]) -> dict[str, Any]:
     return row
+
+
+@pytest.mark.parametrize("numbers", [lambda rows: rows[::-1], lambda rows: rows + 1000, lambda rows: rows - 1], ids=str)
+def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], Any]) -> None:
+    """Tokens, counts and checksums are right, and the documents are told of as other rows."""
+    cache = TokenCache(manifest_of(prepared(tmp_path), "code"))
+    part = cache.manifest.parts[0]
+    with pa.memory_map(str(cache.folder.tokens(part.file))) as mapped:
+        batch = pa.ipc.open_file(mapped).get_batch(0)
+        assert _contents(cache.manifest, part, batch) is None
+        place = batch.schema.get_field_index(ROW_NUMBER)
+        field = batch.schema.field(place)
+        wrong = batch.set_column(place, field, pa.array(numbers(batch.column(place).to_numpy()), field.type))
+        assert "row numbers" in str(_contents(cache.manifest, part, wrong))

@@ -82,3 +82,23 @@ def test_a_step_is_dispatched_while_the_one_before_it_still_runs(tmp_path):
     each_s = (time.perf_counter() - began - handing_s[0]) / 6
     assert was_running == [True, True, True], (handing_s, each_s)
     assert sorted(handing_s[1:])[2] < 0.3 * each_s
+
+
+def test_the_time_of_an_evaluation_is_none_of_training(tmp_path, monkeypatch):
+    """An evaluation of half a second between two steps of milliseconds: rates count from behind it."""
+    run = Trainer(Tiny, settings(tmp_path, steps=6, eval_every=3), Arithmetic(), {"held": Arithmetic(2)}, mesh=MESH)
+    evaluate = run.evaluate
+
+    def slowly(step, state):
+        time.sleep(0.5)
+        return evaluate(step, state)
+
+    monkeypatch.setattr(run, "evaluate", slowly)
+    run.run()
+    waited = [
+        1 / rate * ROWS * LENGTH
+        for rate in (record["tokens_per_second"] for record in read_metrics(tmp_path / "metrics.jsonl")[3:5])
+        if rate
+    ]
+    assert waited, "no rate was told behind the evaluation"
+    assert max(waited) < 0.4

@@ -243,3 +243,13 @@ def test_short_batches_are_filled_with_what_trains_nothing():
     assert float(short.loss_sum) == pytest.approx(float(filled.loss_sum), rel=1e-6)
     assert place_batch(placed, MESH)["labels"] is placed["labels"]
     assert int(np.asarray(placed["input_ids"]).max()) < VOCAB
+
+
+def test_evaluation_is_that_of_the_model_without_dropout():
+    plain, _, _, _ = compiled()
+    layout, _, _, fresh = compiled(dropout=0.5)
+    with states.on(MESH):
+        state, batch = fresh(), place_batch(Arithmetic().batch(1), MESH)
+        dropped = make_eval_step(layout, loss_sums)(state.params, state.rest, batch)
+        whole = make_eval_step(plain, loss_sums)({name: state.params[name] for name in plain.params}, {}, batch)
+    assert float(dropped.loss_sum) == float(whole.loss_sum)

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from easypipe.core.config import from_dict
-from easypipe.core.errors import ConfigError, TrainError
+from easypipe.core.errors import ConfigError, StateError, TrainError
+from easypipe.train import checkpoint
 from easypipe.train import state as states
 from easypipe.train.checkpoint import Checkpoints
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, SpikeConfig, TrainingConfig
@@ -209,3 +210,30 @@ def test_bad_values_are_refused(values, message):
     with pytest.raises(ConfigError) as error:
         from_dict(TrainingConfig, {"output_dir": "out", **values})
     assert str(error.value).startswith(message)
+
+
+def test_what_is_saved_in_doubt_is_not_gone_back_to(tmp_path):
+    """A listener asks for a checkpoint at a step of the calendar that is bad: it is saved, and the good one stays the one before it."""
+    went_back, control = [], None
+
+    def listener(event):
+        if event.kind == "dispatch" and event.step == 12:
+            control.save()
+        if event.kind == "rollback":
+            went_back.append((event.step, event.record["to"]))
+
+    every = CheckpointConfig(every=4, keep=9)
+    run = trainer(tmp_path, Shaken(odd_steps=(12, 13)), listener=listener, steps=16, spikes=SPIKES, checkpoint=every)
+    control = run.control
+    run.run()
+    assert went_back == [(13, 8)]
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monkeypatch):
+    arrays = {"a": jnp.zeros(3)}
+    monkeypatch.setattr(checkpoint, "FORMAT", checkpoint.FORMAT + 1)
+    with Checkpoints(tmp_path, keep=None) as newer:
+        newer.save(1, arrays, {"step": 1})
+    monkeypatch.undo()
+    with Checkpoints(tmp_path, keep=None) as ours, pytest.raises(StateError, match=rf"format {checkpoint.FORMAT + 1}, this version reads"):
+        ours.run(1)

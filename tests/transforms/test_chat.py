@@ -464,3 +464,9 @@ def test_built_in_templates_leave_nothing_out_in_silence(name: str) -> None:
     else:
         assert refused(call) == "this built-in template knows no tool calls: take chatml"
         assert refused(thought) == "this built-in template knows no reasoning: take chatml"
+
+
+@pytest.mark.parametrize("name", ["namespace(_hidden=1)", "namespace(dict(__class__=1))", "namespace() %}{% set ns._hidden = 1"])
+def test_a_namespace_takes_no_private_names(name: str) -> None:
+    with pytest.raises(HostileTemplateError, match="a namespace has no attribute '_"):
+        render("{% set ns = " + name + " %}x", talk("user", "assistant"))

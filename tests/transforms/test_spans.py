@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from chat_support import CHATML, MARKED, REASONING, SHARED, needs_shared
 from easypipe.transforms.chat import ChatTemplate, Refused, Rendered
+from easypipe.transforms.chat_sandbox import Template
+from easypipe.transforms.chat_spans import Spans, UnprovenError
 from easypipe.transforms.masked import TRAINED_END
 from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from strategies import examples
@@ -148,3 +150,13 @@ def test_plain_conversations_are_proven_on_stock_templates(name: str) -> None:
         {"role": "assistant", "content": "Atwo"},
     ]
     assert check(name, TEMPLATES[name], messages, None, "assistant") == (name not in ("no stop", "twice", "last first"))
+
+
+def test_turns_that_would_overlap_are_refused(monkeypatch):
+    """Whatever the end of a turn is found to be, no token is trained for two of them."""
+    monkeypatch.setattr(Spans, "_close", lambda self, gap, *more, **how: len(gap) + 100)
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+    ]
+    with pytest.raises(UnprovenError, match="trained turns overlap"):
+        Spans(Template(CHATML, NAMES), CLOSERS).find(messages, None, "assistant")
