@@ -30,6 +30,7 @@ class WebServer(ThreadingHTTPServer):
         self.seen: list[tuple[str, str, str | None]] = []
         self.headers: list[dict[str, str]] = []
         self.ranges = True
+        self.told: str | None = None  # in Content-Range, in place of the truth
         self.sent = 0
         self.retry_after = ""
         self.etags: dict[str, str] = {}
@@ -81,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             start, stop = int(first), min(len(data), int(last) + 1 if last else len(data))
             if start >= len(data):
                 return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}" if server.told is None else server.told
             data, status = data[start:stop], 206
         if fault == "short":  # announces it all, sends half, hangs up
             self.send_response(status)

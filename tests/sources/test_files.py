@@ -44,6 +44,27 @@ def test_paths_globs_folders_lists(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert names(folder, resolve("~/part-2.jsonl")) == ["part-2.jsonl"]
 
 
+def test_links_are_not_read_again_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Links to a folder above, a folder under two names, a file under two names; what a link alone leads to is read."""
+    for name in ("data/a.jsonl", "data/deep/b.jsonl", "elsewhere/c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    data = tmp_path / "data"
+    for link, target in {"current": ".", "deep/up": "..", "again": "deep", "other": "../elsewhere"}.items():
+        (data / link).symlink_to(target)
+    (data / "z.jsonl").symlink_to("a.jsonl")
+    assert names(data, resolve(data / "**" / "*.jsonl")) == ["a.jsonl", "deep/b.jsonl", "other/c.jsonl"]
+    for said in ("current", "deep/up", "again"):
+        assert f"{data / said}" in caplog.text
+    assert f"1 names stand for files that it has already ({data / 'z.jsonl'} is {data / 'a.jsonl'})" in caplog.text
+    assert names(tmp_path, resolve(tmp_path / "**" / "deep" / "**" / "b*")) == ["data/deep/b.jsonl"]
+    caplog.clear()
+    assert names(data, resolve(data)) == ["a.jsonl", "deep/b.jsonl"]
+    assert f"{data / 'other'}" in caplog.text
+    with pytest.raises(SourceError, match=r"named twice in data_files as .*a\.jsonl \(again by "):
+        resolve([data / "a.jsonl", data / "current" / "a.jsonl"])
+
+
 def test_wrong_arguments() -> None:
     for wrong in ([], [""], [5]):
         with pytest.raises(ConfigError, match="data_files"):

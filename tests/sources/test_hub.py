@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import socket
 import time
 from pathlib import Path
 
@@ -75,6 +77,25 @@ def test_offline_is_said_at_once(hub: WebServer, monkeypatch: pytest.MonkeyPatch
         HuggingFaceShardedSource("org/stories")
     assert time.monotonic() - began < 5
     assert not hub.seen
+
+
+@pytest.mark.parametrize("where", ["refused", "dropped", "unknown"])
+def test_without_a_network_it_is_said_within_five_seconds(where: str) -> None:
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        if where == "dropped":  # a full queue: the kernel answers nobody
+            listener.listen(0)
+            for _ in range(3):
+                one = held.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(listener.getsockname())
+        host = "no-such-host.invalid" if where == "unknown" else "127.0.0.1"
+        endpoint = f"http://{host}:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(SourceError, match=r"org/stories: the Hub cannot be reached: .*hf download --repo-type dataset org/stories"):
+            HuggingFaceShardedSource("org/stories", storage_options={"endpoint": endpoint})
+        assert time.monotonic() - began < 5
 
 
 def test_no_more_than_needed_travels(hub: WebServer) -> None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from easypipe import DatasetConfig, Pipeline, PipelineConfig
 from easypipe.core import remote, storage
 from easypipe.core.config import to_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
@@ -135,6 +136,31 @@ def test_a_file_that_changed(web: WebServer) -> None:
     with pytest.raises(SourceError, match=r"changed after the source was made.*Make the source again"):
         source.read(0, 0, 10)
     assert open_files(f"{web.url}/data/c.jsonl").fingerprint != fingerprint
+
+
+@pytest.mark.parametrize(("name", "kind"), [("/a.parquet", "parquet"), ("/a.jsonl", "json")])
+def test_an_outage_is_no_conflict_of_columns(web: WebServer, name: str, kind: str, tmp_path: Path) -> None:
+    """One round of attempts, not one for each set of columns that the dataset could do with."""
+    web.files[name] = _parquet() if name.endswith("parquet") else b'{"text": "a"}\n'
+    web.faults.extend([None, *[503] * 100])
+    remote.set_retry_policy(remote.RetryPolicy(attempts=3, first_wait_s=0.01))
+    dataset = DatasetConfig(name="d", type=kind, data_files=web.url + name)
+    with pytest.raises(SourceError, match=r"gave up after 3 attempts .*503"):
+        Pipeline(PipelineConfig(datasets=[dataset], cache_dir=tmp_path)).source()
+    assert len(web.seen) == 1 + 3
+
+
+@pytest.mark.parametrize("told", ["bytes 0-{last}/{size}", "bytes 7-{stop}/{size}", "", "nonsense"])
+def test_another_range_than_was_asked_for_is_not_believed(web: WebServer, told: str, tmp_path: Path) -> None:
+    web.files["/a.parquet"] = _parquet()
+    size = len(_parquet())
+    source = open_files(f"{web.url}/a.parquet")
+    web.extra["/a.parquet"] = {}
+    web.told = told.format(last=size - 1, stop=size, size=size)
+    with pytest.raises(SourceError, match=r"a\.parquet.* the server sent .* where bytes \d+ to \d+ were asked for\. Its ranges cannot"):
+        source.read(0, 0, 3)
+    with pytest.raises(StorageError, match="the server sent"):
+        storage.read_range(f"{web.url}/a.parquet", 100, 200)
 
 
 def test_a_server_without_ranges(web: WebServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ EasypipeError
 ├── ConfigError        (ValueError)        a configuration value; `at` is its key path
 ├── StageOrderError    (RuntimeError)      pipeline stages called in an order that cannot run
 ├── SourceError        (ValueError)        a file or a row; `at` names both
-│   └── MissingFileError (FileNotFoundError)
+│   ├── MissingFileError (FileNotFoundError)
+│   └── SchemaError    (SourceError)       columns that are not there, or cannot be read together
 ├── TokenizerError     (ValueError)        a tokenizer that does not load or does not do what it says
 ├── BudgetError        (SourceError)       more bad rows than the dataset's budget allows
 ├── PlanError          (ValueError)        an order, mixture or packing that cannot be planned
 ├── CacheError         (ValueError)        a token cache or saved folder that is damaged, foreign or too new
 ├── StorageError       (OSError)           reading or committing bytes failed
-│   └── DamagedFileError                   a file that easypipe wrote is not as it was written
+│   └── DamagedFileError (StorageError)    a file that easypipe wrote is not as it was written
 ├── StateError         (ValueError)        a saved state that does not belong to this pipeline
 ├── LedgerError        (RuntimeError)      rows or tokens that are not accounted for
 ├── PlacementError     (ValueError)        a batch that does not fit its mesh
@@ -68,6 +69,10 @@ class SourceError(EasypipeError, ValueError):
 
 class MissingFileError(SourceError, FileNotFoundError):
     __str__ = EasypipeError.__str__  # OSError's own would print the argument tuple
+
+
+class SchemaError(SourceError):
+    pass
 
 
 class BudgetError(SourceError):

@@ -46,6 +46,7 @@ _SECRET_QUERY = re.compile(
     re.IGNORECASE,
 )
 _SECRET_OPTION = re.compile(r"token|secret|pass|key|cred|auth|sign|sas|header|cookie|session|conn", re.IGNORECASE)
+_RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
 _NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")  # words that gcsfs takes for a token
 
 
@@ -78,6 +79,10 @@ def set_retry_policy(policy: RetryPolicy | None) -> None:
 
 class ShortReadError(OSError):
     """Fewer bytes came than were asked for and announced."""
+
+
+class WrongRangeError(OSError):
+    """A server, or a cache before it, sent another part of the file than was asked for."""
 
 
 class ChangedError(OSError):
@@ -207,7 +212,11 @@ def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
 
 
 def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_s: float) -> bytes:
-    """Bytes `start` to `stop`. Raises ChangedError where the server's ETag is another, ShortReadError where bytes are missing."""
+    """Bytes `start` to `stop`.
+
+    Raises ChangedError where the server's ETag is another, WrongRangeError where it sends another part than was asked for, ShortReadError
+    where bytes are missing.
+    """
     answer: Any = sync(fs.loop, _http_range, fs, url, start, stop, identity, timeout=timeout_s)
     return answer
 
@@ -238,6 +247,12 @@ async def _http_range(fs: Any, url: str, start: int, stop: int, identity: str) -
         if now and identity.startswith(("etag:", "modified:")) and now != identity and now.partition(":")[0] == identity.partition(":")[0]:
             raise ChangedError("the server says that the file is another now")
         if answer.status == 206:
+            sent = answer.headers.get("Content-Range", "")
+            first = _RANGE.match(sent)
+            if first is None or int(first[1]) != start:
+                answer.close()
+                told = f"{sent!r}" if sent else "an unnamed part"
+                raise WrongRangeError(f"the server sent {told} where bytes {start} to {stop - 1} were asked for")
             data: bytes = await answer.read()
         else:  # the server sends the whole file whatever is asked for: take the part, and hang up
             pieces: list[bytes] = []
@@ -296,6 +311,8 @@ def _told(error: BaseException, url: str, options: Mapping[str, Any] | None, att
         return StorageError(at=at, problem="HF_HUB_OFFLINE forbids to ask the Hub", fix="Unset it, or read files that are on this machine.")
     if isinstance(error, ChangedError):
         return StorageError(at=at, problem=f"changed after the source was made: {error}", fix="Make the source again.")
+    if isinstance(error, WrongRangeError):
+        return StorageError(at=at, problem=str(error), fix="Its ranges cannot be trusted: download the file, or ask another server.")
     if is_passing(error):
         tries = f"{attempts} attempt{'s' if attempts > 1 else ''}"
         problem = f"gave up after {tries} in {seconds:.1f} s; the last one: {text}"

@@ -31,7 +31,7 @@ import xxhash
 from fsspec.core import url_to_fs
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
-from easypipe.core.remote import ShortReadError, http_facts, is_http, public_url, remote_call, retrying, tell
+from easypipe.core.remote import ShortReadError, http_facts, http_range, is_http, public_url, remote_call, retrying, tell
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
@@ -106,7 +106,13 @@ def read_range(path: str | Path, start: int, stop: int, storage_options: dict[st
     """Bytes `start` to `stop` of a remote file, all of them. Raises StorageError where it is shorter."""
 
     def call(fs: Any, name: str, timeout_s: float) -> bytes:
-        data = bytes(remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
+        if is_http(str(path)):
+            try:
+                return http_range(fs, str(path), start, stop, "", timeout_s)
+            except ShortReadError:
+                data = b""
+        else:
+            data = bytes(remote_call(fs, "cat_file", timeout_s, name, start=start, end=stop))
         if len(data) != stop - start:
             size = int(_fresh_info(fs, name, timeout_s).get("size") or 0)
             if size < stop:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
+from easypipe.core.errors import ConfigError, SchemaError, SourceError, did_you_mean, place
 from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.files import DataFiles, FileRef, resolve
@@ -166,7 +166,7 @@ class FileSource(ShardedDataSource):
         twin.columns = _names(columns)
         try:
             opened = self._open()
-        except SourceError:
+        except SchemaError:
             twin._lock = threading.Lock()  # files that differ in other columns may agree in these, which opening them anew tells
             return twin
         twin._opened = twin._only(opened)
@@ -293,7 +293,7 @@ class FileSource(ShardedDataSource):
                 pairs = zip(self.files, surveys, strict=True)
                 have = list(dict.fromkeys(n for file, survey in pairs for n in _with_partitions(file, survey.schema).names))
                 at = self.files[0].path + (f" (and {len(self.files) - 1} more)" if len(self.files) > 1 else "")
-                raise SourceError(at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have))
+                raise SchemaError(at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import io
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from easypipe.sources.refs import format_of as format_of
 from easypipe.sources.refs import natural as natural
 from easypipe.sources.refs import reading as reading
 
+log = logging.getLogger("easypipe")
+
 DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
 
@@ -34,14 +37,16 @@ def resolve(
     """Every file that `data_files` names: paths, globs, folders and fsspec URLs, in the order given, naturally sorted within each.
 
     A folder stands for the data files below it: those whose format (a key of EXTENSIONS) is in `extensions`, by default any of them; names
-    that begin with "." or "_" are left out. Raises MissingFileError for what is not there, SourceError for a file named twice,
-    ConfigError for an empty list.
+    that begin with "." or "_" are left out. A file that a folder or pattern has under several names, through links, is read once, and a
+    link back into a folder is not followed again; both with a warning. Raises MissingFileError for what is not there, SourceError for
+    a file named twice, ConfigError for an empty list.
     """
     patterns: list[Any] = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
     if not patterns:
         raise ConfigError(at="data_files", problem="names no file", fix="Give a path, a glob, a folder, a URL, or a list of them.")
     kinds = tuple(EXTENSIONS) if extensions is None else tuple(extensions)
-    found: dict[str, FileRef] = {}
+    found: list[FileRef] = []
+    known: dict[tuple[int, int] | str, str] = {}  # what tells files apart → path
     for pattern in patterns:
         if not isinstance(pattern, str | os.PathLike | FileRef) or (isinstance(pattern, str) and not pattern):
             raise ConfigError(at="data_files", problem=f"{pattern!r} is not a path", fix="Give a path, a glob, a folder or a URL.")
@@ -50,15 +55,26 @@ def resolve(
             files = [pattern]
         else:
             files = resolve_remote(text, storage_options, kinds) if is_remote(text) else _resolve_local(text, kinds)
+        again: list[tuple[str, str]] = []  # (name, the name under which it is read)
+        mine: dict[tuple[int, int] | str, str] = {}
         for file in files:
-            if file.path in found:
+            inode = _inode(file)
+            if inode in mine:
+                again.append((file.path, mine[inode]))
+                continue
+            if inode in known:
+                other = "" if known[inode] == file.path else f" as {known[inode]}"
                 raise SourceError(
                     at=file.path,
-                    problem=f"named twice in data_files (again by {remote.public_url(text)!r})",
+                    problem=f"named twice in data_files{other} (again by {remote.public_url(text)!r})",
                     fix="Name every file once; to see rows more often, give the dataset more epochs or weight.",
                 )
-            found[file.path] = file
-    return list(found.values())
+            mine[inode] = file.path
+            found.append(file)
+        if again:
+            log.warning("%s: %d names stand for files that it has already (%s is %s), and are left out", text, len(again), *again[0])
+        known |= mine
+    return found
 
 
 def read_range(file: FileRef, start: int, stop: int) -> bytes:
@@ -176,18 +192,70 @@ class LocalFile:
 def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
     path = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
     if os.path.isdir(path):
-        inside = [os.path.join(root, name) for root, _, names in os.walk(path) for name in names]
+        inside, links = [], []
+        for root, folders, names in os.walk(path):
+            inside += [os.path.join(root, name) for name in names]
+            links += [os.path.join(root, name) for name in folders if name[0] not in "._" and os.path.islink(os.path.join(root, name))]
+        if links:
+            told = "they link to folders. Name those in data_files, or give a pattern with **, where their files are wanted"
+            log.warning("%s: %s %s not followed: %s", text, ", ".join(links[:3]), "are" if len(links) > 1 else "is", told)
         return partitioned([_local(name) for name in data_files_in(path, text, inside, kinds)], path)
     if os.path.exists(path):  # first, so that a file called data[1].txt can be named
         return [_local(path)]
     if glob.has_magic(path):
-        matches = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)]
+        circles: list[str] = []
+        matches = [name for name in _matches(path, circles) if os.path.isfile(name)]
+        if circles:
+            log.warning("%s: %s leads to a folder that it has already, and is not followed", text, ", ".join(dict.fromkeys(circles)))
         if not matches:
             raise MissingFileError(at=text, problem="the pattern matches no file", have=_neighbours(path), fix="Correct the pattern.")
         return partitioned([_local(name) for name in sorted(matches, key=natural)], fixed_part(path))
     near = _neighbours(path)
     hint = did_you_mean(os.path.basename(path), near)
     raise MissingFileError(at=text, problem="no such file or folder", have=near, fix=hint or "Check the path.")
+
+
+def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
+    """As `glob.glob(pattern, recursive=True)` has them, but under `**` no folder is entered a second time through a link."""
+    head, mark, tail = pattern.partition("/**/")
+    if not mark:
+        head, mark = (pattern[:-3], "/**") if pattern.endswith("/**") else (pattern, "")
+        tail = "*"
+    if not mark:
+        return glob.glob(pattern)
+    found: dict[str, None] = {}
+    for top in glob.glob(head or "/"):
+        for folder in _folders(top, circles):
+            found.update(dict.fromkeys(_matches(os.path.join(glob.escape(folder), tail), circles)))
+    return found
+
+
+def _folders(top: str, circles: list[str]) -> Iterable[str]:
+    """`top` and the folders below it that do not begin with a dot, those behind links last; links to folders among them go to `circles`."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [top]
+    for start in waiting:  # which grows
+        for root, folders, _ in os.walk(start):
+            status = os.stat(root)
+            if (status.st_dev, status.st_ino) in seen:
+                circles.append(root)
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            yield root
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            waiting += [os.path.join(root, name) for name in folders if os.path.islink(os.path.join(root, name))]
+
+
+def _inode(file: FileRef) -> tuple[int, int] | str:
+    """What tells a file from others, whatever its name."""
+    if file.remote or file.twin is not None:  # the Hub's client keeps equal files once
+        return file.path
+    try:
+        status = os.stat(file.path)
+    except OSError:  # gone since it was listed: whoever reads it says so
+        return file.path
+    return (status.st_dev, status.st_ino) if status.st_ino else file.path
 
 
 def _local(path: str) -> FileRef:

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from easypipe.core import remote
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
@@ -21,6 +27,10 @@ log = logging.getLogger("easypipe")
 
 CONVERTED = "refs/convert/parquet"  # where the Hub keeps its own parquet copy of datasets that came in another form
 BY_RANGES = ("parquet", "arrow")
+CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
+
+
+_answered: set[tuple[str, int]] = set()  # hosts that this process has connected to
 
 
 class Listing(NamedTuple):
@@ -108,7 +118,9 @@ class HubRepo:
         """`call()`, tried again where it fails for a passing reason; what the Hub refuses is said in words."""
         from huggingface_hub import errors
 
-        page = f"{(self._endpoint or 'https://huggingface.co').rstrip('/')}/datasets/{self.repo}"
+        endpoint = (self._endpoint or "https://huggingface.co").rstrip("/")
+        page = f"{endpoint}/datasets/{self.repo}"
+        _require_someone_there(endpoint, self.at)
 
         def attempt(timeout_s: float) -> T:
             try:
@@ -133,3 +145,45 @@ class HubRepo:
             return remote.retrying(self.at, attempt, options={"token": self._token})
         except StorageError as error:
             raise SourceError(at=self.at, problem=error.problem, fix=error.fix) from None
+
+
+def _require_someone_there(endpoint: str, at: str) -> None:
+    """Raises SourceError within CONNECT_S where no connection to the Hub comes about: a machine without a network is told at once.
+
+    Asked once for each host. Behind a proxy, and where the Hub's client was told to ask nobody, that client says what is wrong.
+    """
+    from huggingface_hub import constants
+
+    parts = urlsplit(endpoint)
+    host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    proxied = {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(host)
+    if constants.HF_HUB_OFFLINE or proxied or (host, port) in _answered:
+        return
+    said: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
+    began = time.monotonic()
+
+    def connect() -> None:
+        wait = 0.1
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=CONNECT_S).close()
+                return said.put(None)
+            except OSError as error:
+                if time.monotonic() - began + wait >= CONNECT_S:
+                    return said.put(error)
+            time.sleep(wait)
+            wait *= 2
+
+    threading.Thread(target=connect, name="easypipe-connect", daemon=True).start()  # a resolver cannot be interrupted
+    try:
+        failure = said.get(timeout=CONNECT_S)
+    except queue.Empty:
+        failure = TimeoutError("no answer in time")
+    if failure is not None:
+        raise SourceError(
+            at=at,
+            problem=f"the Hub cannot be reached: {host}:{port}: {failure}",
+            fix="Check the network, or HF_ENDPOINT where a mirror is used; else download it where there is one "
+            f"(hf download --repo-type dataset {at.removeprefix('hf://datasets/')} --local-dir FOLDER) and give data_files the folder.",
+        )
+    _answered.add((host, port))

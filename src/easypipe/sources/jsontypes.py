@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from easypipe.core.errors import SourceError
+from easypipe.core.errors import SchemaError
 from easypipe.sources.jsonkeys import ARRAY, BOOL, FLOAT, INT, MAX_KEYS, NULL, OBJECT, STRING, new_keys, observe_keys
 from easypipe.sources.scanners import gather
 from easypipe.sources.schemas import merge_types, plain_type
@@ -56,7 +56,7 @@ class Observer:
     def facts(self) -> dict[str, Any]:
         """The types found, as JSON. Raises SourceError where there are more columns than can be told apart."""
         if self._keys.counts[2] and self._columns is None:
-            raise SourceError(
+            raise SchemaError(
                 at=self._path,
                 problem=f"its rows have more than {MAX_KEYS} different keys",
                 fix="Name those to read with columns=[...].",

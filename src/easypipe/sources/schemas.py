@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from easypipe.core.errors import SourceError
+from easypipe.core.errors import SchemaError
 from easypipe.core.schema import ROW_NUMBER
 
 UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
@@ -45,12 +45,12 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
     """`schema` in plain types. A stored `__row_number__` is left out: it numbers rows of the shard it was made from, not of this one.
 
-    Raises SourceError naming a column that stands twice.
+    Raises SchemaError naming a column that stands twice.
     """
     seen: set[str] = set()
     for name in schema.names:
         if name in seen:
-            raise SourceError(at=at, problem=f"column {name!r} stands twice", have=schema.names, fix="Rename one of them.")
+            raise SchemaError(at=at, problem=f"column {name!r} stands twice", have=schema.names, fix="Rename one of them.")
         seen.add(name)
     return pa.schema([pa.field(field.name, plain_type(field.type)) for field in schema if field.name != ROW_NUMBER])
 
@@ -90,7 +90,7 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
     """The schema of all files together, columns in order of first appearance; a file without a column has nulls there.
 
-    Raises SourceError naming the column, both types and both files where no common type exists.
+    Raises SchemaError naming the column, both types and both files where no common type exists.
     """
     merged: dict[str, pa.DataType] = {}
     origin: dict[str, str] = {}
@@ -100,7 +100,7 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
             try:
                 merged[field.name] = field.type if before is None else merge_types(before, field.type)
             except TypeConflict:
-                raise SourceError(
+                raise SchemaError(
                     at=f"{path}, column {field.name!r}",
                     problem=f"is {field.type} here and {before} in {origin[field.name]}",
                     fix=f"Leave {field.name!r} out with columns=[...], or rewrite one of the files.",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.core.errors import SourceError
+from easypipe.core.errors import SchemaError, SourceError
 from easypipe.core.protocols import ShardedSource, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import FileSource
@@ -133,7 +133,7 @@ def _files_part(found: Candidate, group: Sequence[_Opened], look: Look, *, alone
     notes: list[str] = []
     try:
         schema = reconcile([(one.file.path, one.schema) for one in group])
-    except SourceError as conflict:
+    except SchemaError as conflict:
         schema = group[0].schema
         notes.append(f"the columns are those of the first file; {conflict}")
     rows, more = _first_rows(group[0].head, SAMPLE_ROWS)

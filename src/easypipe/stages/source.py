@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from easypipe.core.config import ListOf, config
-from easypipe.core.errors import ConfigError, SourceError
+from easypipe.core.errors import ConfigError, SchemaError
 from easypipe.core.protocols import BaseStage, PipelineContext, ShardedSource
 from easypipe.sources.base import FileSource
 from easypipe.sources.forward import ForwardSource, open_forward
@@ -250,12 +250,12 @@ def _without_conflicts(source: ShardedSource, dataset: DatasetConfig) -> Sharded
     """The source; where its files differ in columns that nothing of this dataset reads, without those, which a warning names."""
     try:
         _ = source.schema
-    except SourceError as conflict:
+    except SchemaError as conflict:  # not an outage, which every try would wait for anew
         for names in read_columns(dataset) if hasattr(source, "select") else ():
             narrowed: ShardedSource = select(source, names)
             try:
                 _ = narrowed.schema
-            except SourceError:
+            except SchemaError:
                 continue
             log.warning("dataset %s: %s: %s. It reads %s alone", dataset.name, conflict.at, conflict.problem, ", ".join(names))
             return narrowed
