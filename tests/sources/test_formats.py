@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import parquet, records, streams
+from easypipe.sources.arrow import ArrowShardedSource
 from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
@@ -267,3 +268,23 @@ def test_a_large_row_group_is_entered_in_its_middle(tmp_path: Path, monkeypatch:
     source = open_files(tmp_path / "a.parquet")
     for start, stop in ((7, 450), (450, 480), (3, 9), (498, 503), (620, 640), (641, 900), (0, 900)):
         assert source.read(0, start, stop).column("n").to_pylist() == list(range(start, stop))
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_an_arrow_stream_without_its_end_mark_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int) -> None:
+    """Cut between two messages, it reads like a shorter one."""
+    table, path = pa.table({"x": list(range(300))}), tmp_path / "x.arrow"
+    edges = []
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=100):
+            edges.append(out.tell())
+            writer.write_batch(batch)
+        edges.append(out.tell())
+    for old in (True, False):  # an end mark of 8 bytes, or of 4 as old writers leave it
+        assert ArrowShardedSource([str(path)]).shards[0].num_rows == 300
+        assert not caplog.records
+        path.write_bytes(path.read_bytes()[: edges[3]] + b"\0" * 4) if old else None
+    path.write_bytes(path.read_bytes()[: edges[kept]])
+    assert ArrowShardedSource([str(path)]).shards[0].num_rows == 100 * kept
+    (record,) = caplog.records
+    assert f"x.arrow: an Arrow stream without its end mark: its {100 * kept} rows in {kept} batches are read" in record.getMessage()

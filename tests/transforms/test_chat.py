@@ -14,6 +14,7 @@ from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, load_chat_template
 from easypipe.transforms.chat_pool import close_workers
 from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
+from easypipe.transforms.prompts import PromptConfig
 from easypipe.transforms.tokenizer import load_tokenizer
 from strategies import examples
 
@@ -390,6 +391,47 @@ def test_the_sandbox_gives_what_that_of_jinja2_gives(value: Any, name: str) -> N
     loops = [LoopContext(["a", "b"], ImmutableSandboxedEnvironment().undefined) for _ in range(2)]
     assert [next(loop)[0] for loop in loops] == ["a", "a"]
     assert seen(_Sandbox(), loops[0]) == seen(ImmutableSandboxedEnvironment(), loops[1])
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Any) -> None:
+    from chat_support import chat_tokenizer, without_template
+
+    tokenizer = load_tokenizer(chat_tokenizer())
+    (tmp_path / "mark.jinja").write_text("\ufeff" + CHATML)
+    given = [
+        load_chat_template(tokenizer, chat_template=one, train_on="all", date=None) for one in (tmp_path / "mark.jinja", "\ufeff" + CHATML)
+    ]
+    bare = without_template(tmp_path / "bare")
+    (tmp_path / "bare" / "chat_template.jinja").write_text("\ufeff" + CHATML)
+    own = load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
+    assert [one.source for one in (*given, own)] == [CHATML] * 3
+    assert PromptConfig(format_type="custom", template="\ufeff{text}").source()[0] == "{text}"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ ['a', 'b'] | random }}", "asks for 'random'"),
+        ("{% for m in messages %}{{ [m.content] | random }}{% endfor %}", "asks for 'random'"),
+        ("{{ lipsum(n=1) }}", "asks for 'lipsum'"),
+        ("{{ messages[0].items }}", "prints an address in memory"),
+        ("{{ messages | map(attribute='role') }}", "prints an address in memory"),
+    ],
+)
+def test_templates_that_give_other_text_each_time_are_refused(source: str, why: str) -> None:
+    with pytest.raises(HostileTemplateError, match=why):
+        render(source, talk("Hi", "Hello"), train_on="all")
+
+
+def test_addresses_that_conversations_speak_of_are_text_and_errors_have_none() -> None:
+    said = "<function f at 0x7f00>"
+    assert trained(CHATML, talk("Hi", said)) == [said + "<|im_end|>"]
+    assert trained(  # what is not reached harms nobody
+        "{% if false %}{{ lipsum() }}{% endif %}" + CHATML, talk("Hi", "Hello")
+    ) == ["Hello<|im_end|>"]
+    detail = render("{{ messages[0].items | tojson }}", talk("Hi", "Hello")).detail
+    assert "is not JSON serializable" in detail
+    assert render("{{ raise_exception(messages[0].items | string) }}", talk("Hi", "Hello")).detail.endswith("of dict object>")
 
 
 def test_answers_much_longer_than_what_was_asked() -> None:

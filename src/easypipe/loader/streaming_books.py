@@ -14,6 +14,7 @@ from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.plan.tally import COUNTERS, FIELDS
 
+LOST = "without a token"  # characters of texts, beside what became of special strings
 BY_KEY = ("rejects", "strings", "lengths", "shares", "shares_read", "shares_before", "shares_left")
 LEFT_OUT = "left out, for want of a full batch"
 
@@ -25,7 +26,7 @@ class Books:
     rows: Counter[int] = field(default_factory=Counter)
     docs: Counter[int] = field(default_factory=Counter)
     rejects: dict[int, Counter[str]] = field(default_factory=dict)
-    strings: dict[int, Counter[str]] = field(default_factory=dict)  # what became of special strings in the texts that were read
+    strings: dict[int, Counter[str]] = field(default_factory=dict)  # of the texts that were read: special strings, and LOST
     lengths: dict[int, Counter[str]] = field(default_factory=dict)  # documents over max_length by policy, and pieces of splitting
     added: Counter[int] = field(default_factory=Counter)  # EOS
     left: Counter[int] = field(default_factory=Counter)  # read, and not drawn before their epoch ended
@@ -118,7 +119,10 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
         ledger.add("stream", name, "rows", into=read, out={"documents": books.docs[i], **dict(sorted(rejects.items()))})
         if over:
             ledger.add("lengths", name, "documents", into={"over max_length": sum(over.values())}, out=over)
-        if strings := +books.strings.get(i, Counter()):
+        strings = +books.strings.get(i, Counter())
+        if lost := strings.pop(LOST, 0):
+            ledger.add("stream", name, "lost characters", into={"in texts": lost}, out={LOST: lost})
+        if strings:
             ledger.add("stream", name, "special strings", into={"in texts": strings.total()}, out=dict(sorted(strings.items())))
         ledger.add(
             "mix",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef, LocalFile, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
+log = logging.getLogger("easypipe")
+
 FILE_MAGIC = b"ARROW1"
+END_MARK = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first message
 
 
@@ -24,6 +28,7 @@ class _Batches:
     offsets: list[int] | None  # stream format: where each batch's message begins; None for the file format
     schema: pa.Schema  # as stored
     dictionaries: bool
+    ended: bool = True  # False: a stream that stops between two messages without its end mark
     whole: bool = True  # False: of a remote stream, only the head was looked at (FileRef.head_bytes)
 
 
@@ -41,6 +46,14 @@ class ArrowFormat:
                 batches = _survey_file(opened)
             elif head.startswith(STREAM_MAGIC):
                 batches = _survey_stream(opened, file.head_bytes if file.remote else None)  # one on disk costs a page a batch
+                if not batches.ended:
+                    log.warning(
+                        "%s: an Arrow stream without its end mark: its %d rows in %d batches are read; whoever wrote it stopped early, "
+                        "or a copy of it did, and what stood behind them is missing",
+                        file.path,
+                        int(batches.first_row[-1]),
+                        len(batches.first_row) - 1,
+                    )
             elif head.startswith(b"FEA1"):
                 raise SourceError(at=file.path, problem="is feather version 1", fix="Write it again with pyarrow.feather (version 2).")
             else:
@@ -91,8 +104,10 @@ def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
             return _Batches(_running(counts), offsets, schema, _has_dictionary(schema), whole=False)
         try:
             counts.append(reader.read_next_batch().num_rows)
-        except StopIteration:
-            return _Batches(_running(counts), offsets, schema, _has_dictionary(schema))
+        except StopIteration:  # the library takes the end of the file for the end mark
+            opened.seek(offset)
+            ended = opened.read(len(END_MARK)).endswith(END_MARK[4:])  # old writers leave out the first half
+            return _Batches(_running(counts), offsets, schema, _has_dictionary(schema), ended=ended)
         offsets.append(offset)
 
 

@@ -66,6 +66,7 @@ class Counts:
     trained: int | None = None  # of those, targets; None where there is no loss mask
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+    lost: int = 0  # characters of the texts that became no token
     lengths: Mapping[str, int] = field(default_factory=dict)  # documents over max_length by policy, `pieces` and `overlap` of splitting
 
     def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
@@ -88,6 +89,8 @@ class Counts:
         if self.special or self.escaped:
             out = {"special tokens": self.special, "ordinary text": self.escaped}
             ledger.add("tokenize", dataset, "special strings", into={"in texts": self.special + self.escaped}, out=out)
+        if self.lost:
+            ledger.add("tokenize", dataset, "lost characters", into={"in texts": self.lost}, out={"without a token": self.lost})
         return ledger
 
 

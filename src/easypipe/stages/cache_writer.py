@@ -348,6 +348,7 @@ def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
         "truncated": documents.truncated,
         "special": documents.special,
         "escaped": documents.escaped,
+        "lost": documents.lost,
         "lengths": dict(documents.lengths),
         **({} if documents.trained is None else {"trained": documents.trained}),
         "content": documents.content,

@@ -94,7 +94,7 @@ def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Docu
         ROW_NUMBER: chosen.column(ROW_NUMBER),
         LOSS_MASK: pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)),
     }
-    counted = ("encoded", "added", "truncated", "tokens", "special", "escaped")
+    counted = ("encoded", "added", "truncated", "tokens", "special", "escaped", "lost")
     sums = {name: sum(getattr(side, name) for side in documents) for name in counted}
     lengths = Counter[str]()
     for side in documents:

@@ -63,6 +63,7 @@ class Record:
     trained: int | None = None  # stored tokens that are targets; None where every one is
     special: int = 0  # special strings in the texts that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+    lost: int = 0  # characters of the texts that became no token
     lengths: dict[str, int] = field(default_factory=dict)  # documents over max_length, by policy; see lengths.Shaped
     format: int = FORMAT
 

@@ -19,6 +19,7 @@ from easypipe.core.schema import HAS_EOS, INPUT_IDS, LOSS_MASK, SEGMENT_IDS
 from easypipe.loader.collate import CollateConfig
 from easypipe.loader.options import LoadStageConfig
 from easypipe.loader.streaming import StreamLoader, check_streams, default_streams
+from easypipe.loader.streaming_books import LOST
 from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_spec import StreamSpec
 from easypipe.stages.caching import own_folder
@@ -221,7 +222,7 @@ class ForwardDocuments:
             batch, rejects = scan(self._source, shard, start, stop)
             return batch, rejects, Counter(), Counter()
         found, rejects = self._source.documents(shard, start, stop, self._audit_key(shard, start, stop))
-        strings = Counter({"special tokens": found.special, "ordinary text": found.escaped})
+        strings = Counter({"special tokens": found.special, "ordinary text": found.escaped, LOST: found.lost})
         return found.batch, rejects, strings, Counter(found.lengths)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:

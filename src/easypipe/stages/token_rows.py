@@ -45,6 +45,7 @@ class Documents:
     trained: int | None = None  # stored tokens that are targets; None where there is no mask
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
+    lost: int = 0  # characters of all texts that became no token
     lengths: Mapping[str, int] = field(default_factory=dict)  # documents over max_length by policy; see lengths.Shaped
 
     @property
@@ -115,6 +116,7 @@ def encode_texts(
         trained=None if mask is None else int(mask.sum()),
         lengths=counts,
         **_counted(strings, tokenizer),
+        lost=_lost(texts, tokenizer),
     )
 
 
@@ -187,6 +189,7 @@ def encode_spans(
         trained=int(mask.sum()),
         lengths=counts,
         **_counted(strings, tokenizer),
+        lost=_lost(texts, tokenizer),
     )
 
 
@@ -223,6 +226,10 @@ def _refused_strings(texts: Texts, strings: NDArray[np.int64], tokenizer: Tokeni
 
 def _counted(strings: NDArray[np.int64], tokenizer: Tokenizer) -> dict[str, int]:
     return {"escaped" if tokenizer.special.policy == "escape" else "special": int(strings.sum())}
+
+
+def _lost(texts: Texts, tokenizer: Tokenizer) -> int:
+    return tokenizer.lost.count(texts.texts.to_pylist()) if tokenizer.lost.possible else 0
 
 
 def ends_closed(ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], token: int | None) -> NDArray[np.uint8]:

@@ -39,7 +39,7 @@ class Totals:
         self.text_bytes += record.text_bytes
         self.encoders.add(record.encoder)
         self.sums.update(
-            {name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated", "special", "escaped")}
+            {name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated", "special", "escaped", "lost")}
         )
         self.lengths.update(record.lengths)
         if record.trained is not None:
@@ -50,7 +50,7 @@ class Totals:
         s = self.sums
         return Counts(rows=self.rows, docs=s["docs"], rejects=dict(sorted(self.reasons.items())), encoded=s["encoded"],
                       added=s["added"], truncated=s["truncated"], tokens=s["tokens"], trained=self.trained,
-                      special=s["special"], escaped=s["escaped"], lengths=dict(sorted(self.lengths.items())))  # fmt: skip
+                      special=s["special"], escaped=s["escaped"], lost=s["lost"], lengths=dict(sorted(self.lengths.items())))  # fmt: skip
 
     def require_documents(self) -> None:
         if not self.sums["docs"]:

@@ -98,6 +98,7 @@ def load_chat_template(
     tool_use = None
     if chat_template is None:
         source, tool_use, origin = find_chat_template(tokenizer.name)
+        source, tool_use = without_mark(source), None if tool_use is None else without_mark(tool_use)
     else:
         source, origin = given_template(chat_template, at="chat_template", names=CHAT_TEMPLATES)
     for text in (source, tool_use):
@@ -150,12 +151,12 @@ def given_template(template: str | Path, *, at: str, names: Mapping[str, str] = 
     """(source, origin) of a Jinja template that is given as its text, by a name of `names`, or as a file."""
     text = str(template)
     if isinstance(template, str) and is_jinja(text):
-        return text, at
+        return without_mark(text), at
     if text in names:
         return names[text], f"built-in template {text!r}"
     path = Path(text).expanduser()
     try:
-        return path.read_text(encoding="utf-8"), str(path)
+        return without_mark(path.read_text(encoding="utf-8")), str(path)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         if path.is_file():
             raise ConfigError(at=at, problem=f"{path} cannot be read: {error}", fix="Give a Jinja template in UTF-8.") from None
@@ -165,6 +166,11 @@ def given_template(template: str | Path, *, at: str, names: Mapping[str, str] = 
             have=sorted(names) or None,
             fix=did_you_mean(text, names) or "Give the path of a .jinja file.",
         ) from None
+
+
+def without_mark(template: str) -> str:
+    """A template without the byte-order mark that editors put in front of files, which every row would begin with."""
+    return template.removeprefix("\ufeff")
 
 
 def is_unicode(value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -27,6 +27,7 @@ KEYS_OF_REASONING = frozenset(REASONING)
 _OF_DICT = frozenset(dir(dict))
 _OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))  # the sandbox writes those itself
 _OF_LOOP = frozenset(["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"])
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # as Python writes objects that have no text of their own
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -48,6 +49,7 @@ class Template:
     def __init__(self, source: str, names: Mapping[str, str], date: str | None = None) -> None:
         self.marked = _MARKER.search(source) is not None
         self._names = dict(names)
+        self._source = source
         self._environment = _environment(date)
         try:
             self._template = self._environment.from_string(source)
@@ -96,14 +98,22 @@ class Template:
             raise
         except Exception as error:  # noqa: BLE001 (a template can raise anything that Python can)
             name = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-            raise RenderError(f"{name}{error}"[:500]) from None
+            raise RenderError(_ADDRESS.sub("", f"{name}{error}")[:500]) from None
         finally:
             del self._environment.easypipe_note  # type: ignore[attr-defined]
         text = "".join(pieces)
+        if " at 0x" in text and (printed := self._printed_address(text, variables)) is not None:
+            raise HostileError(f"it prints an address in memory, which is another one in each process: {printed[:80]!r}")
         for start, inner in found:
             if not text.startswith(inner, start):
                 raise RenderError("its generation markers stand in a block whose text is changed later, so what they mark is not known")
         return text, [(start, start + len(inner)) for start, inner in found if inner]
+
+    def _printed_address(self, text: str, variables: Mapping[str, Any]) -> str | None:
+        """An address in memory that stands in the text, and in nothing that the template was given."""
+        given = [self._source, *_texts_within(variables)]
+        found = (match[0] for match in _ADDRESS.finditer(text))
+        return next((address for address in found if not any(address in one for one in given)), None)
 
 
 def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -118,6 +128,15 @@ def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         result.append(message)
     return result
+
+
+def _texts_within(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for item in value.items() for part in item for text in _texts_within(part))
+    elif isinstance(value, list | tuple):
+        yield from (text for part in value for text in _texts_within(part))
 
 
 class _Markers(jinja2.ext.Extension):
@@ -189,6 +208,8 @@ def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _clock(date)
+    environment.filters["random"] = _by_chance("random")
+    environment.globals["lipsum"] = _by_chance("lipsum")
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     return environment
@@ -205,6 +226,14 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
 
 def _raise(message: Any) -> None:
     raise jinja2.TemplateError(str(message))
+
+
+def _by_chance(name: str) -> Callable[..., Any]:
+    @jinja2.pass_context  # so that it is not called while the template compiles
+    def refuse(*args: Any, **values: Any) -> Any:
+        raise HostileError(f"it asks for {name!r}, and a conversation must give the same tokens whenever it is prepared")
+
+    return refuse
 
 
 def _clock(date: str | None) -> Callable[[str], str]:

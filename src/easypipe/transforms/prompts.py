@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from easypipe.core.config import ListOf, config
 from easypipe.core.errors import ConfigError
-from easypipe.transforms.chat import check_date, check_whole, given_template
+from easypipe.transforms.chat import check_date, check_whole, given_template, without_mark
 from easypipe.transforms.fields import pieces_of
 
 FormatType = Literal["chat", "openai", "sharegpt", "alpaca", "custom", "prompt_completion", "text"]
@@ -177,7 +177,7 @@ class PromptConfig:
     def source(self) -> tuple[str, str]:
         """(text, origin) of a custom template. Raises ConfigError for a file that cannot be read."""
         text = str(self.template)
-        return (text, "template") if isinstance(self.template, str) and "{" in text else given_template(text, at="template")
+        return (without_mark(text), "template") if isinstance(self.template, str) and "{" in text else given_template(text, at="template")
 
     @property
     def columns(self) -> tuple[str, ...]:

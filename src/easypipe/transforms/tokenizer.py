@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from easypipe.core.schema import token_dtype
 from easypipe.transforms import proof
 from easypipe.transforms.fast import FastEngine, engine_of
 from easypipe.transforms.fast import version as fast_version
+from easypipe.transforms.lost import LostCharacters
 from easypipe.transforms.proof import Verdict
 from easypipe.transforms.ragged import surround, truncate
 from easypipe.transforms.special import SpecialStrings
@@ -102,6 +103,7 @@ class Tokenizer:
         self._limit = config.max_length - room if config.truncation and config.max_length is not None else None
         self._options = files.options
         self.special = SpecialStrings(self._reference, self._definition, config.special_strings, self.name)
+        self.lost = LostCharacters(self._reference, self.name)
         golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
         self.fingerprint: str = digest(
             "tokenizer",
@@ -333,10 +335,23 @@ def _load_reference(definition: str, origin: str, declared: tuple[DeclaredToken,
             problem=f"its dropout of {reference.model.dropout} makes tokens random",
             fix="Set model.dropout to null in the file.",
         )
-    vocab_size = max(reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    vocabulary = reference.get_vocab(with_added_tokens=True)
+    vocab_size = max(vocabulary.values(), default=-1) + 1
+    if len(set(vocabulary.values())) < len(vocabulary):
+        _warn_of_twins(vocabulary, origin)
     if vocab_size == 0:
         raise TokenizerError(at=origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
     return reference, definition, vocab_size
+
+
+def _warn_of_twins(vocabulary: Mapping[str, int], origin: str) -> None:
+    """Says which tokens have an id that others have too: ids cannot be told apart, nor decoded."""
+    owners: dict[int, list[str]] = {}
+    for token, number in vocabulary.items():
+        owners.setdefault(number, []).append(token)
+    twins = {number: sorted(tokens) for number, tokens in owners.items() if len(tokens) > 1}
+    first = min(twins)
+    logger.warning("tokenizer %s: token %d stands for each of %s, and so do %d ids in all", origin, first, twins[first], len(twins))
 
 
 def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> bool:
