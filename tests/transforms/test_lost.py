@@ -60,6 +60,13 @@ def test_characters_are_lost_only_where_nothing_stands_for_them(tmp_path: Path, 
     assert load_tokenizer(_bpe(tmp_path / "c", {"é": 3})).lost.count(["éhx", "é\n y"]) == 2
     byte_level = train_bpe(["he é"], 300, [], tmp_path / "d")
     assert not load_tokenizer(str(byte_level)).lost.possible
+    path = byte_level / "tokenizer.json"
+    for gone, possible in (("ü", False), ("Ċ", True)):  # 0xFC, which no UTF-8 has, and a newline
+        value = json.loads(path.read_text())
+        value["model"]["vocab"][f"<{gone}>"] = value["model"]["vocab"].pop(gone)
+        path.write_text(json.dumps(value))
+        assert load_tokenizer(str(byte_level)).lost.possible == possible
+    assert load_tokenizer(str(byte_level)).lost.count(["he\nhe", "\n"]) == 2
 
 
 def test_two_tokens_of_one_id_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 logger = logging.getLogger("easypipe")
 
+# A text with every byte that UTF-8 has; vocabularies may lack the others.
+_EVERY_BYTE = "".join(map(chr, [*range(0x800), 0x800, *range(0x1000, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x40000), 0x100000]))
+
 
 class LostCharacters:
     """Counts them, and warns at the first. Thread safe: what two threads find out twice is the same.
@@ -25,8 +28,9 @@ class LostCharacters:
         model = reference.model
         self.possible = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
         if self.possible:
-            bytes_of_text = (f"<0x{byte:02X}>" for byte in range(256)) if model.byte_fallback else ()
-            complete = [*bytes_of_text] or tokenizers.pre_tokenizers.ByteLevel.alphabet()
+            written = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(_EVERY_BYTE)
+            fallback = (f"<0x{byte:02X}>" for byte in set(_EVERY_BYTE.encode()))
+            complete = fallback if model.byte_fallback else {piece for text, _ in written for piece in text}
             self.possible = any(reference.token_to_id(piece) is None for piece in complete)
             self._around = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
 
