@@ -28,12 +28,18 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "subset": Effect("output", _YAML + "test_a_name_that_is_no_path_is_on_the_hub", "the configuration of a dataset of the Hub"),
         "revision": Effect("output", _YAML + "test_a_name_that_is_no_path_is_on_the_hub", "branch, tag or commit of a dataset of the Hub"),
         "data_files": Effect("output", _YAML + "test_splits_by_files_and_local_files", "the files of each split"),
+        "num_rows": Effect("output", _YAML + "test_f16_f20_f21_more_options_of_the_file", "only the first so many rows of a split"),
+        "streaming": Effect("memory", _YAML + "test_f16_f20_f21_more_options_of_the_file", "read forward, nothing counted or kept"),
+        "storage_options": Effect("output", _YAML + "test_f16_f20_f21_more_options_of_the_file", "how remote files are reached"),
     },
     "TokenizerSection": {
         "name_or_path": Effect("output", _YAML + "test_what_only_data_can_tell_is_err_of_get_dataloader", "which tokenizer"),
         "max_length": Effect("output", _YAML + "test_options_of_the_sections", "tokens that are kept, and the width of batches"),
         "truncation": Effect("output", _YAML + "test_options_of_the_sections", "False keeps what is longer than max_length"),
         "padding": Effect("output", _YAML + "test_options_of_the_sections", "to max_length, or to the longest row of the batch"),
+        "padding_side": Effect("output", _YAML + "test_f16_f20_f21_more_options_of_the_file", "where the tokens are not"),
+        "pad_to_multiple_of": Effect("output", _YAML + "test_f16_f20_f21_more_options_of_the_file", "rounds widths up"),
+        "length": Effect("output", _YAML + "test_f16_f20_f21_more_options_of_the_file", "what becomes of long samples"),
         "use_fast": Effect("cost", _YAML + "test_options_of_the_sections", "False encodes with the reference; the same tokens"),
     },
     "DataLoaderConfig": {

@@ -6,6 +6,7 @@ import json
 import logging
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import yaml
@@ -22,8 +23,9 @@ from easypipe import (
     TokenizerConfig,
     train_bpe,
 )
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, SourceError
 from easypipe.faces.data_pipeline import DataPipelineConfig
+from easypipe.loader.streaming import StreamLoader
 from hub_mirror import hub_mirror, publish  # noqa: F401  (a fixture)
 from laws import assert_exact_resume, assert_one_way
 from pipelines import jsonl, texts
@@ -277,6 +279,43 @@ def test_options_of_the_sections() -> None:
     for name in ("subset", "revision"):
         with pytest.raises(ConfigError, match=f"dataset.{name}: has no effect beside data_files"):
             DataPipelineConfig(**(values() | {"dataset": {"name": "a", "data_files": {"train": "a"}, name: "b"}}))
+
+
+def test_f16_f20_f21_more_options_of_the_file() -> None:
+    def made(section: str = "dataset", **options: object) -> list[dict[str, np.ndarray]]:
+        given = values()
+        del given["tokenizer"]["max_length"]
+        given[section] |= options
+        return list(DataPipeline.from_config(given).unwrap().get_dataloader("train").unwrap())
+
+    plain = made()
+    assert sum(len(batch["input_ids"]) for batch in plain) == 30
+    assert sum(len(batch["input_ids"]) for batch in made(num_rows=6)) == 6
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/rows-of-000.jsonl", Path("tatsu-lab/alpaca/data.jsonl").read_bytes())
+    assert len(made(name="memory://rows-of-000.jsonl", storage_options={"skip_instance_cache": True})) == 8
+    with pytest.raises(SourceError, match="no_such_option"):
+        made(name="https://127.0.0.1:1/rows.jsonl", storage_options={"no_such_option": 1})
+    left = made("tokenizer", padding_side="left")
+    for one, other in zip(plain, left, strict=True):
+        for row, mask, moved, shown in zip(
+            one["input_ids"], one["attention_mask"], other["input_ids"], other["attention_mask"], strict=True
+        ):
+            assert row[mask == 1].tolist() == moved[shown == 1].tolist()
+            assert shown[-1] == 1
+    assert {batch["input_ids"].shape[1] % 16 for batch in made("tokenizer", pad_to_multiple_of=16)} == {0}
+    kept = made("tokenizer", max_length=120, length={"policy": "keep_end"})
+    cut = made("tokenizer", max_length=120)
+    assert any((a["input_ids"] != b["input_ids"]).any() for a, b in zip(kept, cut, strict=True))
+    given = values()
+    given["dataset"]["streaming"] = True
+    given["dataloader"] |= {"seed": 5}
+    loader = DataPipeline.from_config(given).unwrap().get_dataloader("train", shuffle=True).unwrap()
+    assert isinstance(loader, StreamLoader)
+    assert sum(len(batch["input_ids"]) for batch in loader) in range(16, 31)
+    given["dataloader"] |= {"world_size": 2}
+    [problem] = DataPipeline.validate(given)
+    assert problem.startswith("dataloader.world_size: ranks share rows by their numbers, and a stream has none")
 
 
 def test_batches_are_numpy_of_int32() -> None:

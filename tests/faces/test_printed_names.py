@@ -21,7 +21,9 @@ from easypipe import (
     PackStageConfig,
     ParquetShardedSource,
     Pipeline,
+    PreprocessedDataset,
     TaskSpec,
+    UniversalDataModule,
     VisionDataCollator,
     create_causal_lm_collate,
     create_masked_lm_collate,
@@ -29,7 +31,7 @@ from easypipe import (
     create_vision_collate,
     load_tokenizer,
 )
-from easypipe.core.errors import ConfigError
+from easypipe.core.errors import ConfigError, SourceError
 from laws import assert_same_batch
 from pipelines import config, jsonl, tokenizer
 
@@ -182,3 +184,47 @@ def test_a_tokenizer_says_what_starts_the_decoder(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "easypipe"):
         assert create_seq2seq_collate(4)(rows)["decoder_input_ids"].tolist() == [[4, 6, 7], [4, 6, 4]]
     assert "the pad token, 4, starts the decoder: no decoder_start_token_id or tokenizer was given" in caplog.text
+
+
+class Letters:
+    """A tokenizer of one's own, as document 003 has one: nothing but an encode() that gives a dict."""
+
+    pad_token_id = 0
+
+    def encode(self, text: str) -> dict[str, list[int]]:
+        ids = [ord(letter) for letter in text]
+        return {"input_ids": ids, "token_type_ids": [0] * len(ids), "attention_mask": [1] * len(ids)}
+
+
+def test_a_tokenizer_of_ones_own_encodes_rows_of_text() -> None:
+    rows = [{"text": "abc" + "d" * i} for i in range(6)]
+    data = UniversalDataModule(rows, tokenizer=Letters(), batch_size=3, seed=1, max_length=5)
+    batches = list(data.train_dataloader())
+    seen = sorted(bytes(row[row > 0].astype(np.uint8)).decode() for batch in batches for row in batch["input_ids"])
+    assert seen == ["abc", "abcd", "abcdd", "abcdd", "abcdd", "abcdd"]
+    assert batches[0]["labels"][0, 0] == ord("b")
+    made = LanguageModelingDataCollator(Letters())([{"text": "ab"}])
+    assert made["input_ids"].tolist() == [[97, 98]]
+    with pytest.raises(SourceError, match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with input_ids"):
+        LanguageModelingDataCollator(type("Broken", (), {"encode": lambda self, text: text})())([{"text": "ab"}])
+
+
+class Engine:
+    """A prompt engine of one's own."""
+
+    def encode(self, row: dict[str, Any]) -> dict[str, list[int]]:
+        return {"input_ids": [1, *row["ids"]], "loss_mask": [0] + [1] * len(row["ids"])}
+
+
+def test_a_prompt_engine_of_ones_own_is_an_encode() -> None:
+    dataset = PreprocessedDataset([{"ids": [2, 3]}, {"ids": [4]}], Engine())
+    assert dataset[0]["input_ids"].tolist() == [1, 2, 3]
+    [batch] = DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(batch_size=2))
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 4, 0]]
+    assert batch["labels"].tolist() == [[2, 3, -100], [4, -100, -100]]
+    assert dataset.fingerprint == PreprocessedDataset([{"ids": [2, 3]}, {"ids": [4]}], Engine()).fingerprint
+    nothing = type("Nothing", (), {"encode": lambda self, row: [1]})()
+    with pytest.raises(SourceError, match=r"row 1: Nothing.encode gave no input_ids \(have: list\)\. Let encode\(row\) give a dict"):
+        PreprocessedDataset([{"ids": [2]}] * 2, nothing)[1]
+    with pytest.raises(ConfigError, match="prompt_engine: int encodes no rows"):
+        PreprocessedDataset([], 3)  # type: ignore[arg-type]

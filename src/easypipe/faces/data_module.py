@@ -17,7 +17,7 @@ from easypipe.core.schema import INPUT_IDS, TaskSpec
 from easypipe.faces.datasets import PreprocessedDataset, subset
 from easypipe.faces.loaders import DataLoaderConfig, DataLoaderFactory, require_rows, text_loader
 from easypipe.faces.registry import DEFAULT, CollatorRegistry
-from easypipe.faces.text_rows import MESSAGES, TEXT, tokenizer_config
+from easypipe.faces.text_rows import MESSAGES, TEXT, is_own, tokenizer_config
 from easypipe.faces.vision import IMAGE_COLUMNS
 from easypipe.loader.epochs import EpochLoader
 from easypipe.loader.loader import Loader
@@ -129,7 +129,7 @@ class UniversalDataModule:
         """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is known; else None."""
         if not self._is_plain_text:
             return None
-        if isinstance(data, PreprocessedDataset) or self.tokenizer is None:
+        if isinstance(data, PreprocessedDataset) or self.tokenizer is None or is_own(self.tokenizer):
             return None
         tokenizer = tokenizer_config(self.tokenizer, max_length=self.max_length, return_attention_mask=True)
         rows = [_row(row) for row in data] if isinstance(data, list | tuple) else data

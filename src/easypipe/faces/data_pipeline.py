@@ -17,9 +17,11 @@ from typing import Any, Literal, Self
 from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
-from easypipe.faces.loaders import DataLoaderConfig, text_loader
+from easypipe.faces.loaders import DataLoaderConfig, text_loader, text_stream
 from easypipe.loader.epochs import EpochLoader
+from easypipe.loader.streaming import StreamLoader
 from easypipe.stages.source import DatasetConfig
+from easypipe.transforms.lengths import LengthPolicy
 from easypipe.transforms.prompts import PromptConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 
@@ -33,6 +35,8 @@ class DatasetSection:
     name: of a dataset of the Hub, or a path, glob or URL of files, or a folder of `datasets`. columns: those that may be read: a template
     that asks for others is refused, and so is a dataset that lacks one. subset, revision: of a dataset of the Hub.
     data_files: {split: path, glob or URL}, in place of what `name` holds, which then only names the dataset.
+    num_rows: only the first so many rows of a split. streaming: read forward and tokenize on the way, with nothing counted or kept
+    (docs/streaming.md). storage_options: for remote files, as DatasetConfig has them.
     """
 
     name: str
@@ -40,6 +44,9 @@ class DatasetSection:
     subset: str | None = None
     revision: str | None = None
     data_files: dict[str, str] | None = None
+    num_rows: int | None = None
+    streaming: bool = False
+    storage_options: dict[str, Any] | None = field(default=None, repr=False, metadata={"secret": True})
 
     def check(self) -> None:
         if self.columns is not None and not self.columns:
@@ -50,6 +57,9 @@ class DatasetSection:
 
     def rows(self, split: str) -> dict[str, Any]:
         """The fields of DatasetConfig that say where a split's rows are. Raises ConfigError for a split that data_files does not name."""
+        return {"num_rows": self.num_rows, "storage_options": self.storage_options, **self._files(split)}
+
+    def _files(self, split: str) -> dict[str, Any]:
         if self.data_files is not None:
             if split not in self.data_files:
                 fix = did_you_mean(split, self.data_files) or "Name it in dataset.data_files."
@@ -70,13 +80,17 @@ class TokenizerSection:
     """The tokenizer, as TokenizerConfig has it.
 
     name_or_path, max_length, truncation: as there. padding: None pads every batch to max_length where there is one, else to its longest
-    row. use_fast: False encodes with the reference.
+    row. padding_side, pad_to_multiple_of: as there. length: what becomes of samples of more than max_length tokens, as
+    DatasetConfig has it; None keeps their start. use_fast: False encodes with the reference.
     """
 
     name_or_path: str
     max_length: int | None = None
     truncation: bool = True
     padding: Literal["longest", "max_length"] | None = None
+    padding_side: Literal["right", "left"] = "right"
+    pad_to_multiple_of: int | None = None
+    length: LengthPolicy | None = None
     use_fast: bool = True
 
     def check(self) -> None:
@@ -88,6 +102,8 @@ class TokenizerSection:
             max_length=self.max_length,
             truncation=self.truncation,
             padding=self.padding or ("max_length" if self.max_length is not None else "longest"),
+            padding_side=self.padding_side,
+            pad_to_multiple_of=self.pad_to_multiple_of,
             return_attention_mask=True,
             backend="auto" if self.use_fast else "tokenizers",
         )
@@ -117,6 +133,10 @@ class DataPipelineConfig:
     def problems(self) -> list[ConfigError]:
         """What is wrong between the sections; each has checked itself when it was made."""
         problems = []
+        if self.dataset.streaming and self.dataloader.world_size > 1:
+            problem = "ranks share rows by their numbers, and a stream has none"
+            fix = "Leave dataset.streaming out, or give the loader of a Pipeline a mesh."
+            problems.append(ConfigError(at="dataloader.world_size", problem=problem, fix=fix))
         columns, prompt = self.dataset.columns, self.prompt_template
         wanted = {f"input_columns[{i}]": name for i, name in enumerate(prompt.inputs)}
         if prompt.label is not None:
@@ -152,11 +172,12 @@ class DataPipeline:
         made = attempt(_read, config)
         return [str(made.error)] if isinstance(made, Err) else [str(problem) for problem in made.value.problems()]
 
-    def get_dataloader(self, split: str, shuffle: bool | None = None) -> Result[EpochLoader, EasypipeError]:
+    def get_dataloader(self, split: str, shuffle: bool | None = None) -> Result[EpochLoader | StreamLoader, EasypipeError]:
         """The Loader of a split: `input_ids`, `labels`, `attention_mask`, `segment_ids`, `position_ids`, Int32[B, T].
 
         Every iteration is the next pass, in an order of its own where rows are shuffled; a loader begins at the pass behind the last one
-        that a loader of this split has finished. shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
+        that a loader of this split has finished. (A stream begins at its first batch every time.)
+        shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
         """
         return attempt(self._loader, split, shuffle)
 
@@ -167,6 +188,7 @@ class DataPipeline:
             name=split.partition("[")[0],
             prompt=sections.prompt_template,
             tokenizer=sections.tokenizer.config(),
+            length=sections.tokenizer.length,
             **sections.dataset.rows(split),
         )
 
@@ -175,11 +197,14 @@ class DataPipeline:
         """The dataloader section, with the seed that was drawn where none was given."""
         return self.config.dataloader.with_seed(drawing=True)
 
-    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader:
+    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader | StreamLoader:
         shuffle = self.config.dataloader.shuffle if shuffle is None else shuffle
         self.config.dataloader.warn_of_what_has_no_effect()
         options = dataclasses.replace(self.options if shuffle else self.config.dataloader, shuffle=shuffle)
-        loader = text_loader(self.dataset_config(split), options, columns=self.config.dataset.columns)
+        dataset, columns = self.dataset_config(split), self.config.dataset.columns
+        if self.config.dataset.streaming:
+            return text_stream(dataset, options, columns=columns)
+        loader = text_loader(dataset, options, columns=columns)
         return loader.counted_by(self._passes, (split, shuffle))
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.random import fold
+from easypipe.core.schema import INPUT_IDS
 from easypipe.faces.collators import create_causal_lm_collate
 from easypipe.faces.text_rows import pad_of, tokenizer_config
 from easypipe.interop.workers import known_to_torch, shares_rows, torch_worker
@@ -35,8 +36,8 @@ class PreprocessedDataset:
 
     hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number. cache_enabled: keep encoded rows in memory;
     False encodes a row each time it is asked for. A loader over it (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for
-    byte the same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of one's own (anything with `encode`
-    and `tokenizer`) it reads the rows. Thread safe. Reading raises SourceError naming the row.
+    byte the same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of one's own (anything whose
+    `encode(row)` gives `input_ids`) it reads the rows. Thread safe. Reading raises SourceError naming the row.
     """
 
     def __init__(self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True) -> None:
@@ -205,7 +206,7 @@ def subset(data: Any, indices: Sequence[int]) -> Any:
 
 def _require_engine(engine: Any) -> None:
     """Raises ConfigError for what encodes no rows."""
-    if not (hasattr(engine, "encode") and hasattr(engine, "tokenizer")):
+    if not callable(getattr(engine, "encode", None)):
         raise ConfigError(
             at="prompt_engine", problem=f"{type(engine).__name__} encodes no rows", fix='Give PromptEngine("my-tokenizer", PromptConfig()).'
         )
@@ -213,18 +214,31 @@ def _require_engine(engine: Any) -> None:
 
 def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
     try:
-        return engine.encode(row)
+        return _with_ids(engine, engine.encode(row))
     except SourceError as error:
         raise type(error)(
             at=f"row {number}, {error.at}" if error.at else f"row {number}", problem=error.problem, have=error.have, fix=error.fix
         ) from None
 
 
+def _with_ids(engine: Any, made: Any) -> Encoded:
+    """What an engine of one's own makes of a row, in NumPy's arrays. Raises SourceError where there are no tokens in it."""
+    if type(engine) is PromptEngine:
+        return made
+    if not isinstance(made, Mapping) or INPUT_IDS not in made:
+        have = sorted(made) if isinstance(made, Mapping) else [type(made).__name__]
+        fix = "Let encode(row) give a dict with input_ids, and loss_mask or labels where not every token is a target."
+        raise SourceError(at="", problem=f"{type(engine).__name__}.encode gave no {INPUT_IDS}", have=have, fix=fix)
+    return {str(name): np.asarray(values) for name, values in made.items()}
+
+
 def _collator_of(engine: PromptEngine) -> Any:
-    return create_causal_lm_collate(pad_of(engine.tokenizer))
+    return create_causal_lm_collate(pad_of(getattr(engine, "tokenizer", None)))
 
 
 def _recipe(engine: PromptEngine) -> str:
+    if type(engine) is not PromptEngine:  # of which nothing more is known
+        return digest(type(engine).__module__, type(engine).__qualname__)
     return digest(engine.config, engine.tokenizer.fingerprint, engine.tokenizer.config.max_length)
 
 

@@ -21,6 +21,7 @@ from easypipe.loader.epochs import EpochLoader, passes_over
 from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.ranks import check_rank
+from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline
 from easypipe.sources.objects import is_streamed
 from easypipe.stages.config import OrderConfig, PipelineConfig
@@ -172,7 +173,23 @@ def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: S
     columns: of the source, which have to be there.
     """
     options = options.with_seed(drawing=options.order_is_drawn)
-    pipeline = Pipeline(PipelineConfig(datasets=(dataset,), seed=options.seed, order=OrderConfig(shuffle=options.shuffle))).source()
+    pipeline = _text_pipeline(dataset, options, columns, streaming=False)
+
+    def build(num_epochs: int | None) -> Loader:
+        return pipeline.copy().load(dataclasses.replace(options.load_options(), num_epochs=num_epochs)).build()
+
+    return _ranked(passes_over(build, options.num_epochs), options)
+
+
+def text_stream(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None) -> StreamLoader:
+    """The same, read forward: it begins at its first batch every time, and goes through `num_epochs` passes."""
+    options = options.with_seed(drawing=options.order_is_drawn)
+    return _text_pipeline(dataset, options, columns, streaming=True).load(options.load_options()).build()
+
+
+def _text_pipeline(dataset: DatasetConfig, options: DataLoaderConfig, columns: Sequence[str] | None, *, streaming: bool) -> Pipeline:
+    order = OrderConfig(shuffle=options.shuffle)
+    pipeline = Pipeline(PipelineConfig(datasets=(dataset,), seed=options.seed, order=order, streaming=streaming)).source()
     [(name, source)] = pipeline.get_data().items()
     have = source.schema.names
     for column in columns or ():
@@ -180,11 +197,7 @@ def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: S
             raise SourceError(at=f"dataset {name!r}", problem=f"no column {column!r}", have=have, fix=did_you_mean(column, have))
     if INPUT_IDS not in have:
         pipeline.tokenize()
-
-    def build(num_epochs: int | None) -> Loader:
-        return pipeline.copy().load(dataclasses.replace(options.load_options(), num_epochs=num_epochs)).build()
-
-    return _ranked(passes_over(build, options.num_epochs), options)
+    return pipeline
 
 
 class DataLoaderBuilder:
@@ -275,4 +288,4 @@ def _name(dataset: Any) -> str:
     return f"loader of {type(dataset).__name__}"
 
 
-__all__ = ["DataLoaderBuilder", "DataLoaderConfig", "DataLoaderFactory", "TextDataset", "text_loader"]
+__all__ = ["DataLoaderBuilder", "DataLoaderConfig", "DataLoaderFactory", "TextDataset", "text_loader", "text_stream"]

@@ -38,8 +38,36 @@ def tokenizer_config(tokenizer: Any, **changes: Any) -> TokenizerConfig:
     return dataclasses.replace(tokenizer, **given) if given else tokenizer
 
 
-def as_tokenizer(tokenizer: Any, *, max_length: int | None = None) -> Tokenizer:
-    """A Tokenizer as it is, unless it has to cut at another length; any other way to name one, loaded."""
+def is_own(tokenizer: Any) -> bool:
+    """Whether it is nothing but an object of the user's that has `encode(text)`."""
+    named = isinstance(tokenizer, str | Tokenizer | TokenizerConfig) or getattr(tokenizer, "name_or_path", None)
+    return not named and callable(getattr(tokenizer, "encode", None))
+
+
+class OwnTokenizer:
+    """A user's `encode(text)`, which gives ids, or a dict with `input_ids`, for collators. It is not known by content, but by its class."""
+
+    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+        self._own, self._max_length = tokenizer, max_length
+        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+            setattr(self, name, getattr(tokenizer, name, None))
+        self.fingerprint = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}:{max_length}"
+
+    def reference_encode(self, text: str) -> Any:
+        """Raises SourceError where there are no ids."""
+        made = self._own.encode(text)
+        ids = made[INPUT_IDS] if isinstance(made, Mapping) and INPUT_IDS in made else made
+        array = np.asarray(getattr(ids, "ids", ids))  # `tokenizers` gives an Encoding
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            problem = f"{type(self._own).__name__}.encode gave {type(made).__name__}"
+            raise SourceError(at="tokenizer", problem=problem, fix="Let it give a list of ids, or a dict with input_ids.")
+        return array[: self._max_length]
+
+
+def as_tokenizer(tokenizer: Any, *, max_length: int | None = None) -> Any:
+    """A Tokenizer as it is, unless it has to cut at another length; any other way to name one, loaded; an OwnTokenizer of what has none."""
+    if is_own(tokenizer):
+        return OwnTokenizer(tokenizer, max_length)
     if isinstance(tokenizer, Tokenizer) and max_length in (None, tokenizer.config.max_length):
         return tokenizer
     return load_tokenizer(tokenizer_config(tokenizer, max_length=max_length))
@@ -47,7 +75,8 @@ def as_tokenizer(tokenizer: Any, *, max_length: int | None = None) -> Tokenizer:
 
 def pad_of(tokenizer: Any) -> int:
     """The token that fills rows up: the tokenizer's own, else its EOS, else 0."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    known = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((i for i in known if i is not None), 0)
 
 
 def encoding(tokenizer: Any, max_length: int | None, collator: Any) -> Callable[..., Any]:
@@ -59,12 +88,13 @@ def encoding(tokenizer: Any, max_length: int | None, collator: Any) -> Callable[
 class EncodingCollator:
     """A collator of tokens for rows that may have `text` in their place."""
 
-    tokenizer: Tokenizer
+    tokenizer: Any  # a Tokenizer or an OwnTokenizer
     collator: Any
 
     @property
     def recipe(self) -> Any:
-        return "encoding", self.tokenizer.fingerprint, self.tokenizer.config.max_length, getattr(self.collator, "recipe", None)
+        config = getattr(self.tokenizer, "config", None)
+        return "encoding", self.tokenizer.fingerprint, getattr(config, "max_length", None), getattr(self.collator, "recipe", None)
 
     @property
     def draws(self) -> bool:
