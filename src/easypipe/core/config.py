@@ -95,9 +95,10 @@ def was_given(value: Any, option: str) -> bool:
     return option in made_with and (len(made_with) < len(dataclasses.fields(value)) or getattr(value, option) != field.default)
 
 
-def with_aliases(before: Any, changes: Mapping[str, Any]) -> Any:
+def with_aliases(before: T, changes: Mapping[str, Any]) -> T:
     """`dataclasses.replace(before, **changes)`, in which an alias changes the option that it stands for."""
-    cls, values = type(before), {f.name: getattr(before, f.name) for f in dataclasses.fields(before)} | dict(changes)
+    cls: Any = type(before)
+    values = {f.name: getattr(before, f.name) for f in dataclasses.fields(cls)} | dict(changes)
     for alias, (head, _, rest) in _aliases(cls).items():
         if alias in changes and head not in changes:
             values[head] = dataclasses.replace(values[head], **{rest: None}) if rest else changes[alias]

@@ -241,7 +241,8 @@ def create_seq2seq_collate(
     if pad_token_id is None:
         pad_token_id = 0 if own is None else pad_of(own)
     if decoder_start_token_id is None:
-        decoder_start_token_id = pad_token_id if own is None or own.bos_token_id is None else own.bos_token_id
+        bos: int | None = None if own is None else own.bos_token_id
+        decoder_start_token_id = pad_token_id if bos is None else bos
         if own is None:
             log.warning("seq2seq: the pad token, %d, starts the decoder: no decoder_start_token_id or tokenizer was given", pad_token_id)
     padding = _padding(pad_token_id, label_pad_token_id, padding_side, max_length, return_tensors, schema)
