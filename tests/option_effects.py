@@ -114,6 +114,7 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         "token_files": Effect(
             "output+error", "sources/test_tokens.py::test_layouts_are_for_token_files", "how documents lie in files of tokens"
         ),
+        "hold_out": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "which side is read"),
         "num_rows": Effect(
             "output",
             "test_pipeline.py::test_num_rows_limits_the_dataset",
@@ -222,6 +223,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's format", NO_SAVE
         ),
         "storage_options": Effect("output", "sources/test_remote.py::test_configs_keep_no_storage_options", "passed to fsspec"),
+    },
+    "HoldOutConfig": {
+        "fraction": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "of the rows, about"),
+        "seed": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "which rows are held out"),
+        "held": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "which side is read"),
     },
     "PromptConfig": {
         "format_type": Effect(

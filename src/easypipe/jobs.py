@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from easypipe.core.config import from_dict
-from easypipe.core.errors import EasypipeError
+from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
 from easypipe.core.protocols import ProgressListener, silent
@@ -23,6 +24,8 @@ from easypipe.stages.tokenize import TokenizeStageConfig
 from easypipe.stages.verify import Verification, cache_folder_of, place_of, verify
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
+
+log = logging.getLogger("easypipe")
 
 
 def tokenize_and_save(
@@ -170,7 +173,63 @@ def prepare_data(
     pipeline, others = chains(data, held_out, progress=progress)
     if check is not None:
         check(pipeline, others)
+    warn_of_trained_rows(pipeline, others)
     return Prepared(pipeline, others, _joined([each.write() for each in (pipeline, *others.values())]))
+
+
+FROM_DATA = {"from", "fraction", "seed", "load"}
+
+
+def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the datasets of `data` on both sides, each
+    with `hold_out`. Raises ConfigError for other keys beside `from`.
+    """
+    entries = values.get("eval") if isinstance(values.get("eval"), Mapping) else {}
+    held = {name: entry for name, entry in (entries or {}).items() if isinstance(entry, Mapping) and "from" in entry}
+    if not held:
+        return dict(values)
+    if len(held) > 1:
+        raise ConfigError(at=f"eval.{list(held)[1]}.from", problem="two entries hold out rows of the data", fix="Leave one of them out.")
+    [(name, entry)] = held.items()
+    for key in entry:
+        if key not in FROM_DATA:
+            raise ConfigError(at=f"eval.{name}.{key}", problem="has no effect beside from", have=sorted(FROM_DATA), fix="Leave it out.")
+    if entry["from"] != "data":
+        raise ConfigError(at=f"eval.{name}.from", problem=f"{entry['from']!r} names no data", have=["data"], fix="Write from: data.")
+    if "fraction" not in entry:
+        raise ConfigError(at=f"eval.{name}.fraction", problem="is missing", fix="Say how many of the rows: fraction: 0.01.")
+    options = {key: entry[key] for key in ("fraction", "seed") if key in entry}
+    data = dict(values.get("data") or {})
+    sets = data.get("datasets") or ()
+    sets = [dict(dataset) for dataset in ([sets] if isinstance(sets, Mapping) else sets)]
+    for i, dataset in enumerate(sets):
+        if dataset.get("hold_out") is not None:
+            raise ConfigError(at=f"data.datasets[{i}].hold_out", problem=f"is set by eval.{name}", fix="Leave one of them out.")
+    own: list[dict[str, Any]] = []
+    for i, dataset in enumerate(sets, start=1):
+        rest = {key: value for key, value in dataset.items() if key not in ("save_path", "save_format")}
+        own.append(rest | {"hold_out": options | {"held": True}, "name": f"eval.{name}.{dataset.get('name') or f'dataset{i}'}"})
+    made: dict[str, Any] = {"datasets": own} | ({"load": entry["load"]} if "load" in entry else {})
+    if len(own) > 1:
+        made["mix"] = {"stop_strategy": "all_exhausted"}
+    of_data = [dataset | {"hold_out": options} for dataset in sets]
+    return {**values, "data": {**data, "datasets": of_data}, "eval": {**(entries or {}), name: made}}
+
+
+def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> None:
+    """Warns of each held-out entry that reads files which training reads too, and does not keep its rows apart."""
+    sides = {dataset.name: dataset.hold_out for dataset in data.get_context().config.datasets}
+    trained = {shard.name: sides.get(name) for name, source in data.tokenized().items() for shard in source.shards}
+    for entry, pipeline in held_out.items():
+        own = {dataset.name: dataset.hold_out for dataset in pipeline.get_context().config.datasets}
+        for name, source in pipeline.tokenized().items():
+            apart = own.get(name)
+            for shard in source.shards:
+                other = trained.get(shard.name)
+                kept = apart and other and (apart.fraction, apart.seed) == (other.fraction, other.seed) and apart.held != other.held
+                if shard.name in trained and not kept and shard.name != name:  # rows in memory have the name of their dataset
+                    log.warning("eval.%s: its rows of %s are trained on too, so its loss says little of new text", entry, shard.name)
+                    break
 
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:

@@ -15,7 +15,7 @@ from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, 
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BatchLoader, ProgressListener, silent
 from easypipe.history import plan_of_run
-from easypipe.jobs import Prepared, prepare_data, with_tokenizer_of
+from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
@@ -52,7 +52,7 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of what is wrong."""
-        return from_dict(cls, apply_overrides(load_yaml(path), overrides))
+        return from_dict(cls, with_hold_outs(apply_overrides(load_yaml(path), overrides)))
 
     def check(self) -> None:
         """Tells the data what `train` says of batches and passes."""

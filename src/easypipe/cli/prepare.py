@@ -10,7 +10,7 @@ import typer
 from easypipe.cli.show import console, progress, show_report
 from easypipe.core.config import apply_overrides, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.jobs import chains, prepare_data, with_tokenizer_of
+from easypipe.jobs import chains, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.pipeline import PipelineConfig
 from easypipe.train.models.config import PretrainedConfig
 
@@ -56,6 +56,7 @@ def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
         raise ConfigError(at=TASK, problem=problem, fix="For such runs there are `easypipe train` and `easypipe plan`.")
     if "data" not in values:
         return from_dict(PipelineConfig, values), {}
+    values = with_hold_outs(values)
     known = ("data", "model", "train", "eval")
     for key in values:
         if key not in known:

@@ -23,6 +23,7 @@ from easypipe.core.schema import (
 )
 from easypipe.transforms.columns import Rename
 from easypipe.transforms.functions import Map
+from easypipe.transforms.hold_out import HoldOut
 from easypipe.transforms.tokenizer_options import with_options
 from easypipe.transforms.transformed import TransformedSource
 from easypipe.transforms.types import column_types
@@ -85,6 +86,10 @@ def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
     """The rows with `format_fields` applied, then `format_callback`. Reads no rows. Errors name the option."""
     steps: list[Any] = []
     schema = source.schema
+    if dataset.hold_out is not None:
+        columns = [name for name in schema.names if name != ROW_NUMBER]
+        wanted = next(iter(read_columns(dataset)[-1:]), columns)
+        steps.append(HoldOut(dataset.hold_out, [name for name in wanted if name in columns] or columns))
     if dataset.format_fields is not None:
         steps.append(Rename(dataset.format_fields))
         try:

@@ -29,6 +29,7 @@ from easypipe.stages.formats import check_formats, formatted, read_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
 from easypipe.stages.prompt_rows import check_prompts
 from easypipe.stages.saved import is_saved, load_saved
+from easypipe.transforms.hold_out import HoldOutConfig
 from easypipe.transforms.lengths import LengthPolicy
 from easypipe.transforms.prompts import PromptConfig, TrainOn
 from easypipe.transforms.tokenizer import TokenizerConfig
@@ -60,6 +61,8 @@ class DatasetConfig:
     text_unit: what a document of `.txt` files is: a `line` (what None takes), a `paragraph` (lines up to a blank one, with the line breaks
         inside), or the whole `file`, as it is.
     token_files: how documents lie in `.npy` and raw `.bin` files of tokens; for ArrayRecord files, that records are tokens, of its dtype.
+    hold_out: read the rows that are held out for evaluation, or all others. `eval: {held_out: {from: data, fraction: 0.01, seed: 7}}` of a
+        run sets it on both sides.
     num_rows: only the first so many rows, counted over the files in order.
     tokenizer: this dataset's own; None takes the stage's, then the pipeline's.
     tokenizer_kwargs: fields of TokenizerConfig that this dataset changes, whichever tokenizer it takes; and `use_fast`: False encodes with
@@ -103,6 +106,7 @@ class DatasetConfig:
     revision: str | None = None
     text_unit: TextUnit | None = None
     token_files: TokenFilesConfig | None = None
+    hold_out: HoldOutConfig | None = None
     num_rows: int | None = None
     version: str | int | None = None
     tokenizer: TokenizerConfig | str | None = None

@@ -1,0 +1,70 @@
+"""Rows held out of the data for evaluation: disjoint, stable, said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from easypipe import ConfigError, DatasetConfig, Pipeline, PipelineConfig
+from easypipe.cli.prepare import data_of
+from easypipe.jobs import prepare_data
+from pipelines import jsonl, texts, tokenizer
+
+
+def read(folder: Path, hold_out: dict[str, Any] | None = None, **options: Any) -> list[str]:
+    dataset = DatasetConfig(name="d", data_files=str(folder / "*.jsonl"), hold_out=hold_out)  # type: ignore[arg-type]
+    (source,) = Pipeline(PipelineConfig(datasets=(dataset,), seed=1, **options)).source().get_data().values()
+    return [row["text"] for name in source.shard_names for row in source.open_shard(name)]  # type: ignore[attr-defined]
+
+
+def test_the_two_sides_are_disjoint_and_stable(tmp_path: Path) -> None:
+    every = texts(800, 3)
+    jsonl(tmp_path / "a.jsonl", [{"text": text, "n": i} for i, text in enumerate(every)])
+    rest, held = (read(tmp_path, {"fraction": 0.2, "seed": 7, "held": held}) for held in (False, True))
+    assert sorted(rest + held) == sorted(every)
+    assert not set(rest) & set(held)
+    assert 100 < len(held) < 220
+    assert set(read(tmp_path, {"fraction": 0.2, "seed": 8, "held": True})) != set(held)
+    more = texts(300, 5)
+    jsonl(tmp_path / "0.jsonl", [{"text": text} for text in [*more, held[0]]])  # before the others, and with a row of theirs
+    (tmp_path / "a.jsonl").rename(tmp_path / "z.jsonl")
+    assert set(held) <= set(read(tmp_path, {"fraction": 0.2, "seed": 7, "held": True}))
+    assert held[0] not in read(tmp_path, {"fraction": 0.2, "seed": 7})
+    for wrong in (0, 1.0):
+        with pytest.raises(ConfigError, match=r"hold_out\.fraction: .* is no part of the rows"):
+            read(tmp_path, {"fraction": wrong})
+
+
+def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:
+    file = jsonl(tmp_path / "data" / "a.jsonl", [{"text": text} for text in texts(300, 3)])
+    data = {"datasets": [{"data_files": str(file)}], "default_tokenizer": tokenizer(), "seed": 1, "cache_dir": str(tmp_path / "cache")}
+    return {"data": data | {"pack": {"seq_length": 64}}, "train": {}, "eval": {"held": held_out}}
+
+
+def test_a_run_holds_out_rows_of_its_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepared = prepare_data(*data_of(run(tmp_path, {"from": "data", "fraction": 0.1, "seed": 7})))
+    rows = [prepared.report.ledger.find("tokenize", name, "rows").out for name in ("dataset1", "eval.held.dataset1")]
+    assert rows[0]["written"] + rows[1]["written"] == 300
+    assert rows[0]["filtered"] == rows[1]["written"] > 10
+    assert "trained on too" not in caplog.text
+
+
+def test_evaluating_on_trained_rows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = run(tmp_path, {})
+    values["eval"]["held"] = {"datasets": json.loads(json.dumps(values["data"]["datasets"]))}
+    prepare_data(*data_of(values))
+    assert "eval.held: its rows of " in caplog.text
+    assert "a.jsonl are trained on too" in caplog.text
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for held, message in (
+        ({"from": "dat"}, r"eval.held.from: 'dat' names no data"),
+        ({"from": "data", "fraction": 2}, r"hold_out.fraction"),
+        ({"from": "data", "datasets": []}, r"eval.held.datasets: has no effect beside from"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            data_of(run(tmp_path, held))
