@@ -88,7 +88,6 @@ def test_reconciled(tmp_path: Path, first: pa.Array, second: pa.Array, together:
         (pa.array([1], pa.uint64()), pa.array([1], pa.int8()), "is int8 here and uint64 in "),
         (pa.array([b"a"]), pa.array(["a"]), "is large_string here and large_binary in "),
         (pa.array([[1]]), pa.array([1]), "is int64 here and large_list"),
-        (pa.array([{"a": 1}]), pa.array([{"a": "x"}]), "is struct<a: large_string> here and struct<a: int64> in "),
         (
             pa.array([DAY], pa.timestamp("s", "UTC")),
             pa.array([DAY], pa.timestamp("s")),

@@ -172,6 +172,16 @@ class FileSource(ShardedDataSource):
         twin._opened = twin._only(opened)
         return twin
 
+    def exactly(self, columns: Sequence[str]) -> FileSource:
+        """The same rows, in which lists and objects of `columns` are JSON text where they hold nulls that an Arrow type would lose."""
+        made = type(self).reader()
+        if not columns or not hasattr(made, "exact"):
+            return self
+        twin = copy.copy(self)
+        vars(made)["exact"] = tuple(columns)
+        twin._format, twin._lock, twin._opened = made, threading.Lock(), None
+        return twin
+
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         return self.scan(shard, start, stop).batch
 

@@ -68,6 +68,7 @@ class ForwardSource(ShardedDataSource):
         self.columns = None if columns is None else tuple(columns)
         self.on_error: OnError = on_error
         self.num_rows = num_rows
+        self.exact: tuple[str, ...] = ()
         self._blocks = _Blocks()
 
     @cached_property
@@ -92,7 +93,7 @@ class ForwardSource(ShardedDataSource):
         observer = Observer(file.path, self.columns)
         piece = _split(head[:stop], len(BOM) if head.startswith(BOM) else 0)
         observer(piece.data, piece.starts, piece.ends)
-        kinds = schema_of(observer.facts())
+        kinds = schema_of(observer.facts(), self.exact, known=False)
         return (
             pa.schema([pa.field(f.name, pa.large_string() if pa.types.is_null(f.type) else f.type) for f in kinds]) if len(kinds) else None
         )
@@ -143,6 +144,13 @@ class ForwardSource(ShardedDataSource):
         twin = copy.copy(self)
         twin.__dict__.pop("_data", None)
         twin.columns = tuple(columns)
+        return twin
+
+    def exactly(self, columns: Sequence[str]) -> ForwardSource:
+        """The same rows, in which lists and objects of `columns` are JSON text: what types those that follow have is not known."""
+        twin = copy.copy(self)
+        twin.__dict__.pop("_data", None)
+        twin.exact = tuple(columns)
         return twin
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:

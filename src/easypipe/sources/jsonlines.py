@@ -24,6 +24,7 @@ from easypipe.sources.jsonarray import array_layout
 from easypipe.sources.jsontypes import Observer, schema_of
 from easypipe.sources.records import Found, Layout, RecordIndex, RecordReader, Records
 from easypipe.sources.scanners import BLANK, GOOD, flag_objects, gather, split_lines
+from easypipe.sources.schemas import is_json, json_array, json_text
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
@@ -36,6 +37,7 @@ class JsonFormat:
 
     def __init__(self) -> None:
         self._records = RecordReader()
+        self.exact: tuple[str, ...] = ()  # see FileSource.exactly
 
     def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
         check_compression(file)
@@ -50,7 +52,7 @@ class JsonFormat:
             return records.index_records(file, layout, observe, observer.facts)
 
         index = records.kept_index(file, index_dir, [layout.name, columns], build)
-        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema_of(index.facts), detail=Found(layout, index))
+        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema_of(index.facts, self.exact), detail=Found(layout, index))
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         found: Found = survey.detail
@@ -92,8 +94,10 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa
         text = np.empty(int((piece.ends - piece.starts).sum()) + count, np.uint8)
         gather(piece.data, piece.starts, piece.ends, flags, text)
         borders = np.concatenate([[0], np.cumsum((piece.ends - piece.starts + 1)[good])])
-    lines = _Lines(memoryview(text.data), borders, _parse_schema(fields))
-    table, bad = lines.parse(0, len(good))
+    typed = pa.schema([field for field in fields if not is_json(field.type)])
+    table, bad = _Lines(memoryview(text.data), borders, _parse_schema(typed)).parse(0, len(good))
+    if len(typed) < len(fields):
+        table, bad = _with_json(table, bad, [piece.record(int(i)) for i in good], fields)
     rejects = [_judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error) for i, error in bad]
     for i in np.flatnonzero(flags != GOOD):
         if flags[i] == BLANK:
@@ -103,6 +107,35 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa
     rejects.sort(key=lambda reject: reject.row)
     kept = np.delete(good, [i for i, _ in bad]) if bad else good
     return table, kept.astype(np.int64) + piece.row, rejects
+
+
+def _with_json(
+    table: pa.Table, bad: list[tuple[int, str]], lines: list[bytes], fields: pa.Schema
+) -> tuple[pa.Table, list[tuple[int, str]]]:
+    """The good rows with the columns that are kept as JSON. A row has its own keys in its own order there, and the nulls it was given."""
+    names = [field.name for field in fields if is_json(field.type)]
+    why, typed = dict(bad), len(names) < len(fields)
+    texts: list[list[str | None]] = [[] for _ in names]
+    kept: list[int] = []  # of the rows of `table`
+    at = -1
+    for i, line in enumerate(lines):  # these columns are objects of any shape: Arrow has no kernel that cuts them out
+        if i in why:
+            continue
+        at += 1
+        try:
+            row = json.loads(line)
+            found = [None if row.get(name) is None else json_text(row[name]) for name in names]
+        except (ValueError, RecursionError, AttributeError) as error:
+            why[i] = str(error)
+            continue
+        kept.append(at)
+        for column, text in zip(texts, found, strict=True):
+            column.append(text)
+    if typed and len(kept) < table.num_rows:
+        table = table.take(pa.array(kept, pa.int64()))
+    arrays = {name: json_array(column) for name, column in zip(names, texts, strict=True)}
+    columns = [arrays[field.name] if field.name in arrays else table.column(field.name) for field in fields]
+    return pa.table(columns, names=fields.names), sorted(why.items())
 
 
 @dataclass(frozen=True)
@@ -162,7 +195,7 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
         return reject("not_an_object", f"expected an object, found {KIND_NAMES.get(type(value), 'null')}")
     for field in fields:
         item = value.get(field.name)
-        if item is not None and not _fits(item, field.type):
+        if item is not None and not is_json(field.type) and not _fits(item, field.type):
             wanted = _kind_name(field.type)
             reason = "not_a_string" if wanted == "a string" else "wrong_type"
             return reject(reason, f"column {field.name!r}: expected {wanted}, found {KIND_NAMES[type(item)]}")

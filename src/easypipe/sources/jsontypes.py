@@ -2,7 +2,7 @@
 
 Rules: null gives way to any type; numbers are int64, float64 where one of them is not an integer or does not fit. Where a column holds
 several kinds, it has that of lists or objects where these came first, else the type of strings if there are any, else of the kind that
-came first; rows of another kind are bad rows.
+came first; rows of another kind are bad rows. Where the insides of its lists or objects have no common type, it is kept as JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ import pyarrow.json as pj
 from easypipe.core.errors import SchemaError
 from easypipe.sources.jsonkeys import ARRAY, BOOL, FLOAT, INT, MAX_KEYS, NULL, OBJECT, STRING, new_keys, observe_keys
 from easypipe.sources.scanners import gather
-from easypipe.sources.schemas import merge_types, plain_type
+from easypipe.sources.schemas import JSON, TypeConflict, is_json, merge_types, plain_type
+
+_NULL = re.compile(rb'(?<!"role")(?<!"content")\s*:\s*null\b')  # a value of an object, but for the commonest of messages
 
 
 class Observer:
@@ -36,6 +39,7 @@ class Observer:
                 self._observe(np.frombuffer(row, np.uint8), np.zeros(1, np.int64), np.array([len(row)]))
             self._keys.kinds[:] = 0
         self._nested: dict[str, pa.DataType] = {}
+        self._nulls: set[str] = set()
 
     def __call__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         flags = self._observe(data, starts, ends)
@@ -47,11 +51,25 @@ class Observer:
                 size = int((ends - starts).sum()) + len(starts)
                 out = np.empty(size, np.uint8)
                 size = gather(data, starts, ends, flags, out)
+                self._look_for_nulls(out[:size].tobytes(), wanted)
                 for name, kind in nested_types(out[:size].tobytes(), wanted).items():
-                    if not pa.types.is_nested(kind):
+                    if not pa.types.is_nested(kind) and not is_json(kind):
                         continue  # these records hold another kind than others of the file
                     before = self._nested.get(name)
                     self._nested[name] = kind if before is None else merge_json(before, kind)
+
+    def _look_for_nulls(self, lines: bytes, names: list[str]) -> None:
+        """Nulls that stand in the file: an Arrow struct cannot tell them from keys that other rows have."""
+        names = [name for name in names if name not in self._nulls]
+        if not names or not _NULL.search(lines):
+            return
+        for line in io.BytesIO(lines):
+            if _NULL.search(line):
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                self._nulls |= {name for name in names if isinstance(row, dict) and _has_null(row.get(name))}
 
     def facts(self) -> dict[str, Any]:
         """The types found, as JSON. Raises SourceError where there are more columns than can be told apart."""
@@ -64,6 +82,7 @@ class Observer:
         nested = pa.schema(list(self._nested.items()))
         return {
             "columns": self._columns_seen(),
+            "nulls": sorted(self._nulls),
             "nested": base64.b64encode(nested.serialize().to_pybytes()).decode(),
         }
 
@@ -93,8 +112,12 @@ class Observer:
         return [(name, every, first) for name, (every, first) in found.items()]
 
 
-def schema_of(facts: dict[str, Any]) -> pa.Schema:
-    """The schema that an Observer's facts tell."""
+def schema_of(facts: dict[str, Any], exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
+    """The schema that an Observer's facts tell.
+
+    exact: columns that are kept as JSON where an Arrow type would lose nulls. known: whether the facts are of all rows; lists and objects
+    of `exact` columns are JSON where they are not, as nothing is known of those that follow.
+    """
     nested = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["nested"])))
     fields = []
     for name, every, first in facts["columns"]:
@@ -104,10 +127,20 @@ def schema_of(facts: dict[str, Any]) -> pa.Schema:
             kind = pa.float64() if every & FLOAT else pa.int64()
         elif first in (OBJECT, ARRAY):
             kind = nested.field(name).type if name in nested.names else pa.null()
+            if name in exact and (name in facts["nulls"] or not known):
+                kind = JSON
         else:
             kind = pa.bool_() if first == BOOL else pa.null()
         fields.append(pa.field(name, kind))
     return pa.schema(fields)
+
+
+def _has_null(value: Any, outermost: bool = True) -> bool:
+    """Whether a null stands in an object, other than the role or content of a message."""
+    if isinstance(value, dict):
+        own = any(item is None and not (outermost and key in ("role", "content")) for key, item in value.items())
+        return own or any(_has_null(item, False) for item in value.values())
+    return isinstance(value, list) and any(_has_null(item, outermost) for item in value)
 
 
 def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
@@ -130,29 +163,26 @@ def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
             continue
         for name in names:
             if isinstance(row, dict) and isinstance(row.get(name), dict | list):
-                kind = _type_of(row[name])
+                try:
+                    kind = _type_of(row[name])
+                except TypeConflict:
+                    kind = JSON
                 found[name] = merge_json(found[name], kind) if name in found else kind
     return found
 
 
 def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """merge_types, with the rule for kinds that clash: strings win over all but objects that came before, else the first."""
+    """The type of a nested column of both; JSON where no type holds both within. Lists and objects in one place are one of these, too;
+    but of the column itself the kind that came first stays, and rows of the other are bad rows."""
     t = pa.types
-    if first.equals(second) or t.is_null(second):
+    if is_json(first) or is_json(second):
+        return JSON
+    if t.is_nested(first) and t.is_nested(second) and t.is_struct(first) != t.is_struct(second):
         return first
-    if t.is_null(first) or (t.is_large_string(second) and not t.is_struct(first)):
-        return second
-    if t.is_struct(first) and t.is_struct(second):
-        joined = {first.field(i).name: first.field(i).type for i in range(first.num_fields)}
-        for i in range(second.num_fields):
-            field = second.field(i)
-            joined[field.name] = merge_json(joined[field.name], field.type) if field.name in joined else field.type
-        return pa.struct(list(joined.items()))
-    if t.is_large_list(first) and t.is_large_list(second):
-        return pa.large_list(merge_json(first.value_type, second.value_type))
-    if (t.is_integer(first) and t.is_floating(second)) or (t.is_floating(first) and t.is_integer(second)):
+    try:
         return merge_types(first, second)
-    return first
+    except TypeConflict:
+        return JSON
 
 
 def _without_times(kind: pa.DataType) -> pa.DataType:
@@ -183,7 +213,8 @@ def _type_of(value: Any) -> pa.DataType:
 
 
 def _merged(kinds: Iterable[pa.DataType]) -> pa.DataType:
+    """Raises TypeConflict."""
     result = pa.null()
     for kind in kinds:
-        result = merge_json(result, kind)
+        result = merge_types(result, kind)
     return result

@@ -25,7 +25,7 @@ from easypipe.sources.files import FileRef, changed
 from easypipe.sources.scanners import BROKEN, CLOSED, OPEN_QUOTE, pick_entries
 from easypipe.sources.streams import Bytes, Restart, open_bytes, open_stream
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 ENTRY_ROWS = 1024
 ENTRY_BYTES = 1 << 20
 CUT_BYTES = 1 << 20  # cuts of a shard are at least so many plain bytes apart

@@ -2,11 +2,17 @@
 
 string → large_string, list → large_list (so that no batch meets the 2^31 limit of int32 offsets), dictionaries and extensions → their
 values, every field nullable, no metadata. Equal content then has an equal schema whatever wrote it.
+
+A column whose values no Arrow type holds together (objects in which one key has several types) is JSON text, of the type `arrow.json`;
+so is one that has values of that type anywhere within, as `datasets` writes mixed types.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +24,27 @@ from easypipe.core.schema import ROW_NUMBER
 UNITS = ("s", "ms", "us", "ns")  # of time, each finer than the one before
 
 
+JSON = pa.json_(pa.large_string())
+
+
 class TypeConflict(Exception):
     """Two types that no common one holds without loss or guess."""
 
 
+def is_json(kind: pa.DataType) -> bool:
+    """Whether values are JSON text by their type."""
+    return isinstance(kind, pa.JsonType)
+
+
+def holds_json(kind: pa.DataType) -> bool:
+    """Whether JSON text stands anywhere within."""
+    return is_json(kind) or any(holds_json(kind.field(i).type) for i in range(kind.num_fields))
+
+
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """The type of a column in this package; idempotent."""
+    if holds_json(kind):
+        return JSON
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
     t = pa.types
@@ -63,6 +84,8 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first
     if t.is_null(first):
         return second
+    if (is_json(first) or is_json(second)) and all(is_json(k) or t.is_nested(k) or t.is_large_string(k) for k in (first, second)):
+        return JSON
     if t.is_struct(first) and t.is_struct(second):
         theirs = {field.name: field.type for field in _fields(second)}
         joined = [(f.name, merge_types(f.type, theirs.pop(f.name)) if f.name in theirs else f.type) for f in _fields(first)]
@@ -100,6 +123,9 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
             try:
                 merged[field.name] = field.type if before is None else merge_types(before, field.type)
             except TypeConflict:
+                if before is not None and pa.types.is_nested(before) and pa.types.is_nested(field.type):
+                    merged[field.name] = JSON
+                    continue
                 raise SchemaError(
                     at=f"{path}, column {field.name!r}",
                     problem=f"is {field.type} here and {before} in {origin[field.name]}",
@@ -111,6 +137,8 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
     """`array` as `kind`, which came from merge_types of its plain type. Raises pa.ArrowInvalid where a value does not fit."""
+    if is_json(kind):
+        return _as_json(array)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     t = pa.types
@@ -138,6 +166,50 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
     return array.cast(kind)
 
 
+def json_array(texts: Sequence[str | None]) -> pa.Array:
+    """JSON texts as a column."""
+    return pa.ExtensionArray.from_storage(JSON, pa.array(texts, pa.large_string()))
+
+
+def _as_json(array: pa.Array) -> pa.Array:
+    if is_json(array.type):
+        return pa.ExtensionArray.from_storage(JSON, array.storage.cast(pa.large_string()))
+    return json_array([None if value is None else json_text(value) for value in _decoded(array, ("role", "content"))])
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON. Text that is JSON of a list or an object already stays as it is: others of its column are that."""
+    if isinstance(value, str):
+        try:
+            if isinstance(json.loads(value), list | dict):
+                return value
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
+    """Python values, of JSON text what it says. A null of a struct may be a key that other rows have, so it is left out, but for those in
+    `keep` of the outermost: messages have both."""
+    kind, t = array.type, pa.types
+    if is_json(kind):
+        return [None if text is None else json.loads(text) for text in array.storage.to_pylist()]
+    if isinstance(array, pa.ExtensionArray):
+        return _decoded(array.storage, keep)
+    if t.is_struct(kind):
+        names = [kind.field(i).name for i in range(kind.num_fields)]
+        columns = [_decoded(child) for child in array.flatten()]
+        rows = zip(*columns, strict=True) if columns else itertools.repeat((), len(array))
+        full = [{n: v for n, v in zip(names, row, strict=True) if v is not None or n in keep} for row in rows]
+        return [row if valid else None for row, valid in zip(full, array.is_valid().to_pylist(), strict=True)]
+    if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
+        lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_pylist()
+        values = iter(_decoded(array.flatten(), keep))
+        lists = [list(itertools.islice(values, length)) for length in lengths]
+        return [one if valid else None for one, valid in zip(lists, array.is_valid().to_pylist(), strict=True)]
+    return array.to_pylist()
+
+
 def column(chunks: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
     """The chunks as one array of `kind`."""
     whole = [conform(chunk, kind) for chunk in chunks]
@@ -148,7 +220,7 @@ def column(chunks: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
 
 def has_strings(kind: pa.DataType) -> bool:
     """Whether bytes that are not UTF-8 could stand anywhere in a column of this type."""
-    if pa.types.is_large_string(kind) or pa.types.is_string(kind):
+    if pa.types.is_large_string(kind) or pa.types.is_string(kind) or is_json(kind):
         return True
     return any(has_strings(kind.field(i).type) for i in range(kind.num_fields))
 

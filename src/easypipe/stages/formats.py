@@ -82,6 +82,13 @@ def read_columns(dataset: Any) -> list[list[str]]:
     return [names] if tools is not None else [[*names, "tools"], names]  # a column `tools` is read where there is one
 
 
+def template_columns(dataset: Any) -> list[str]:
+    """The columns of the files that are written by a template or as text, and by nothing else: their values are to be as they stand."""
+    every = [name for names in read_columns(dataset)[:1] for name in names]
+    old = {name: before for before, name in (dataset.format_fields or {}).items()}
+    return [name for name in every if name not in {old.get(kept, kept) for kept in dataset.additional_fields}]
+
+
 def formatted(source: ShardedSource, dataset: Any) -> ShardedSource:
     """The rows with `format_fields` applied, then `format_callback`. Reads no rows. Errors name the option."""
     steps: list[Any] = []

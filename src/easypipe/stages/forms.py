@@ -13,7 +13,7 @@ from easypipe.stages.ranges import recipe_of
 from easypipe.stages.text_rows import Texts, read_texts, require_text
 from easypipe.stages.token_rows import Documents, encode_texts
 from easypipe.transforms.lengths import Lengths
-from easypipe.transforms.messages import is_messages, is_text
+from easypipe.transforms.messages import is_json, is_messages, is_text
 from easypipe.transforms.prompt_engine import PromptEngine
 from easypipe.transforms.prompts import PromptConfig
 from easypipe.transforms.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:
         require_text(source, column, dataset.name)
     kind = source.schema.field(column).type
     given = [name for name in PROMPT_OPTIONS if getattr(dataset, name) is not None]
-    if not (is_messages(kind) or (is_text(kind) and (given or column == "messages"))):
+    if not (is_messages(kind) or is_json(kind) or (is_text(kind) and (given or column == "messages"))):
         if given:
             raise ConfigError(
                 at=f"{at}.{given[0]}", problem=f"has no effect on column {column!r}, which holds {kind}", fix="Name a column of messages."

@@ -18,7 +18,7 @@ from easypipe.stages.token_rows import Documents, encode_spans
 from easypipe.transforms.chat import HostileTemplateError, Refused, Rendered, check_date, check_whole
 from easypipe.transforms.fields import BENIGN, EMPTY
 from easypipe.transforms.lengths import TOO_LONG, Lengths
-from easypipe.transforms.messages import plain_of
+from easypipe.transforms.messages import decoded_of, plain_of
 from easypipe.transforms.prompt_engine import PromptEngine
 from easypipe.transforms.prompts import check_thinking
 from easypipe.transforms.tokenizer import Tokenizer
@@ -94,8 +94,9 @@ class PromptForm:
         numbers = _numbers(batch, start)
         rendered: list[Rendered | Refused] = []
         of: list[int] = []
+        values = plain_of if self.engine.format.kind == "chat" else decoded_of  # JSON of conversations is read by who renders them
         for first in range(0, batch.num_rows, ROWS_AT_A_TIME):
-            columns = [plain_of(batch.column(name).slice(first, ROWS_AT_A_TIME)) for name in self.columns]
+            columns = [values(batch.column(name).slice(first, ROWS_AT_A_TIME)) for name in self.columns]
             rows = [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
             try:
                 some, of_some = self.written(rows, numbers[first : first + len(rows)])

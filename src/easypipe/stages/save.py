@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,23 @@ class SaveReport:
     @property
     def num_rows(self) -> int:
         return sum(folder.num_rows for folder in self.folders)
+
+    @property
+    def rejected(self) -> dict[str, dict[str, int]]:
+        """Of each dataset the rows that became nothing, by reason, whichever stage refused them."""
+        lost: dict[str, Counter[str]] = {}
+        for entry in self.ledger.entries:
+            if entry.unit == "rows" and entry.stage in ("tokenize", "save"):
+                lost.setdefault(entry.dataset, Counter()).update({k: n for k, n in entry.out.items() if k not in ("written", "saved")})
+        return {dataset: dict(+counts) for dataset, counts in lost.items() if +counts}
+
+    def __str__(self) -> str:
+        """What was written, and what was left out."""
+        said = [f"{folder.path}: {folder.num_rows} rows" for folder in self.folders]
+        left = [
+            f"{name}: left out {sum(why.values())} ({', '.join(f'{k} {n}' for k, n in why.items())})" for name, why in self.rejected.items()
+        ]
+        return "; ".join([*said, *left])
 
 
 class SaveStage(BaseStage):

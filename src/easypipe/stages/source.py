@@ -25,7 +25,7 @@ from easypipe.sources.splits import PartialSource
 from easypipe.sources.tokens import TokenFilesConfig
 from easypipe.sources.txt import TextUnit
 from easypipe.stages.caching import index_folder
-from easypipe.stages.formats import check_formats, formatted, read_columns
+from easypipe.stages.formats import check_formats, formatted, read_columns, template_columns
 from easypipe.stages.inputs import check_input, is_object, open_input, split_of
 from easypipe.stages.prompt_rows import check_prompts
 from easypipe.stages.saved import is_saved, load_saved
@@ -236,6 +236,8 @@ def open_dataset(dataset: DatasetConfig, context: PipelineContext, first_rows: i
             source = forward or open_files(files, type=kind, **options, index_dir=index_folder(dataset, context), text_unit=unit)
         except ConfigError as error:
             raise error.under(f"datasets.{dataset.name}") from None
+    if isinstance(source, FileSource | ForwardSource):
+        source = source.exactly(template_columns(dataset))
     if first_rows is not None and most is not None:
         whole = dataset.text_unit == "file"  # every file is one row
         size, count = (MAX_RECORD_BYTES, first_rows) if whole else (HEAD_BYTES, 1)

@@ -17,7 +17,7 @@ from easypipe.transforms.base import ColumnTransform, Rows, require_columns
 from easypipe.transforms.chat import HostileTemplateError, Refused, load_chat_template
 from easypipe.transforms.columns import kept
 from easypipe.transforms.fields import EMPTY
-from easypipe.transforms.messages import is_messages, values_of
+from easypipe.transforms.messages import is_messages, is_text, values_of
 from easypipe.transforms.talks import BadJson, wrong_messages
 from easypipe.transforms.tokenizer import TokenizerConfig, load_tokenizer
 
@@ -55,7 +55,7 @@ class Chat(ColumnTransform):
         for name in self._reads:
             require_columns([name], before, str(self))
             kind = before.field(name).type
-            if not is_messages(kind) and not pa.types.is_large_string(kind) and not pa.types.is_string(kind) and not pa.types.is_null(kind):
+            if not is_messages(kind) and not is_text(kind) and not pa.types.is_null(kind):
                 raise SourceError(
                     at=str(self), problem=f"column {name!r} holds {kind}, not lists of objects", fix="Give [{role, content}, ...]."
                 )

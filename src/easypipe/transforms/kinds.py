@@ -11,7 +11,7 @@ import pyarrow as pa
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
 from easypipe.transforms.mapper import Choice, Match, Slot, Tie, match_columns
-from easypipe.transforms.messages import is_messages, values_of
+from easypipe.transforms.messages import is_messages, is_text, values_of
 
 KindName = Literal["text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens", "unknown"]
 
@@ -139,7 +139,7 @@ def _kind(name: str, found: Match, rows: Sequence[Mapping[str, Any]]) -> Kind:
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a column could be this by its type, or where that is text by what the first rows hold."""
     t = pa.types
-    text = t.is_string(field.type) or t.is_large_string(field.type)
+    text = is_text(field.type)
     if kind == "tokens":
         return (t.is_list(field.type) or t.is_large_list(field.type)) and t.is_integer(field.type.value_type)
     if slot == "tools":

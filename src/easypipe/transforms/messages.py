@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from easypipe.transforms.talks import value_of
+from easypipe.transforms.talks import loaded, value_of
 
 
 def is_messages(kind: pa.DataType) -> bool:
@@ -15,8 +15,16 @@ def is_messages(kind: pa.DataType) -> bool:
     return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(kind.value_type)
 
 
+def is_json(kind: pa.DataType) -> bool:
+    """Whether a column is JSON text by its type: lists or objects that have no common one."""
+    return isinstance(kind, pa.JsonType)
+
+
 def is_text(kind: pa.DataType) -> bool:
+    """Whether values are strings, JSON among them."""
     t = pa.types
+    if is_json(kind):
+        return True
     return t.is_large_string(kind) or t.is_string(kind) or t.is_string_view(kind) or (t.is_dictionary(kind) and is_text(kind.value_type))
 
 
@@ -28,6 +36,11 @@ def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
 def plain_of(column: pa.Array) -> list[Any]:
     """Python values of any column; bytes for text that is no UTF-8."""
     return strings_of(column) if is_text(column.type) or pa.types.is_null(column.type) else column.to_pylist()
+
+
+def decoded_of(column: pa.Array) -> list[Any]:
+    """Python values of any column; of JSON by its type what it says."""
+    return [None if text is None else loaded(text) for text in strings_of(column)] if is_json(column.type) else plain_of(column)
 
 
 def strings_of(column: pa.Array) -> list[Any]:
