@@ -206,7 +206,7 @@ def subset(data: Any, indices: Sequence[int]) -> Any:
 
 def _require_engine(engine: Any) -> None:
     """Raises ConfigError for what encodes no rows."""
-    if not callable(getattr(engine, "encode", None)):
+    if isinstance(engine, str | bytes) or not callable(getattr(engine, "encode", None)):
         raise ConfigError(
             at="prompt_engine", problem=f"{type(engine).__name__} encodes no rows", fix='Give PromptEngine("my-tokenizer", PromptConfig()).'
         )
