@@ -19,7 +19,7 @@ from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline, PipelineConfig
-from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info
+from easypipe.stages.tokens import TokenInfo, holds_pairs, token_info, trained_turns
 from easypipe.train.aot import StepPlan, plan_step
 from easypipe.train.checks import MANY_STEPS, Shapes
 from easypipe.train.config import TrainingConfig, told
@@ -32,6 +32,7 @@ from easypipe.train.models.load import find_pretrained
 from easypipe.train.plot import plot_run
 from easypipe.train.record import LEDGER, PLAN, recorded_seed
 from easypipe.train.trainer import Engine, TrainResult
+from easypipe.transforms.chat import Turns
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
@@ -121,6 +122,7 @@ def train(
         listener=listener,
         mesh=inputs.mesh,
         tokenizer=inputs.tokens.tokenizer,
+        turns=inputs.turns,
     )
     return inputs.around(trainer.run, writes=trainer.writes)
 
@@ -135,6 +137,7 @@ class Inputs:
     train: Loader | StreamLoader
     evals: Mapping[str, Loader | StreamLoader]
     tokens: TokenInfo
+    turns: Turns | None
 
     def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
         """What `training` gives; what became of the data is written into the run's folder before it and after it."""
@@ -178,7 +181,8 @@ def inputs_of(
         own = run.eval[name].load or options
         evals[name] = _loader(pipeline, _held_out(own), mesh)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=prepared.data.get_context().seed))
-    return Inputs(run, prepared, mesh, loader, evals, info)
+    turns = next(filter(None, map(trained_turns, prepared.data.get_data().values())), None)
+    return Inputs(run, prepared, mesh, loader, evals, info, turns)
 
 
 def plan_on(run: RunConfig, topology: str) -> StepPlan:

@@ -134,13 +134,15 @@ def test_published_models_have_as_many_parameters_as_their_cards_say(config, par
     assert param_count(model) == parameters
 
 
-def test_a_model_trained_here_is_saved_as_llama(tmp_path):
+def test_a_model_trained_here_is_saved_as_llama(tmp_path, caplog):
     config = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1)
     model = Decoder(config, nnx.Rngs(0))
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text("{}")
     saved = save_pretrained(model, tmp_path / "out", tokenizer=tmp_path / "tok")
-    assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file.name for file in saved.iterdir()) == names
+    assert "config.json and generation_config.json name no tokens of it" in caplog.text
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     ids = jnp.asarray(token_ids()[:, :32])
     np.testing.assert_array_equal(call(load_pretrained(saved), ids), call(model, ids))

@@ -28,6 +28,6 @@ def export(
     if adapters:
         written = save_adapters(trained.model, out, base=trained.base)
     else:
-        written = save_pretrained(trained.model, out, tokenizer=trained.tokenizer)
+        written = save_pretrained(trained.model, out, tokenizer=trained.tokenizer, **trained.seen.options())
     what = "adapters" if adapters else "model" if trained.tokenizer else "model, without a tokenizer (the run names none)"
     console.print(f"{what} of step {trained.step}: {written}", highlight=False, soft_wrap=True)

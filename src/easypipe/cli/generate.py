@@ -26,11 +26,11 @@ def generate(
     tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, its folder or a Hub name; else the model's own.")] = None,
     step: Step = None,
 ) -> None:
-    """Write on from each PROMPT with the model of a run, or a published one."""
+    """Write on from each PROMPT with the model of a run, or a published one, to what ends a turn or a text."""
     from easypipe.train.generate import generate as write  # jax
     from easypipe.transforms.tokenizer import load_tokenizer
 
-    decoder, own = _load(model, step, dtype)
+    decoder, own, ends = _load(model, step, dtype)
     name = tokenizer or own
     if name is None:
         raise ConfigError(at="--tokenizer", problem=f"{model} names no tokenizer", fix="Give the one that made its tokens.")
@@ -44,25 +44,26 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        eos_token_id=loaded.eos_token_id,
+        eos_token_id=[*ends, *start],
         seed=seed,
     )
     for ids, line in zip(begun, lines, strict=True):
         console.print(loaded.decode([*ids, *line]), markup=False, highlight=False, soft_wrap=True)
 
 
-def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None]:
-    """The model, and the name of its tokenizer."""
+def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tuple[int, ...]]:
+    """The model, the name of its tokenizer, and the tokens that end what it writes."""
     from easypipe.train import load_pretrained
     from easypipe.train.checkpoint_files import CHECKPOINTS
     from easypipe.train.finished import load_trained
     from easypipe.train.models.config import PretrainedConfig
+    from easypipe.train.models.files import end_tokens
 
     if (Path(name).expanduser() / CHECKPOINTS).is_dir():
         trained = load_trained(name, step)
-        return trained.model, trained.tokenizer
+        return trained.model, trained.tokenizer, trained.seen.stop_token_ids
     if step is not None:
         raise ConfigError(at="--step", problem=f"{name} is no run that has checkpoints", fix="Leave it out, or give a run's folder.")
     decoder = load_pretrained(name, dtype=dtype)
     _, folder = PretrainedConfig(pretrained=name).resolved()
-    return decoder, str(folder) if (folder / "tokenizer.json").is_file() else None
+    return decoder, str(folder) if (folder / "tokenizer.json").is_file() else None, end_tokens(folder)

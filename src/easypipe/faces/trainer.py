@@ -24,6 +24,7 @@ from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.trainer import Engine, TrainResult
+from easypipe.transforms.chat import Turns
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
 _DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple)
@@ -75,13 +76,14 @@ class Trainer(Engine):
         listener: TrainListener | None = None,
         run_config: Mapping[str, Any] | None = None,
         tokenizer: str | None = None,
+        turns: Turns | None = None,
         **fields: Any,
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run, what load_pretrained raises for a published model, and what preparing
         data raises.
         """
         given = {"loss": loss, "optimizer": optimizer, "callbacks": callbacks, "mesh": mesh, "listener": listener}
-        given |= {"run_config": run_config, "tokenizer": tokenizer}
+        given |= {"run_config": run_config, "tokenizer": tokenizer, "turns": turns}
         options = {name: value for name, value in given.items() if value is not None}
         changes = fields | {name: options.pop(name) for name, kind in _EITHER.items() if _is_config(options.get(name), kind)}
         if unknown := [name for name in fields if name not in _FIELDS and name not in TrainingConfig.ALIASES]:
@@ -119,7 +121,7 @@ class Trainer(Engine):
             model = with_vocabulary(model, inputs.tokens)
         resolved = to_dict(dataclasses.replace(inputs.run, model=model)) if named else to_dict(inputs.run) | {"model": None}
         loaders = {name: inputs.evals[name] if name in inputs.evals else loaded[name] for name in evals or {}}
-        known = {"run_config": resolved, "mesh": inputs.mesh, "tokenizer": inputs.tokens.tokenizer, **options}
+        known = {"run_config": resolved, "mesh": inputs.mesh, "tokenizer": inputs.tokens.tokenizer, "turns": inputs.turns, **options}
         super().__init__(model, config, inputs.train, loaders, **known)
         if self.origin.config is not None:
             check_vocabulary("model", self.origin.config, inputs.tokens, "Train it on the tokens of its own tokenizer.")

@@ -14,6 +14,7 @@ from easypipe.sources.limit import LimitedSource
 from easypipe.stages.adopt import AdoptedTokens
 from easypipe.stages.caching import cache_folder_of, in_folder
 from easypipe.stages.saved import TokenInfo
+from easypipe.transforms.chat import Turns, turns_of
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("easypipe")
@@ -106,6 +107,25 @@ def info_of(tokenizer: Tokenizer) -> TokenInfo:
         pad_token_id=tokenizer.pad_token_id,
         seq_length=None,
     )
+
+
+def trained_turns(source: ShardedSource) -> Turns | None:
+    """How the conversations of a source, mixed and packed or not, are written; None where it holds none, and for rows made before.
+
+    Of several templates the first is told, with all the tokens that end turns. Raises HostileTemplateError.
+    """
+    if isinstance(source, LimitedSource):
+        return trained_turns(source.source)
+    mixture = getattr(source, "mixture", None)
+    found: dict[str, Turns] = {}
+    for part in [source] if mixture is None else mixture.parts.values():
+        tokenizer, template = tokenizer_of(part), getattr(getattr(getattr(part, "form", None), "engine", None), "template", None)
+        if tokenizer is not None and template is not None and template.source not in found:
+            found[template.source] = turns_of(template, tokenizer)
+    if not found:
+        return None
+    stops = dict.fromkeys(number for turns in found.values() for number in turns.stop_token_ids)
+    return Turns(next(iter(found)), tuple(stops))
 
 
 def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:

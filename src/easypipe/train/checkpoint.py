@@ -123,7 +123,7 @@ class Checkpoints:
 
     def _start(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any]) -> Any:
         with ocp.Context(self._context):
-            return ocp.save_checkpointables_async(files.writing(self.folder, step), {ARRAYS: dict(arrays), **parts}, overwrite=True)
+            return ocp.save_checkpointables_async(str(files.writing(self.folder, step)), {ARRAYS: dict(arrays), **parts}, overwrite=True)
 
     def _finish(self, step: int, written: Any, keeping: frozenset[int]) -> None:
         """Commits what Orbax has written when `written` has its result, and takes away what is no longer kept.
@@ -167,7 +167,7 @@ class Checkpoints:
         self._check(step, ARRAYS)
         try:
             with ocp.Context(self._context):
-                metadata: Any = ocp.checkpointables_metadata(self.folder / str(step)).metadata
+                metadata: Any = ocp.checkpointables_metadata(self._at(step)).metadata
         except _UNREADABLE as error:
             raise self._damaged(step, _reason(error)) from error
         described = metadata.get(ARRAYS)
@@ -212,7 +212,7 @@ class Checkpoints:
     def _read(self, step: int, part: str, abstract: Any) -> Any:
         try:
             with ocp.Context(self._context):
-                return ocp.load_checkpointables(self.folder / str(step), {part: abstract})[part]
+                return ocp.load_checkpointables(self._at(step), {part: abstract})[part]
         except _UNREADABLE as error:
             raise self._damaged(step, _reason(error)) from error
 

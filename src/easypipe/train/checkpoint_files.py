@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from easypipe.core import storage
+from easypipe.core.checked import commit_checked, read_checked
 from easypipe.core.errors import EasypipeError
 
 CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
@@ -40,7 +41,7 @@ def commit(folder: Path, step: int) -> None:
     """Makes what lies in `writing(folder, step)` the checkpoint of `step`, in place of one that is there."""
     made, target = writing(folder, step), folder / str(step)
     files = sorted(path for path in made.rglob("*") if path.is_file())
-    storage.commit_json(made / CHECKSUMS, {"files": dict(zip((_name(made, file) for file in files), _stamps(files), strict=True))})
+    commit_checked(made / CHECKSUMS, {"files": dict(zip((_name(made, file) for file in files), _stamps(files), strict=True))})
     replaced = folder / f"{step}{_REPLACED}"
     if target.exists():
         os.rename(target, replaced)
@@ -96,9 +97,9 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
     if not (checkpoint / CHECKSUMS).is_file():
         return Checked(problems={name: "missing" for name in (ARRAYS, RUN) if not (checkpoint / name).is_dir()}, sealed=False)
     try:
-        expected: dict[str, list[object]] = dict(storage.read_json(checkpoint / CHECKSUMS)["files"])
+        expected: dict[str, list[object]] = dict(read_checked(checkpoint / CHECKSUMS)["files"])
     except (EasypipeError, KeyError, TypeError, ValueError) as error:
-        return Checked(problems={CHECKSUMS: f"damaged: {error}"})
+        return Checked(problems={CHECKSUMS: getattr(error, "problem", f"damaged: {error}")})
     of_part = (name for name in expected if not part or name.partition("/")[0] == part or "/" not in name)
     names = sorted(of_part)[share[0] :: share[1]]
     problems = {name: "missing" for name in names if not (checkpoint / name).is_file()}

@@ -23,6 +23,7 @@ from easypipe.train.mesh import make_mesh
 from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import Pretrained
+from easypipe.train.models.save import Seen
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.origin import Model, Origin, from_pretrained, origin_of
 
@@ -34,6 +35,7 @@ class Trained:
     model: Any
     step: int
     tokenizer: str | None
+    seen: Seen  # what its data was, for save_pretrained
     base: str | None  # folder or Hub name of the published model that it began with
 
 
@@ -70,7 +72,13 @@ def load_trained(run: str | Path, step: int | None = None, *, base: Model | None
             state = states.unflatten(arrays, states.abstract_state(layout, optimizer))
             model = layout.merge(optimizer.eval_params(state.optimizer, state.params), state.rest)
     origin_name = saved.get("origin")
-    return Trained(model=model, step=step, tokenizer=saved.get("tokenizer"), base=origin_name and str(origin_name["config"]["pretrained"]))
+    return Trained(
+        model=model,
+        step=step,
+        tokenizer=saved.get("tokenizer"),
+        seen=Seen.recorded(saved),
+        base=origin_name and str(origin_name["config"]["pretrained"]),
+    )
 
 
 def _origin(saved: Any, config: TrainingConfig, base: Model | None, at: str) -> Origin:

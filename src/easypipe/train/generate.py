@@ -26,15 +26,15 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
     """The tokens that `model` adds to each of `prompts` (token ids), at most `max_new_tokens`, without the prompt.
 
     temperature: 0 takes the likeliest token every time; otherwise logits are divided by it. top_k: only the k likeliest are drawn from
     (and any that tie with the last of them). top_p: only the likeliest, as many as it takes to have that share of the odds together
-    (Holtzman et al., 2020), after temperature and top_k. A row ends before `eos_token_id`; when all have, no more is computed. Row r draws
-    from `seed` and r alone, so its text does not depend on the other prompts of the call.
+    (Holtzman et al., 2020), after temperature and top_k. A row ends before `eos_token_id`, or the first of these; when all have, no more
+    is computed. Row r draws from `seed` and r alone, so its text does not depend on the other prompts of the call.
 
     Raises ConfigError for an empty prompt, a token outside the vocabulary, a negative temperature, a top_k outside 1..vocabulary, a
     top_p outside (0, 1], and for either beside temperature 0, which draws nothing.
@@ -45,6 +45,7 @@ def generate(
     tokens = np.zeros((len(prompts), int(lengths.max()) + max_new_tokens), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
+    ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     graph, state = nnx.split(model)
     filled = _fill(
         graph,
@@ -53,7 +54,7 @@ def generate(
         lengths,
         jax.random.key(seed),
         jnp.float32(temperature or 1.0),
-        jnp.int32(-1 if eos_token_id is None else eos_token_id),
+        jnp.array(ends, jnp.int32),
         steps=max_new_tokens,
         greedy=temperature == 0,
         top_k=None if top_k == vocab else top_k,
@@ -62,7 +63,7 @@ def generate(
     rows = []
     for row, length in zip(np.asarray(filled), lengths, strict=True):
         new = row[length : length + max_new_tokens].tolist()
-        rows.append(new[: new.index(eos_token_id)] if eos_token_id in new else new)
+        rows.append(new[: next((at for at, token in enumerate(new) if token in ends), len(new))])
     return rows
 
 
@@ -74,7 +75,7 @@ def _fill(
     lengths: Array,
     key: Array,
     temperature: Array,
-    eos: Array,
+    ends: Array,
     *,
     steps: int,
     greedy: bool,
@@ -102,7 +103,7 @@ def _fill(
                 logits = _nucleus(logits, top_p)
             keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, step))(row_keys)
             choice = jax.vmap(jax.random.categorical)(keys, logits)
-        return step + 1, tokens.at[rows, last + 1].set(choice.astype(tokens.dtype)), ended | (choice == eos)
+        return step + 1, tokens.at[rows, last + 1].set(choice.astype(tokens.dtype)), ended | jnp.isin(choice, ends)
 
     def goes_on(carry: tuple[Array, Array, Array]) -> Array:
         return (carry[0] < steps) & ~carry[2].all()

@@ -52,6 +52,7 @@ class Loop:
                     raise TrainError(
                         at=f"step {step + 1}", problem=f"the loader ended, {self._steps} steps were asked for", fix="Set num_epochs: null."
                     )
+                trainer.seen = trainer.seen.longer(batch["input_ids"].shape[-1] if "input_ids" in batch else None)
                 placed = place_batch(batch, trainer.mesh, in_micro_batches=trainer.in_micro_batches)
                 placed = trainer.completed(state.rest, placed)
                 step += 1

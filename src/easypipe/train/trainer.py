@@ -56,7 +56,7 @@ from easypipe.train.mesh_config import mesh_config
 from easypipe.train.meter import Meter
 from easypipe.train.metrics import MetricsFile, Record
 from easypipe.train.models.files import short
-from easypipe.train.models.save import save_pretrained
+from easypipe.train.models.save import Seen, save_pretrained
 from easypipe.train.optim import Optimizer, make_optimizer
 from easypipe.train.optim_config import OptimizerConfig
 from easypipe.train.origin import Model, origin_of
@@ -68,6 +68,7 @@ from easypipe.train.schedules import make_schedule
 from easypipe.train.signals import StopSignals
 from easypipe.train.step import make_eval_step, make_train_step
 from easypipe.train.watch import Watch
+from easypipe.transforms.chat import Turns
 
 logger = logging.getLogger("easypipe")
 
@@ -89,13 +90,14 @@ class TrainResult:
     checkpoint: Path
     model: Any  # the trained nnx.Module, on the mesh
     tokenizer: str | None  # of the data, where it is known
+    seen: Seen  # what the data was, for `save`
 
     def save(self, path: str | Path, *, tokenizer: Any = None) -> Path:
         """Writes the model, its adapters merged, and its tokenizer to the new folder `path`, for `transformers`.
 
         tokenizer: as save_pretrained takes it; None: the one of the data. Raises what save_pretrained raises.
         """
-        return save_pretrained(self.model, path, tokenizer=self.tokenizer if tokenizer is None else tokenizer)
+        return save_pretrained(self.model, path, tokenizer=self.tokenizer if tokenizer is None else tokenizer, **self.seen.options())
 
 
 class Engine:
@@ -114,6 +116,7 @@ class Engine:
     optimizer: any optax transformation over a flat dict of parameters by dotted name, schedule and clipping included, in place of
     `config.optimizer`.
     tokenizer: name or path of the one that made the tokens; recorded, so that it can be saved with the model.
+    turns: how the conversations of the data are written; recorded for the same reason.
     mesh: default: `make_mesh(config.mesh)`, whose axes any other has too; give the loader the same one, and its batches are used
     where they lie.
     """
@@ -132,6 +135,7 @@ class Engine:
         mesh: Mesh | None = None,
         optimizer: optax.GradientTransformation | None = None,
         tokenizer: str | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Raises ConfigError and PlacementError for what cannot run, and what load_pretrained raises for a published model, of which
         config.json is read; touches no other file and makes no array.
@@ -151,7 +155,7 @@ class Engine:
             one.check(self.mesh)
             micro_batches(f"eval.{one.name}.load.accumulation_steps", one.loader, 1)
         self.origin = origin_of(model, config.seed, config.lora)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.seen = tokenizer, Seen.of(turns)
         self._own_optimizer = optimizer is not None
         self._frozen: dict[str, Any] = {}
         self._change: dict[str, Any] | None = None  # what the run goes on with that was another before
@@ -266,6 +270,7 @@ class Engine:
                 checkpoint=checkpoints.folder / str(step),
                 model=self.layout.merge(self.optimizer.eval_params(state.optimizer, state.params), state.rest),
                 tokenizer=self.tokenizer,
+                seen=self.seen,
             )
 
     def _begin(self, checkpoints: Checkpoints, watch: Watch) -> tuple[states.TrainState, int | None]:
@@ -305,6 +310,7 @@ class Engine:
             )
         if ENDED not in self.config.resume_changes:
             self.control.ended = saved.get("ended")
+        self.seen = self.seen.longer(Seen.recorded(saved).max_length)
         watch.restore(saved.get("watch"), step, checkpoints.steps())
         if watch.guards:
             checkpoints.protected["watch"] = {watch.good}
@@ -373,7 +379,7 @@ class Engine:
             "callbacks": [callback.state() for callback in self._given],
             "named_callbacks": {name: callback.state() for name, callback in self._named.items()},
         }
-        base = {"frozen": self._frozen, "origin": self.origin.record(), "tokenizer": self.tokenizer}
+        base = {"frozen": self._frozen, "origin": self.origin.record(), "tokenizer": self.tokenizer, "seen": self.seen.record()}
         checkpoints.save(step, self.saved(state), {**run, **told, **base, "loader": saved_loader_state(self.train)})
 
     def evaluate(self, step: int, state: states.TrainState) -> dict[str, Any]:

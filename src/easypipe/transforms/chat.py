@@ -72,6 +72,32 @@ class ChatTemplate:
         return answers_of(spec, rows, self.origin)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """How conversations were written for training. template: its text, as `transformers` takes it."""
+
+    template: str
+    stop_token_ids: tuple[int, ...]  # what a model that was trained on it writes when its turn is over; none where nobody can tell
+
+
+def turns_of(template: ChatTemplate, tokenizer: Tokenizer) -> Turns:
+    """What `template` trains the assistant to end with, seen on a question and an answer.
+
+    Where it closes a turn with several special tokens, the last is what ends it. Where nothing is
+    written there, the EOS token that packing adds is the end. Raises HostileTemplateError.
+    """
+    question, answer = "easypipeQuestionProbe", "easypipeAnswerProbe"
+    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    (seen,) = dataclasses.replace(template, train_on="assistant").render([{"messages": talk, "tools": None}])
+    if isinstance(seen, Refused) or not seen.spans or answer not in seen.text:
+        return Turns(template.source, ())
+    written = seen.text[seen.text.rindex(answer) + len(answer) : seen.spans[-1][1]]
+    (ids, _, _), *_ = tokenizer.encode_with_characters([written])
+    special = set(tokenizer.special_tokens)
+    closing = [number for number in ids if tokenizer.token(number) in special]
+    return Turns(template.source, tuple(closing[-1:]))
+
+
 def answers_of(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk], origin: str) -> list[Rendered | Refused]:
     """What worker processes make of rows with the template of `spec` (see chat_worker.py). origin: what errors call the template."""
     answers: list[Rendered | Refused] = []

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
-from easypipe.transforms.chat import Refused, Rendered, load_chat_template
+from easypipe.transforms.chat import ChatTemplate, Refused, Rendered, load_chat_template
 from easypipe.transforms.fields import BENIGN, advice
 from easypipe.transforms.lengths import TOO_LONG, LengthPolicy, Lengths, Whole, shape
 from easypipe.transforms.masked import encode_masked, has_target
@@ -69,6 +69,11 @@ class PromptEngine:
         if isinstance(found, Refused):
             raise _no_sample(found)
         return found
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template that writes conversations; None for samples of another kind."""
+        return self.format.template if isinstance(self.format, TalkFormat) else None
 
     def render_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Rendered | Refused]:
         """`render` of rows that have all columns; a row that is no sample is Refused."""

@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from easypipe.core.errors import MissingFileError, SourceError, StateError
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model")
+WEIGHTS, INDEX, CONFIG, GENERATION = "model.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER_FILES = ("tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE, "tokenizer.model")
 _SMALL = ["*.json", *(name for name in TOKENIZER_FILES if not name.endswith(".json"))]
 _LARGE = ["model*.safetensors"]  # some repositories hold the same weights again as consolidated.safetensors
 
@@ -62,6 +63,15 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """config.json, as a value and as text."""
     values = read_json(folder / CONFIG)
     return values, json.dumps(values, sort_keys=True)
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """What ends what a model writes, as generation_config.json says, or config.json where that does not. Raises StateError."""
+    for name in (GENERATION, CONFIG):
+        known = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if known is not None:
+            return tuple(known) if isinstance(known, list) else (known,)
+    return ()
 
 
 class WeightFiles:
