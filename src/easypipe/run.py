@@ -14,7 +14,7 @@ from easypipe.core import storage
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BatchLoader, ProgressListener, silent
-from easypipe.history import plan_of_run
+from easypipe.history import host_load, plan_of_run
 from easypipe.jobs import Prepared, prepare_data, with_hold_outs, with_tokenizer_of
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.streaming import StreamLoader
@@ -147,8 +147,7 @@ class Inputs:
         result = training()
         if not data.streaming and len(data.datasets) > 1 and writes:
             # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
-            options = dataclasses.replace(data.load or LoadStageConfig(), mesh=None)
-            drawn = plan_of_run(folder, self.prepared.data.copy().load(options), result.steps, prepare=False, by_step=True)
+            drawn = plan_of_run(folder, self.prepared.data.copy().load(host_load(data)), result.steps, prepare=False, by_step=True)
             storage.commit_json(folder / PLAN, drawn.to_json())
             plot_run(folder, ["mixture"])
         return result

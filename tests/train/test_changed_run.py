@@ -23,10 +23,11 @@ from pipelines import texts
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 # What each part of the run is trained with: to which step, and with what beside the config.
+MESH = ["train.mesh={data: -1}", "data.load.mesh={data: -1}", "data.load.partition_spec=[data]"]  # what lies on it is planned without it
 PARTS = (
     (6, ["data.load.batch_size=4"], []),
     (9, ["data.load.batch_size=8"], ["train.steps", "loader.batch_size", "loader.config"]),
-    (12, ["data.load.batch_size=8", "data.mix.weights={a: 0.9, b: 0.1}"], ["train.steps", "loader.plan"]),
+    (12, ["data.load.batch_size=8", "data.mix.weights={a: 0.9, b: 0.1}", *MESH], ["train.steps", "loader.plan"]),
 )
 ROWS = [*((4 * step, 4) for step in range(6)), *((24 + 8 * step, 8) for step in range(6))]  # first row of a step, and how many
 
