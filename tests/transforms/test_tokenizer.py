@@ -428,3 +428,17 @@ def test_declared_tokens_are_those_of_transformers(shared_data: Path) -> None:
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     for text in ("<|begin_of_text|>Hello<|end_of_text|>", "a <|im_start|> b<tool_call>", "[PAD]<|media_pad|></think> <think>"):
         assert ours.reference_encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("where", ["vocab", "added_tokens"])
+def test_an_id_that_no_memory_holds_is_refused(tmp_path: Path, where: str) -> None:
+    """The fast encoder keeps a table of all ids up to the highest: 64 GiB here, which aborts the process."""
+    definition = json.loads((small_tokenizer_folder() / "tokenizer.json").read_text())
+    if where == "vocab":
+        definition["model"]["vocab"]["Ġunheard"] = 4294967295
+    else:
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        definition["added_tokens"].append({"id": 4294967295, "content": "<x>", "special": True, **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition, ensure_ascii=False))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .* has the id 4294967295, .* Correct the id: there are \d+ tokens"):
+        load_tokenizer(str(tmp_path))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -33,7 +34,7 @@ class Shard:
     num_bytes: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Reject:
     """A row that was read and not passed on. `benign` rows (a blank line, what a filter leaves out) are counted, never charged.
 
@@ -45,6 +46,26 @@ class Reject:
     detail: str = ""  # for people: what was wrong with this very row
     benign: bool = False
     count: int = 1
+
+
+def left_out(rows: Sequence[int], reason: str, detail: str = "") -> tuple[Reject, ...]:
+    """Benign `rows` of one range, ascending, that went the same way: counted, not kept, since there may be millions."""
+    return (Reject(row=int(rows[0]), reason=reason, detail=detail, benign=True, count=len(rows)),) if len(rows) else ()
+
+
+def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
+    """Those of one range by row, benign ones of one reason and detail as one."""
+    kept: list[Reject] = []
+    first: dict[tuple[str, str], Reject] = {}
+    counts = Counter[tuple[str, str]]()
+    for reject in sorted(rejects, key=lambda reject: reject.row):
+        if reject.benign:
+            counts[reject.reason, reject.detail] += reject.count
+            first.setdefault((reject.reason, reject.detail), reject)
+        else:
+            kept.append(reject)
+    kept += [replace(reject, count=counts[key]) for key, reject in first.items()]
+    return tuple(sorted(kept, key=lambda reject: reject.row))
 
 
 class Scan(NamedTuple):

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv as pc
 
 from easypipe.core.errors import SourceError
-from easypipe.core.protocols import Reject
+from easypipe.core.protocols import Reject, left_out
 from easypipe.sources import records
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import COMPRESSIONS, FileRef
@@ -74,7 +74,7 @@ class CsvShardedSource(FileSource):
 
 def _parse(piece: Records, found: _Found, names: list[str]) -> tuple[pa.Table, np.ndarray, list[Reject]]:
     filled = piece.ends > piece.starts
-    rejects = [Reject(row=piece.row + i, reason="blank_line", detail="a blank line", benign=True) for i in np.flatnonzero(~filled).tolist()]
+    rejects = list(left_out(np.flatnonzero(~filled) + piece.row, "blank_line", "a blank line"))
     rows = np.flatnonzero(filled)
     table, bad = _block(piece, rows, found, names)
     if table is None:  # some record is cut otherwise than the scanner cuts it: each is read alone

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from easypipe.core.protocols import Reject
+from easypipe.core.protocols import Reject, left_out
 from easypipe.sources import records
 from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef
@@ -99,11 +99,9 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa
     if len(typed) < len(fields):
         table, bad = _with_json(table, bad, [piece.record(int(i)) for i in good], fields)
     rejects = [_judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error) for i, error in bad]
-    for i in np.flatnonzero(flags != GOOD):
-        if flags[i] == BLANK:
-            rejects.append(Reject(row=piece.row + int(i), reason="blank_line", detail="a blank line", benign=True))
-        else:
-            rejects.append(_judge(piece.record(int(i)), fields, piece.row + int(i), None))
+    rejects += left_out(np.flatnonzero(flags == BLANK) + piece.row, "blank_line", "a blank line")
+    wrong = np.flatnonzero((flags != GOOD) & (flags != BLANK)).tolist()
+    rejects += [_judge(piece.record(i), fields, piece.row + i, None) for i in wrong]
     rejects.sort(key=lambda reject: reject.row)
     kept = np.delete(good, [i for i, _ in bad]) if bad else good
     return table, kept.astype(np.int64) + piece.row, rejects

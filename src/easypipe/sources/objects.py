@@ -18,7 +18,7 @@ import xxhash
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.identity import held_by, name_of
-from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSource, left_out
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources.base import READER_VERSION
 from easypipe.sources.dicts import FIRST_ROWS, as_arrays, columns_of, require_row
@@ -177,7 +177,7 @@ class RandomAccessSource(ShardedDataSource):
         schema, rows = self.schema, self._take(start, stop)
         numbers = [start + i for i, row in enumerate(rows) if row is not None]
         arrays = as_arrays([row for row in rows if row is not None], numbers, schema.remove(schema.get_field_index(ROW_NUMBER)), self._name)
-        rejects = tuple(Reject(row=start + i, reason="filtered", benign=True) for i, row in enumerate(rows) if row is None)
+        rejects = left_out([start + i for i, row in enumerate(rows) if row is None], "filtered")
         return Scan(pa.RecordBatch.from_arrays([*arrays, pa.array(numbers, pa.int64())], schema=schema), rejects)
 
     def _take(self, start: int, stop: int) -> list[Mapping[str, Any] | None]:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.errors import ConfigError, did_you_mean
-from easypipe.core.protocols import Reject
+from easypipe.core.protocols import Reject, left_out
 from easypipe.sources import records
 from easypipe.sources.base import FileOptions, FileSource, Rows, Survey
 from easypipe.sources.files import DataFiles, FileRef
@@ -101,5 +101,4 @@ def _gathered(piece: Records, flags: np.ndarray) -> tuple[pa.Array, np.ndarray, 
     gather_text(piece.data, piece.starts, piece.ends, flags, out, offsets)
     text = pa.Array.from_buffers(pa.large_string(), len(good), [None, pa.py_buffer(offsets), pa.py_buffer(out)])
     blank = np.flatnonzero(flags == BLANK) + piece.row
-    rejects = [Reject(row=row, reason="blank_line", detail="a blank line", benign=True) for row in blank.tolist()]
-    return text, good.astype(np.int64) + piece.row, rejects
+    return text, good.astype(np.int64) + piece.row, list(left_out(blank, "blank_line", "a blank line"))

@@ -28,7 +28,7 @@ from xxhash import xxh3_128_hexdigest
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
-from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, silent
+from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, counted, silent
 from easypipe.sources.blocks import TokenStamp, block_sums
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.cache_folder import STATS, CacheFolder, folder_of
@@ -36,7 +36,7 @@ from easypipe.sources.manifest import FORMAT, Manifest, TokenizerIdentity
 from easypipe.stages.forms import RowForm, TextForm
 from easypipe.stages.ranges import Range, Record, ranges_of, read_record, record_path, write_record
 from easypipe.stages.text_rows import raw_row
-from easypipe.stages.token_rows import Documents, documents_hash
+from easypipe.stages.token_rows import Documents, documents_hash, sample_of
 from easypipe.stages.totals import OnError, Totals
 from easypipe.transforms.tokenizer import Tokenizer
 
@@ -294,13 +294,8 @@ def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
     with job.proving:
         if "proved" in job.done:
             return
-        kept, size = 0, 0
-        for text in texts.slice(0, SAMPLE_ROWS).to_pylist():  # few rows
-            size += len(text)
-            if kept and size > SAMPLE_BYTES:
-                break
-            kept += 1
-        backend = job.tokenizer.prove(texts.slice(0, kept), of=f"dataset {job.dataset}", memo=job.folder.local)
+        sample = sample_of(texts, SAMPLE_ROWS, SAMPLE_BYTES)
+        backend = job.tokenizer.prove(sample, of=f"dataset {job.dataset}", memo=job.folder.local)
         logger.debug("dataset %s: tokenizing with %s: %s", job.dataset, job.tokenizer.name, backend)
         job.count(proved=1)
 
@@ -323,7 +318,7 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         job.count(ranges_found_by_content=1)
     elif documents.batch.num_rows:
         stamp = job.folder.commit_tokens(file, documents.batch, stats)
-    rejects = sorted([*rejects, *(Reject(**reject) for reject in stats.pop("rejects"))], key=lambda reject: reject.row)
+    rejects = counted([*rejects, *(Reject(**reject) for reject in stats.pop("rejects"))])
     return Record(
         shard_name=name,
         start=piece.start,
@@ -334,7 +329,7 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         num_bytes=stamp.num_bytes,
         checksum=stamp.checksum,
         blocks=stamp.blocks,
-        rejects=tuple(rejects),
+        rejects=rejects,
         **stats,
     )
 
@@ -353,7 +348,7 @@ def _stats(documents: Documents, encoder: str) -> dict[str, Any]:
         **({} if documents.trained is None else {"trained": documents.trained}),
         "content": documents.content,
         "encoder": encoder,
-        "rejects": [dataclasses.asdict(reject) for reject in documents.rejects],
+        "rejects": [dataclasses.asdict(reject) for reject in counted(documents.rejects)],
     }
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, ShardedSource, scan
+from easypipe.core.protocols import Reject, ShardedSource, counted, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.stages.ranges import BLANK_TEXTS
 from easypipe.stages.text_rows import Texts
@@ -137,7 +137,7 @@ def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects:
     return Texts(
         texts=pa.array([item.text for _, item in found], pa.large_string()),
         rows=np.array([row for row, _ in found], np.int64),
-        rejects=tuple(sorted(rejects, key=lambda reject: reject.row)),
+        rejects=counted(rejects),
         spans=spans,
         ends=np.array([item.end for _, item in found], np.uint8),
         lost=np.array([item.lost for _, item in found], np.int64) if any(item.lost for _, item in found) else None,

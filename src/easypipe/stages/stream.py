@@ -26,7 +26,7 @@ from easypipe.stages.caching import own_folder
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
 from easypipe.stages.pack import PackedShardedSource, single
-from easypipe.stages.token_rows import AUDITED_BYTES, AUDITED_SHARE
+from easypipe.stages.token_rows import AUDITED_BYTES, AUDITED_SHARE, sample_of
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import Documents, token_info
 from easypipe.transforms.fields import advice
@@ -240,10 +240,8 @@ class ForwardDocuments:
             if self._proved:
                 return
             source: Any = self._source
-            texts = source.form.read(source.source, shard, start, stop).texts.slice(0, PROVED_ROWS)
-            ends = np.cumsum([len(text) for text in texts.to_pylist()])
-            kept = max(1, int(np.searchsorted(ends, PROVED_BYTES, side="right"))) if len(texts) else 0
-            source.tokenizer.prove(texts.slice(0, kept), of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context).local)
+            sample = sample_of(source.form.read(source.source, shard, start, stop).texts, PROVED_ROWS, PROVED_BYTES)
+            source.tokenizer.prove(sample, of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context).local)
             self._proved = True
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, did_you_mean, place
-from easypipe.core.protocols import Reject, ShardedSource, scan
+from easypipe.core.protocols import Reject, ShardedSource, counted, left_out, scan
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.core.text import has_text
 from easypipe.transforms.fields import EMPTY
@@ -104,12 +104,12 @@ def read_texts(source: ShardedSource, shard: int, start: int, stop: int, content
         ends = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else np.zeros(1, np.int64)
         empty = (np.diff(ends) == 0 if blanks else ~has_text(column)) & ~missing
     bad += [Reject(row=int(row), reason="null", detail="no value") for row in rows[missing]]
-    bad += [Reject(row=int(row), reason=EMPTY, detail="an empty text", benign=True) for row in rows[empty]]
-    if not bad:
-        return Texts(column, rows, rejects)
-    keep = ~np.isin(rows, np.array([reject.row for reject in bad], np.int64))
+    if not bad and not empty.any():
+        return Texts(column, rows, counted(rejects))
+    keep = ~np.isin(rows, np.array([reject.row for reject in bad], np.int64)) & ~empty
+    bad += left_out(rows[empty], EMPTY, "an empty text")
     texts = column.filter(pa.array(keep)) if is_text(column.type) else pa.array([], pa.large_string())
-    return Texts(texts, rows[keep], tuple(sorted((*rejects, *bad), key=lambda reject: reject.row)))
+    return Texts(texts, rows[keep], counted((*rejects, *bad)))
 
 
 def raw_row(source: ShardedSource, shard: int, reject: Reject, content_field: str) -> str | None:

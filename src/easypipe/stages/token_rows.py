@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,16 @@ from easypipe.core.schema import token_dtype
 from easypipe.sources.cache import cache_schema
 from easypipe.stages.text_rows import Texts
 from easypipe.transforms.lengths import TOO_LONG, Lengths, Shaped, Whole, shape
-from easypipe.transforms.masked import Masked, encode_masked, has_target
+from easypipe.transforms.masked import NO_END, Masked, encode_masked, has_target
 from easypipe.transforms.tokenizer import Tokenizer
 
 AUDITED_SHARE = 1000  # one text in so many is encoded again with the reference
 AUDITED_ROWS = 64  # at most, of one range
 AUDITED_BYTES = 1 << 13  # expected for a range, or a thousandth of its bytes where that is more
+WHOLE_BYTES = 256 << 10  # a longer text is looked at in pieces: the reference takes seconds and 150 bytes of memory for a byte
+PIECE_BYTES = 32 << 10
+BORDER_BYTES = 4 << 10  # looked through for a place where no tokenizer joins what stands before and behind it
+LATE_TOKENS = 16  # of a piece, which its cut may have changed
 # Of text encoded at a time. A call costs half a millisecond, and four bytes a token that are used again for the next one: of larger blocks
 # the C library gives the memory back to the system, which then clears every page anew. The encoder's memory is looked at between two.
 CALL_BYTES = 4 << 20
@@ -283,9 +287,21 @@ def _audit(
     if not len(texts.texts) or tokenizer.backend.name == "tokenizers":
         return
     for i in _picked(texts, key):  # the reference takes one text at a time
+        pieces = [piece for _, piece in _pieces(texts, i, key)]
+        if pieces and _agree(pieces, ids[offsets[i] : offsets[i + 1]], tokenizer):
+            continue
         expected = tokenizer.reference_encode(texts.texts[i].as_py(), whole=whole)
         if not np.array_equal(ids[offsets[i] : offsets[i + 1]], np.asarray(expected, dtype=np.uint32)):
             raise _refuted(tokenizer, place(at, row=int(texts.rows[i])))
+
+
+def _agree(pieces: list[str], ids: NDArray[np.unsignedinteger], tokenizer: Tokenizer) -> bool:
+    """Whether the reference gives the tokens of `pieces`, the first of which begins the text of `ids`. If not, the whole text decides."""
+    column = pa.array(pieces, pa.large_string())
+    found = tokenizer.encode_column(column, whole=True)
+    expected = [np.asarray(tokenizer.reference_encode(piece, whole=True), np.uint32) for piece in pieces]
+    stored = min(len(ids) - tokenizer.specials_per_text, len(expected[0]) - tokenizer.specials_per_text - LATE_TOKENS)
+    return np.array_equal(found.ids, np.concatenate(expected)) and np.array_equal(ids[: max(0, stored)], expected[0][: max(0, stored)])
 
 
 def _audit_spans(
@@ -306,7 +322,14 @@ def _audit_spans(
     assert texts.spans is not None
     assert texts.ends is not None
     for i in _picked(texts, key):
-        one = texts.texts.slice(i, 1)
+        one, pieces = texts.texts.slice(i, 1), _pieces(texts, i, key)
+        if pieces:
+            parts = pa.array([piece for _, piece in pieces], pa.large_string())
+            spans = [_within(texts.spans[i], first, first + len(piece)) for first, piece in pieces]
+            ends = [NO_END] * len(pieces)
+            found, asked = (encode_masked(tokenizer, parts, spans, ends, raw=raw, reference=r, whole=True) for r in (False, True))
+            if np.array_equal(found.ids, asked.ids) and np.array_equal(found.mask, asked.mask):
+                continue
         expected = encode_masked(tokenizer, one, texts.spans[i : i + 1], [int(texts.ends[i])], raw=raw, reference=True, whole=whole)
         here = slice(offsets[i], offsets[i + 1])
         if not (np.array_equal(ids[here], expected.ids) and np.array_equal(mask[here], expected.mask)):
@@ -338,3 +361,50 @@ def _picked(texts: Texts, key: str) -> list[int]:
             chosen.append(i)
         budget = max(0, budget - size)
     return chosen or [int(sizes.argmin())]
+
+
+def sample_of(texts: pa.LargeStringArray, most_rows: int, most_bytes: int) -> pa.LargeStringArray:
+    """The first texts, at most so many and of so many bytes; of a first one that is longer, what it begins with."""
+    ends, data = _bytes_of(texts)
+    count = min(most_rows, int(np.searchsorted(ends, ends[0] + most_bytes, side="right")) - 1, len(texts))
+    if count or not len(texts):
+        return texts.slice(0, count)
+    text = data[ends[0] : ends[1]]
+    return pa.array([_decoded(text[: _border(text, most_bytes)])], pa.large_string())
+
+
+def _pieces(texts: Texts, i: int, key: str) -> list[tuple[int, str]]:
+    """(first character, piece) of what is looked at of text `i`, its beginning and one place more; nothing where it is short."""
+    ends, data = _bytes_of(texts.texts)
+    text = data[ends[i] : ends[i + 1]]
+    if len(text) <= WHOLE_BYTES:
+        return []
+    place = PIECE_BYTES + fold(0, "audit a piece", key, i) % (len(text) - 3 * PIECE_BYTES)
+    edges = [(0, _border(text, PIECE_BYTES)), (_border(text, place), _border(text, place + PIECE_BYTES))]
+    return [(int(np.count_nonzero((text[:a] & 0xC0) != 0x80)), _decoded(text[a:b])) for a, b in edges]
+
+
+def _bytes_of(texts: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """(ends Int64[n+1], bytes): text i is `bytes[ends[i] : ends[i + 1]]`."""
+    if not len(texts):
+        return np.zeros(1, np.int64), np.zeros(0, np.uint8)
+    _, ends, data = texts.buffers()
+    return np.frombuffer(ends, np.int64, len(texts) + 1, texts.offset * 8), np.frombuffer(data or b"", np.uint8)
+
+
+def _border(text: NDArray[np.uint8], at: int) -> int:
+    """The next place where text can be cut: in front of a space between two letters, else in front of a character."""
+    window = text[at - 1 : at + BORDER_BYTES]
+    letters = (window | 0x20) - ord("a") < 26  # unsigned: all other bytes are above
+    spaces = np.flatnonzero(letters[:-2] & (window[1:-1] == ord(" ")) & letters[2:])
+    found = spaces if spaces.size else np.flatnonzero((window[1:] & 0xC0) != 0x80)
+    return at + int(found[0]) if found.size else len(text)
+
+
+def _decoded(text: NDArray[np.uint8]) -> str:
+    return text.tobytes().decode()
+
+
+def _within(spans: Sequence[Sequence[int]], first: int, stop: int) -> list[list[int]]:
+    """Character ranges as those of the piece from `first` to `stop`."""
+    return [[max(a, first) - first, min(b, stop) - first] for a, b in spans if a < stop and b > first]

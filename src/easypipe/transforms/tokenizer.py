@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import re
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ logger = logging.getLogger("easypipe")
 GOLDEN = "The quick brown fox, 1234 × naïve 日本語 😀\n\tdef f(x): return '  '  # end"
 _PROBES = ("a", "Hello world", "1 2", "x\ny")
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+MOST_IDS = 1 << 24  # of a vocabulary: tables over it take 16 bytes an id and more
+_ADDED_IDS = re.compile(r'"id"\s*:\s*(\d{8,})')
 _REFERENCE_BYTES = 2 << 20  # `tokenizers` keeps about 100 bytes per token until a batch is done
 
 
@@ -339,6 +342,15 @@ def _load_reference(definition: str, origin: str, declared: tuple[DeclaredToken,
     vocab_size = max(vocabulary.values(), default=-1) + 1
     if len(set(vocabulary.values())) < len(vocabulary):
         _warn_of_twins(vocabulary, origin)
+    # `tokenizers` gives added tokens other ids than such; the fast encoder takes these.
+    highest = max(map(int, _ADDED_IDS.findall(definition)), default=0) if vocab_size <= MOST_IDS else vocab_size - 1
+    if highest >= MOST_IDS:
+        token = next((repr(token) for token, number in vocabulary.items() if number == highest), "an added token")
+        raise TokenizerError(
+            at=origin,
+            problem=f"{token} has the id {highest}, and encoders hold a table of all ids up to the highest",
+            fix=f"Correct the id: there are {len(vocabulary)} tokens, and ids below {MOST_IDS} are read.",
+        )
     if vocab_size == 0:
         raise TokenizerError(at=origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
     return reference, definition, vocab_size

@@ -1,0 +1,56 @@
+"""Rows that are left out on purpose are counted, not kept: memory does not grow with how many there are."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from easypipe import DatasetConfig, Pipeline
+from easypipe.core.protocols import Reject, counted
+from pipelines import config
+
+ROWS = 40_000
+
+
+def test_benign_rows_of_one_reason_are_one_reject() -> None:
+    bad = Reject(row=4, reason="null")
+    rejects = [Reject(row=9, reason="empty", benign=True), bad, Reject(row=2, reason="empty", benign=True, count=3)]
+    assert counted(rejects) == (Reject(row=2, reason="empty", benign=True, count=4), bad)
+
+
+def prepared(folder: Path, kind: str, rows: int, *, streaming: bool) -> Any:
+    """The ledger's entry of the rows that were read of a file with `rows` empty ones."""
+    folder.mkdir()
+    path = folder / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table({"text": ["one text", *[""] * rows, "two texts"]}), path)
+    else:
+        head, row = {"jsonl": ("", '{"text": "%s"}'), "txt": ("", "%s"), "csv": ("text\n", "%s")}[kind]
+        path.write_text(head + row % "one text" + "\n" * rows + "\n" + row % "two texts" + "\n")
+    more: dict[str, Any] = {"load": {"batch_size": 1}, "streaming": True, "num_streams": 1} if streaming else {}
+    pipeline = Pipeline(config(folder, datasets=[DatasetConfig(name="d", data_files=str(path))], **more)).source().tokenize()
+    if not streaming:
+        return pipeline.get_data()["d"].materialize().ledger.find("tokenize", "d", "rows")
+    loader = pipeline.load().build()
+    assert len(list(loader)) == 2
+    return loader.ledger().find("stream", "d", "rows")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "csv", "parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_are_left_out_cost_no_memory(tmp_path: Path, kind: str, streaming: bool) -> None:
+    prepared(tmp_path / "small", kind, 1, streaming=streaming)  # so that everything is imported
+    tracemalloc.start()
+    try:
+        entry = prepared(tmp_path / "large", kind, ROWS, streaming=streaming)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert entry.out["empty" if kind == "parquet" else "blank_line"] == ROWS
+    assert peak < 300 * ROWS, f"{peak / ROWS:.0f} bytes a row"
+    assert all(path.stat().st_size < 5000 for path in (tmp_path / "large").rglob("ranges/*/*.json"))
