@@ -55,7 +55,7 @@ def test_rows_that_are_filtered_out() -> None:
     source = open_object(Rows([None if i % 3 else row for i, row in enumerate(ROWS)]))
     assert_stateless_reads(source, [1, 2, 50])
     scan = source.scan(0, 0, 4)
-    assert (scan.batch.column(ROW_NUMBER).to_pylist(), [reject.row for reject in scan.rejects]) == ([0, 3], [1, 2])
+    assert (scan.batch.column(ROW_NUMBER).to_pylist(), [(reject.row, reject.count) for reject in scan.rejects]) == ([0, 3], [(1, 2)])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def prepared(folder: Path, kind: str, rows: int, *, streaming: bool) -> Any:
     more: dict[str, Any] = {"load": {"batch_size": 1}, "streaming": True, "num_streams": 1} if streaming else {}
     pipeline = Pipeline(config(folder, datasets=[DatasetConfig(name="d", data_files=str(path))], **more)).source().tokenize()
     if not streaming:
-        return pipeline.get_data()["d"].materialize().ledger.find("tokenize", "d", "rows")
+        source: Any = pipeline.get_data()["d"]
+        return source.materialize().ledger.find("tokenize", "d", "rows")
     loader = pipeline.load().build()
     assert len(list(loader)) == 2
     return loader.ledger().find("stream", "d", "rows")
@@ -54,3 +55,11 @@ def test_rows_that_are_left_out_cost_no_memory(tmp_path: Path, kind: str, stream
     assert entry.out["empty" if kind == "parquet" else "blank_line"] == ROWS
     assert peak < 300 * ROWS, f"{peak / ROWS:.0f} bytes a row"
     assert all(path.stat().st_size < 5000 for path in (tmp_path / "large").rglob("ranges/*/*.json"))
+
+
+def test_streaming_knows_the_columns_behind_a_first_line_that_is_long(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "a b " * (400 << 10) + '"}\n{"text": "short"}\n')
+    more: dict[str, Any] = {"load": {"batch_size": 1}, "streaming": True, "num_streams": 1}
+    datasets = [DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"))]
+    loader = Pipeline(config(tmp_path, datasets=datasets, **more)).source().tokenize().load().build()
+    assert len(list(loader)) == 2

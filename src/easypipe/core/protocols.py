@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from easypipe.core.errors import SourceError, did_you_mean
 from easypipe.core.schema import ROW_NUMBER
@@ -48,7 +50,7 @@ class Reject:
     count: int = 1
 
 
-def left_out(rows: Sequence[int], reason: str, detail: str = "") -> tuple[Reject, ...]:
+def left_out(rows: Sequence[int] | NDArray[np.int64], reason: str, detail: str = "") -> tuple[Reject, ...]:
     """Benign `rows` of one range, ascending, that went the same way: counted, not kept, since there may be millions."""
     return (Reject(row=int(rows[0]), reason=reason, detail=detail, benign=True, count=len(rows)),) if len(rows) else ()
 

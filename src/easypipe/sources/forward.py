@@ -88,7 +88,10 @@ class ForwardSource(ShardedDataSource):
     def _columns_of(self, file: FileRef) -> pa.Schema | None:
         """The columns of the first rows of a file of JSON lines; None where it begins with none."""
         check_compression(file)
-        head = read_head(file, HEAD_BYTES)
+        num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
+        while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:  # the first line is longer
+            num_bytes *= 4
+            head = read_head(file, num_bytes)
         stop = head.rfind(b"\n") + 1 or len(head)
         observer = Observer(file.path, self.columns)
         piece = _split(head[:stop], len(BOM) if head.startswith(BOM) else 0)
