@@ -237,7 +237,7 @@ def token_log_probs(
     )
     call = checked(request)
     stats = _stats(call)
-    return jnp.where(call.counted, stats.target - stats.lse, 0.0)
+    return jnp.where(call.counted, stats.log_prob, 0.0)
 
 
 def sequence_log_probs(
@@ -271,5 +271,5 @@ def _reduced(stats: LogitStats, call: Call, objective: Objective, reduction: str
 
 def _token_stats(stats: LogitStats, call: Call) -> TokenStats:
     stats = jax.lax.stop_gradient(stats)
-    log_probs = jnp.where(call.counted, stats.target - stats.lse, 0.0)
+    log_probs = jnp.where(call.counted, stats.log_prob, 0.0)
     return TokenStats(stats.lse, log_probs, call.counted & (stats.target >= stats.best), call.counted)

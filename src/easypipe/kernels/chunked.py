@@ -30,6 +30,7 @@ from easypipe.kernels.stats import (
     Layout,
     LogitStats,
     Objective,
+    about_best,
     accumulator_dtype,
     loss_cotangents,
     merge_shards,
@@ -69,7 +70,7 @@ def stats(inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: tupl
 
         zero_C = tiles.zeros((tiles.C,))
         best_C, sum_exp_C, target_C, sum_C = _loop(tiles.columns, columns, (zero_C - jnp.inf, zero_C, zero_C, zero_C))
-        done = LogitStats(best_C + jnp.log(sum_exp_C), target_C, sum_C, best_C)
+        done = LogitStats(jnp.log(sum_exp_C), target_C, sum_C, best_C)
         return LogitStats(*(_put(whole, piece, tiles.first_token(i), 0) for whole, piece in zip(out, done, strict=True)))
 
     return _loop(tiles.tokens, tokens, LogitStats(*(tiles.zeros((tiles.T,)) for _ in LogitStats._fields)))
@@ -302,8 +303,8 @@ def _row_step(
         return [dx], stats
     row_stats, row_gradients = (getattr(kernel, name, getattr(rows, name)) for name in ("row_stats", "row_gradients"))
     stats = merge_shards(merged([row_stats(*piece, **options) for piece in zip(logits, labels, strict=True)]), vocab_axes)
-    cotangents = loss_cotangents(stats.lse, weights, objective)
-    return [row_gradients(*piece, stats.lse, cotangents, **options) for piece in zip(logits, labels, strict=True)], stats
+    shift, cotangents = about_best(stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, objective))
+    return [row_gradients(*piece, shift, cotangents, **options) for piece in zip(logits, labels, strict=True)], stats
 
 
 def _add_product(d_lm_head: Array, hidden_CD: Array, dx_CV: Array, layout: Layout, vocab_block: int | None) -> Array:

@@ -16,7 +16,7 @@ from jax import Array
 
 from easypipe.kernels import sharded
 from easypipe.kernels.choice import Plan
-from easypipe.kernels.stats import Cotangents, Gradients, Inputs, LogitStats, Objective, token_losses
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, LogitStats, Objective, about_best, token_losses
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -25,14 +25,14 @@ def logit_stats(inputs: Inputs, plan: Plan) -> LogitStats:
     return sharded.stats(inputs, plan)
 
 
-def _stats_forward(inputs: Inputs, plan: Plan) -> tuple[LogitStats, tuple[Inputs, Array]]:
+def _stats_forward(inputs: Inputs, plan: Plan) -> tuple[LogitStats, tuple[Inputs, Array, Array]]:
     stats = sharded.stats(inputs, plan)
-    return stats, (inputs, stats.lse)
+    return stats, (inputs, stats.best, stats.log_sum)
 
 
-def _stats_backward(plan: Plan, residuals: tuple[Inputs, Array], g: LogitStats) -> tuple[Inputs]:
-    inputs, lse = residuals
-    return (_cotangent(sharded.gradients(inputs, lse, Cotangents(g.lse, g.target, g.sum), plan)),)
+def _stats_backward(plan: Plan, residuals: tuple[Inputs, Array, Array], g: LogitStats) -> tuple[Inputs]:
+    inputs, best, log_sum = residuals
+    return (_cotangent(sharded.gradients(inputs, *about_best(best, log_sum, Cotangents(g.log_sum, g.target, g.sum)), plan)),)
 
 
 logit_stats.defvjp(_stats_forward, _stats_backward)
@@ -68,12 +68,12 @@ def stats_of_logits(logits: Array, labels: Array, plan: Plan) -> LogitStats:
 
 def _rows_forward(logits: Array, labels: Array, plan: Plan):
     stats = sharded.row_stats(logits, labels, plan)
-    return stats, (logits, labels, stats.lse)
+    return stats, (logits, labels, stats.best, stats.log_sum)
 
 
-def _rows_backward(plan: Plan, residuals: tuple[Array, Array, Array], g: LogitStats):
-    logits, labels, lse = residuals
-    return sharded.row_gradients(logits, labels, lse, Cotangents(g.lse, g.target, g.sum), plan), None
+def _rows_backward(plan: Plan, residuals: tuple[Array, Array, Array, Array], g: LogitStats):
+    logits, labels, best, log_sum = residuals
+    return sharded.row_gradients(logits, labels, *about_best(best, log_sum, Cotangents(g.log_sum, g.target, g.sum)), plan), None
 
 
 stats_of_logits.defvjp(_rows_forward, _rows_backward)

@@ -30,7 +30,7 @@ from jaxtyping import Float
 
 from easypipe.kernels import pallas_gpu_rows as rows
 from easypipe.kernels.pallas_gpu_rows import RowBlock, row_gradients, row_stats, row_step
-from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, LogitStats, vocab_size
+from easypipe.kernels.stats import Cotangents, Gradients, Inputs, Layout, LogitStats, merged, vocab_size
 from easypipe.kernels.tuning import blocks_for, device_kind
 
 __all__ = ["DEFAULT_BLOCKS", "gradients", "neighbours", "refusals", "row_gradients", "row_options", "row_stats", "row_step", "stats"]
@@ -89,8 +89,8 @@ def stats(
 
     def some_columns(sums_4T: Array, hidden: Array, first: Any, count: int) -> Array:
         head_N, bias_N = _columns(lm_head, bias, first, count, layout)
-        lse_T, target_T, sum_T, best_T = sums(_logits(hidden, head_N, bias_N, layout, dtype), labels - first)
-        return jnp.stack([jnp.logaddexp(sums_4T[0], lse_T), sums_4T[1] + target_T, sums_4T[2] + sum_T, jnp.maximum(sums_4T[3], best_T)])
+        found_4T = sums(_logits(hidden, head_N, bias_N, layout, dtype), labels - first)
+        return jnp.stack(merged([LogitStats(*sums_4T), LogitStats(*found_4T)]))
 
     if vocab % VECTOR == 0:
         size = slab_tokens(num_tokens, vocab, dtype.itemsize, budget)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Float, Int
 
-from easypipe.kernels.stats import Cotangents, LogitStats, Objective, loss_cotangents
+from easypipe.kernels.stats import Cotangents, LogitStats, Objective, about_best, loss_cotangents
 
 LOWEST = -1e30  # stands for -inf: inf - inf would be nan in a row that has met no column yet
 
@@ -95,10 +95,10 @@ def _columns(block: RowBlock | None, logits: Array) -> int:
     return min((block or RowBlock()).columns, pl.next_power_of_2(max(16, logits.shape[1])))
 
 
-def _stats_kernel(logits_ref, labels_ref, lse_ref, target_ref, sum_ref, best_ref, *, soft_cap: float | None, columns: int) -> None:
+def _stats_kernel(logits_ref, labels_ref, log_sum_ref, target_ref, sum_ref, best_ref, *, soft_cap: float | None, columns: int) -> None:
     row = pl.program_id(0)
     stats = _walk_stats(logits_ref, row, labels_ref[row], soft_cap, columns)
-    for ref, value in zip((lse_ref, target_ref, sum_ref, best_ref), stats, strict=True):
+    for ref, value in zip((log_sum_ref, target_ref, sum_ref, best_ref), stats, strict=True):
         ref[row] = value
 
 
@@ -115,7 +115,7 @@ def _step_kernel(
     labels_ref,
     weights_ref,
     dx_ref,
-    lse_ref,
+    log_sum_ref,
     target_ref,
     sum_ref,
     best_ref,
@@ -127,13 +127,13 @@ def _step_kernel(
     row = pl.program_id(0)
     label = labels_ref[row]
     stats = _walk_stats(logits_ref, row, label, soft_cap, columns)
-    for ref, value in zip((lse_ref, target_ref, sum_ref, best_ref), stats, strict=True):
+    for ref, value in zip((log_sum_ref, target_ref, sum_ref, best_ref), stats, strict=True):
         ref[row] = value
-    cotangents = loss_cotangents(stats[0], weights_ref[row], objective)
-    _walk_gradients(logits_ref, dx_ref, row, label, stats[0], cotangents, soft_cap, columns)
+    shift, cotangents = about_best(stats.best, stats.log_sum, loss_cotangents(stats.lse, weights_ref[row], objective))
+    _walk_gradients(logits_ref, dx_ref, row, label, shift, cotangents, soft_cap, columns)
 
 
-def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) -> tuple[Array, Array, Array, Array]:
+def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) -> LogitStats:
     """Online log-sum-exp (Milakov & Gimelshein, 2018): the running maximum is one number, so the terms are rescaled where it grows."""
     vocab = logits_ref.shape[1]
     blocks = pl.cdiv(vocab, columns)
@@ -154,7 +154,7 @@ def _walk_stats(logits_ref, row, label, soft_cap: float | None, columns: int) ->
     is_local = (label >= 0) & (label < vocab)
     x_label = plgpu.load(logits_ref.at[row, jnp.where(is_local, label, 0)]).astype(jnp.float32)
     target = jnp.where(is_local, capped(x_label, soft_cap), 0.0)
-    return best + jnp.log(jnp.sum(terms_B)), target, jnp.sum(sums_B), best
+    return LogitStats(jnp.log(jnp.sum(terms_B)), target, jnp.sum(sums_B), best)
 
 
 def _walk_gradients(logits_ref, dx_ref, row, label, lse, g: Cotangents, soft_cap: float | None, columns: int) -> None:

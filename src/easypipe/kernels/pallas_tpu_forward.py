@@ -31,8 +31,9 @@ def stats(inputs: Inputs, layout: Layout, soft_cap: float | None, blocks: Blocks
     """`Kernel.stats` of stats.py."""
     rows_P8T = _call(inputs, layout, soft_cap, blocks, interpret)
     best_PT, total_PT = rows_P8T[:, BEST], rows_P8T[:, TOTAL]
-    lse_T = jax.nn.logsumexp(best_PT + jnp.log(total_PT), axis=0)
-    return LogitStats(lse_T, rows_P8T[:, TARGET].sum(axis=0), rows_P8T[:, SUM].sum(axis=0), best_PT.max(axis=0))
+    best_T = best_PT.max(axis=0)
+    log_sum_T = jnp.log((total_PT * jnp.exp(best_PT - best_T)).sum(axis=0))
+    return LogitStats(log_sum_T, rows_P8T[:, TARGET].sum(axis=0), rows_P8T[:, SUM].sum(axis=0), best_T)
 
 
 def _call(inputs: Inputs, layout: Layout, soft_cap: float | None, blocks: Blocks, interpret: Any) -> Array:

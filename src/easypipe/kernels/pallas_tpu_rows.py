@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from easypipe.kernels.pallas_tpu_blocks import RESERVED, Device, row_block
 from easypipe.kernels.pallas_tpu_loops import LOWEST, in_steps, shape_like
-from easypipe.kernels.stats import Cotangents, LogitStats, Objective, loss_cotangents, soft_cap_slope, soft_capped
+from easypipe.kernels.stats import Cotangents, LogitStats, Objective, about_best, loss_cotangents, soft_cap_slope, soft_capped
 
 COLUMN_STEP = 2048
 NUMBERS = 8  # per token, given and returned: as many as a TPU stores together
@@ -86,11 +86,11 @@ def _call(
         if with_stats:
             stats = _stats(logits_ref, given.label, soft_cap)
             place = jax.lax.broadcasted_iota(jnp.int32, known_ref.shape, 1)
-            packed = jnp.where(place == 0, stats.lse, jnp.where(place == 1, stats.target, jnp.where(place == 2, stats.sum, stats.best)))
+            packed = jnp.where(place == 0, stats.log_sum, jnp.where(place == 1, stats.target, jnp.where(place == 2, stats.sum, stats.best)))
             out_refs[-1][...] = packed
             if objective is not None:
-                g_lse, g_target, g_sum = loss_cotangents(stats.lse, given.weight, objective)
-                given = given._replace(lse=stats.lse, g_lse=g_lse, g_target=g_target, g_sum=g_sum)
+                shift, g = about_best(stats.best, stats.log_sum, loss_cotangents(stats.lse, given.weight, objective))
+                given = given._replace(lse=shift, g_lse=g.lse, g_target=g.target, g_sum=g.sum)
         if with_gradient:
             _gradient(logits_ref, out_refs[0], given, soft_cap)
 
@@ -125,7 +125,7 @@ def _stats(logits_ref: Any, label_R1: Array, soft_cap: float | None) -> LogitSta
     zero_R1 = jnp.zeros_like(label_R1)
     start = zero_R1 + LOWEST, zero_R1, zero_R1, zero_R1
     best_R1, total_R1, target_R1, sum_R1 = in_steps(logits_ref.shape[1], COLUMN_STEP, add, start)
-    return LogitStats(best_R1 + jnp.log(total_R1), target_R1, sum_R1, best_R1)
+    return LogitStats(jnp.log(total_R1), target_R1, sum_R1, best_R1)
 
 
 def _gradient(logits_ref: Any, dx_ref: Any, given: _Given, soft_cap: float | None) -> None:

@@ -31,7 +31,9 @@ def stats_of_logits(logits: Float[Array, "T V"], labels: Int[Array, " T"], *, so
     z_TV = soft_capped(logits.astype(accumulator_dtype(logits)), soft_cap)
     hit_TV = _hits(labels, z_TV)
     best_T = jax.lax.stop_gradient(z_TV.max(axis=-1))
-    return LogitStats(jax.nn.logsumexp(z_TV, axis=-1), jnp.where(hit_TV, z_TV, 0.0).sum(axis=-1), z_TV.sum(axis=-1), best_T)
+    return LogitStats(
+        jax.nn.logsumexp(z_TV - best_T[..., None], axis=-1), jnp.where(hit_TV, z_TV, 0.0).sum(axis=-1), z_TV.sum(axis=-1), best_T
+    )
 
 
 def gradients(

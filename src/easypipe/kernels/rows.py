@@ -8,17 +8,26 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from easypipe.kernels.stats import Cotangents, LogitStats, Objective, accumulator_dtype, loss_cotangents, soft_cap_slope, soft_capped
+from easypipe.kernels.stats import (
+    Cotangents,
+    LogitStats,
+    Objective,
+    about_best,
+    accumulator_dtype,
+    loss_cotangents,
+    soft_cap_slope,
+    soft_capped,
+)
 
 
 def row_stats(logits: Array, labels: Array, *, soft_cap: float | None) -> LogitStats:
     z_CV = _capped(logits, soft_cap)
     best_C = z_CV.max(axis=-1)
-    lse_C = best_C + jnp.log(jnp.exp(z_CV - best_C[:, None]).sum(axis=-1))
+    log_sum_C = jnp.log(jnp.exp(z_CV - best_C[:, None]).sum(axis=-1))
     is_local_C = (labels >= 0) & (labels < logits.shape[1])
     # One element a row is picked from the logits as they lie: a sum over `hit * z` would be one more pass over all of them.
     target_C = jnp.take_along_axis(logits, jnp.where(is_local_C, labels, 0)[:, None], axis=1)[:, 0]
-    return LogitStats(lse_C, jnp.where(is_local_C, _capped(target_C, soft_cap), 0.0), z_CV.sum(axis=-1), best_C)
+    return LogitStats(log_sum_C, jnp.where(is_local_C, _capped(target_C, soft_cap), 0.0), z_CV.sum(axis=-1), best_C)
 
 
 def row_gradients(logits: Array, labels: Array, lse: Array, g: Cotangents, *, soft_cap: float | None) -> Array:
@@ -30,7 +39,8 @@ def row_gradients(logits: Array, labels: Array, lse: Array, g: Cotangents, *, so
 
 def row_step(logits: Array, labels: Array, weights: Array, *, objective: Objective, soft_cap: float | None) -> tuple[Array, LogitStats]:
     stats = row_stats(logits, labels, soft_cap=soft_cap)
-    return row_gradients(logits, labels, stats.lse, loss_cotangents(stats.lse, weights, objective), soft_cap=soft_cap), stats
+    shift, cotangents = about_best(stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, objective))
+    return row_gradients(logits, labels, shift, cotangents, soft_cap=soft_cap), stats
 
 
 def _capped(logits: Array, soft_cap: float | None) -> Array:

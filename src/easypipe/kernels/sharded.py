@@ -29,6 +29,7 @@ from easypipe.kernels.stats import (
     Inputs,
     LogitStats,
     Objective,
+    about_best,
     accumulator_dtype,
     loss_cotangents,
     merge_shards,
@@ -86,7 +87,8 @@ def stats_and_gradients(inputs: Inputs, weights: Array, objective: Objective, pl
                 )
             else:
                 merged = merge_shards(module.stats(flat, **options), plan.vocab_axes())
-                grads = module.gradients(flat, merged.lse, loss_cotangents(merged.lse, weights, objective), **options)
+                about = about_best(merged.best, merged.log_sum, loss_cotangents(merged.lse, weights, objective))
+                grads = module.gradients(flat, *about, **options)
             return merged, grads._replace(hidden=_summed(grads.hidden, plan.vocab_axes()))
 
         merged, grads = by_platform(plan, run, _flat(inputs, plan), weights.reshape(-1), alike=False)

@@ -32,10 +32,20 @@ Layout = Literal["dv", "vd"]  # of lm_head: [D, V], or [V, D] as an embedding ta
 class LogitStats(NamedTuple):
     """Sums over the local columns; float32, float64 for float64 inputs. A leading shape other than [T] is that of the labels."""
 
-    lse: Float[Array, " T"]  # log sum_v exp z
+    log_sum: Float[Array, " T"]  # log sum_v exp(z - best): lse without what a large offset of the logits would round away
     target: Float[Array, " T"]  # z[t, labels[t]]; 0 where labels[t] is no local column
     sum: Float[Array, " T"]  # sum_v z, for label smoothing
-    best: Float[Array, " T"]  # max_v z; carries no gradient
+    best: Float[Array, " T"]  # max_v z; carries no gradient: the cotangent of log_sum is that of lse
+
+    @property
+    def lse(self) -> Array:
+        """log sum_v exp z, Float[T]."""
+        return self.best + self.log_sum
+
+    @property
+    def log_prob(self) -> Array:
+        """log p(label), Float[T]: exact to rounding whatever is added to all logits of a token."""
+        return (self.target - self.best) - self.log_sum
 
 
 class Inputs(NamedTuple):
@@ -92,7 +102,7 @@ class Kernel(Protocol):
         block: Any = None,
         grad_dtype: DTypeLike | None = None,
     ) -> Gradients:
-        """`lse` is over all shards.
+        """`lse` is over all shards. Any shift will do in its place, with `g.lse` scaled by exp(shift - lse): see `about_best`.
 
             dz[t, v] = exp(z[t, v] - lse[t]) * g.lse[t] + [v == labels[t]] * g.target[t] + g.sum[t]
             dx       = dz * (1 - (z / soft_cap)**2), or dz
@@ -162,9 +172,9 @@ def soft_cap_slope(z: Array, soft_cap: float | None) -> Array | float:
 def token_losses(stats: LogitStats, objective: Objective) -> Array:
     """The loss of every token, unweighted, in nats; the z-loss keeps lse near 0 (Chowdhery et al., PaLM, 2022, section 5)."""
     eps = objective.label_smoothing
-    loss = stats.lse - (1.0 - eps) * stats.target
+    loss = stats.log_sum + (1.0 - eps) * (stats.best - stats.target)
     if eps:
-        loss = loss - eps / objective.vocab * stats.sum
+        loss = loss + eps * (stats.best - stats.sum / objective.vocab)
     return loss + objective.z_loss * stats.lse**2 if objective.z_loss else loss
 
 
@@ -172,6 +182,11 @@ def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotange
     """Those of `sum_t weights[t] * token_losses[t]`; exactly 0 where the weight is."""
     eps = objective.label_smoothing
     return Cotangents(weights * (1.0 + 2.0 * objective.z_loss * lse), -(1.0 - eps) * weights, -eps / objective.vocab * weights)
+
+
+def about_best(best: Array, log_sum: Array, g: Cotangents) -> tuple[Array, Cotangents]:
+    """`lse` and `g` for `gradients`: exp(z - best) * exp(-log_sum) is exp(z - lse), of which lse would be rounded, by 0.004 at 1e5."""
+    return best, g._replace(lse=g.lse * jnp.exp(-log_sum))
 
 
 def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
@@ -186,8 +201,9 @@ def merged(parts: list[LogitStats]) -> LogitStats:
     return parts[0] if len(parts) == 1 else _over_parts(*map(jnp.stack, zip(*parts, strict=True)))
 
 
-def _over_parts(lse: Array, target: Array, total: Array, best: Array) -> LogitStats:
-    return LogitStats(jax.nn.logsumexp(lse, axis=0), target.sum(axis=0), total.sum(axis=0), best.max(axis=0))
+def _over_parts(log_sum: Array, target: Array, total: Array, best: Array) -> LogitStats:
+    highest = best.max(axis=0)
+    return LogitStats(jax.nn.logsumexp(log_sum + (best - highest), axis=0), target.sum(axis=0), total.sum(axis=0), highest)
 
 
 def varying_axes(array: Array) -> frozenset[str]:
