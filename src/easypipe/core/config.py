@@ -26,6 +26,7 @@ import json
 import re
 import types
 import typing
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
@@ -49,7 +50,7 @@ else:
             return tuple[item, ...]
 
 
-GIVEN = "__easypipe_given__"  # of a config: the names of the options that it was made with
+_made_with: dict[int, frozenset[str]] = {}  # the names of the options that a config was made with, by its id, while it lives
 CODE_KEYS = ("format_callback",)  # keys whose values are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
@@ -76,7 +77,8 @@ def config(cls: type[T]) -> type[T]:
             validate(self, **values)
         except pydantic.ValidationError as error:
             raise _readable(error, made) from None
-        object.__setattr__(self, GIVEN, frozenset(values))  # behind validation, which clears the object
+        _made_with[id(self)] = frozenset(values)  # beside the object, whose attributes are its options and nothing else
+        weakref.finalize(self, _made_with.pop, id(self), None).atexit = False
         check = getattr(self, "check", None)
         if check is not None:
             check()
@@ -91,7 +93,7 @@ def was_given(value: Any, option: str) -> bool:
     taken for one that nobody wrote.)
     """
     [field] = [f for f in dataclasses.fields(value) if f.name == option]
-    made_with = getattr(value, GIVEN)
+    made_with = _made_with.get(id(value), frozenset(f.name for f in dataclasses.fields(value)))  # of a copy: all
     return option in made_with and (len(made_with) < len(dataclasses.fields(value)) or getattr(value, option) != field.default)
 
 

@@ -6,6 +6,7 @@ documents stand in the order of the files with EOS between them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -181,7 +182,7 @@ def create_dataloaders(
 
     def made(path: Any, order: int, *, train: bool) -> Loader:
         pipeline = stream(_dataset(path, content_field, is_jsonl), tokenizer, seq_length, shuffle_seed=order if train else None)
-        loader: Loader = pipeline.load(LoadStageConfig(**{**vars(load), "drop_last": train})).build()
+        loader: Loader = pipeline.load(dataclasses.replace(load, drop_last=train)).build()
         return loader if world_size == 1 else loader.of_rank(rank, world_size)
 
     first = options.seed or 0
