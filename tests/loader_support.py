@@ -102,6 +102,7 @@ def plan_rows(
     eos: int | None = EOS,
     shuffle_packed: bool = True,
     joined: bool = False,
+    train_continued: bool = False,
 ) -> PlannedRows:
     def lengths(cache: Any):
         return lambda docs: cache.lengths(docs) + (0 if eos is None else (~cache.has_eos(docs)).astype(np.int32))
@@ -122,7 +123,8 @@ def plan_rows(
         pack=None if seq_length is None else PackSpec(seq_length=seq_length, strategy=strategy, shuffle_rows=shuffle_packed),
         window_docs=window,
     )
-    return PlannedRows(Plan(datasets, spec), caches, eos_token_id=eos, pad_token_id=PAD, seq_length=seq_length, joined=joined)
+    options = {"seq_length": seq_length, "joined": joined, "train_continued": train_continued}
+    return PlannedRows(Plan(datasets, spec), caches, eos_token_id=eos, pad_token_id=PAD, **options)
 
 
 def slow_rows(rows: PlannedRows, numbers: Sequence[int], width: int) -> dict[str, np.ndarray]:
@@ -140,6 +142,8 @@ def slow_rows(rows: PlannedRows, numbers: Sequence[int], width: int) -> dict[str
             ids = [*cache.docs[doc].tolist(), EOS]
             flags = [1] * len(cache.docs[doc]) if cache.masks is None else [int(f) for f in cache.masks[doc]]
             flags.append(flags[-1] if flags else 1)
+            if rows.hold and pieces.start[n] > 0 and flags[0] == 0:
+                flags = [0] * len(flags)
             for i in range(pieces.length[n]):
                 slot = pieces.slot[n] + i
                 out[INPUT_IDS][r, slot] = ids[pieces.start[n] + i]

@@ -487,6 +487,11 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "open rows of `pool`; elsewhere a warning",
         ),
         "oversize": Effect("output+error", "stages/test_mix_pack.py::test_long_documents", "what becomes of a document longer than a row"),
+        "train_continued": Effect(
+            "output+error",
+            "stages/test_prompt_rows.py::test_documents_longer_than_a_row_keep_their_masks",
+            "pieces of conversations behind the first keep their targets",
+        ),
         "eos_token_id": Effect("output", "stages/test_mix_pack.py::test_eos_is_added_once", "ends documents that do not end with it"),
         "pad_token_id": Effect("output", "stages/test_mix_pack.py::test_pad_outside_the_vocabulary", "fills the rest of a row"),
         "include_segment_ids": Effect(

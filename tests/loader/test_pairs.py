@@ -63,7 +63,7 @@ def test_both_answers_stand_in_one_row_as_segments_of_their_own(seed, strategy):
                 wanted = np.where(mask[1:] == 1, ids[1:], IGNORE)
                 np.testing.assert_array_equal(batch[LABELS][row, slots], [*wanted, IGNORE])
     assert sorted(seen) == list(range(len(pairs)))
-    assert count_targets(rows.plan, [cache], rows.num_rows).sum() == (batch[LABELS] != IGNORE).sum()
+    assert count_targets(rows.plan, [cache], rows.num_rows)[0].sum() == (batch[LABELS] != IGNORE).sum()
 
 
 def test_documents_in_rows_of_their_own_are_two_segments_too():

@@ -33,10 +33,14 @@ def datasets(draw):
 
 @examples(60)
 @given(
-    caches=datasets(), seq_length=st.sampled_from([1, 7, 32, 64]), strategy=st.sampled_from(["greedy", "pool", "first_fit"]), data=st.data()
+    caches=datasets(),
+    seq_length=st.sampled_from([1, 7, 32, 64]),
+    strategy=st.sampled_from(["greedy", "pool", "first_fit"]),
+    data=st.data(),
+    asked=st.booleans(),
 )
-def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data):
-    rows = plan_rows(caches, seq_length=seq_length, strategy=strategy)
+def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data, asked):
+    rows = plan_rows(caches, seq_length=seq_length, strategy=strategy, train_continued=asked)
     numbers = np.array(data.draw(st.lists(st.integers(-1, rows.num_rows - 1), min_size=1, max_size=9)), np.int64)
     expected = slow_rows(rows, numbers.tolist(), seq_length)
     at_rest = rows.gather(numbers)
@@ -53,6 +57,29 @@ def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data):
     real = {name: values[numbers >= 0] for name, values in at_rest.items()}
     assert_rows_well_formed(real, pad_token_id=PAD)
     assert_labels(batch, expected[LOSS_MASK])
+
+
+def test_a_piece_that_goes_on_with_an_answer_has_no_target_without_its_prompt():
+    docs = [np.arange(2, 22), np.arange(22, 42)]
+    prompt_first, trained_first = np.repeat([0, 1, 0, 1], [3, 7, 5, 5]), np.repeat([1, 0, 1], [3, 7, 10])
+    caches = [MemoryCache([doc], masks=[mask]) for doc, mask in zip(docs, (prompt_first, trained_first), strict=True)]
+    held, asked = plan_rows(caches, seq_length=8), plan_rows(caches, seq_length=8, train_continued=True)
+    seen = {}
+    for rows in (held, asked):
+        at_rest = rows.gather(np.arange(rows.num_rows))
+        assert (at_rest[LOSS_MASK] <= (at_rest[SEGMENT_IDS] > 0)).all()
+        labels = rows.batch(np.arange(rows.num_rows), 8)[LABELS]
+        found, lost = count_targets(rows.plan, caches, rows.num_rows, hold=rows.hold)
+        assert found.sum() == (labels != IGNORE).sum()
+        seen[rows.hold] = found.tolist(), lost.tolist(), set(at_rest[INPUT_IDS][at_rest[LOSS_MASK] == 1].tolist())
+    (targets, lost, trained), (all_targets, none, all_trained) = seen[True], seen[False]
+    assert {id for id in trained if 2 <= id < 22} == set(docs[0][3:8].tolist())  # of the first piece alone
+    assert {id for id in trained if id >= 22} == set(docs[1][trained_first == 1].tolist())  # begins with what is trained: no prompt
+    assert all_trained - {EOS} == {*docs[0][prompt_first == 1].tolist(), *docs[1][trained_first == 1].tolist()}
+    assert none == [0, 0]
+    assert targets[1] == all_targets[1]
+    assert lost == [all_targets[0] - targets[0], 0]
+    assert held.identity["plan"] != asked.identity["plan"]
 
 
 @examples(60)
@@ -80,7 +107,7 @@ def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(caches, 
     for name in batch:  # permuted within windows, the label of the last slot with its row
         assert sorted(map(tuple, batch[name])) == sorted(map(tuple, shuffled[name]))
     starts = sum(mask[0] for _, mask in documents[:1]) if joined else sum(mask[0] for _, mask in documents)
-    targets = count_targets(rows.plan, caches, rows.num_rows, joined=joined)
+    targets, _ = count_targets(rows.plan, caches, rows.num_rows, joined=joined)
     assert targets.sum() == np.count_nonzero(batch[LABELS] != IGNORE) == sum(sum(mask) for _, mask in documents) - starts
 
 

@@ -60,9 +60,12 @@ def reasons(source: TokenizedShardedSource) -> dict[int, str]:
     return {reject.row: reject.reason for reject in source.scan(0, 0, source.shards[0].num_rows or 0).rejects}
 
 
-def batches(folder: Path, data: Any, *, pack: PackStageConfig | None, **options: Any) -> list[dict[str, np.ndarray]]:
+def batches(
+    folder: Path, data: Any, *, pack: PackStageConfig | None, streaming: bool = False, **options: Any
+) -> list[dict[str, np.ndarray]]:
     load = LoadStageConfig(batch_size=3, drop_last=False)
-    config = PipelineConfig(datasets=[dataset(data, **options)], pack=pack, load=load, seed=3, cache_dir=folder)
+    more: dict[str, Any] = {"streaming": True, "num_streams": 1} if streaming else {}
+    config = PipelineConfig(datasets=[dataset(data, **options)], pack=pack, load=load, seed=3, cache_dir=folder, **more)
     pipeline = Pipeline.from_config(config).source().tokenize()
     pipeline = pipeline.pack() if pack is not None else pipeline
     return [{name: np.asarray(values) for name, values in batch.items()} for batch in pipeline.load().build()]
@@ -311,6 +314,7 @@ def test_the_ledger_knows_what_is_trained_and_what_is_masked(tmp_path: Path, ove
         assert sum(entry.out["targets"] for entry in entries) == trained
         assert entries[0].out["masked"] > 0
         assert "masked" not in entries[1].out
+        assert ("without their prompt" in entries[0].out) == (packed and oversize == "split")
         ledger.check()
 
 
@@ -323,14 +327,20 @@ def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
     rows = talks(20)
     whole = documents(tokenized(tmp_path, rows))
     assert min(len(mask) for _, mask in whole) < 60 < max(len(mask) for _, mask in whole)
-    for oversize in ("split", "truncate", "drop"):
-        found = batches(tmp_path, rows, pack=PackStageConfig(seq_length=60, oversize=oversize))  # type: ignore[arg-type]
+    for oversize in ("split", "asked", "truncate", "drop"):
+        rule: dict[str, Any] = {"train_continued": True} if oversize == "asked" else {"oversize": oversize}
+        found = batches(tmp_path, rows, pack=PackStageConfig(seq_length=60, **rule))
         labels = np.concatenate([batch[LABELS] for batch in found])
-        if oversize == "split":
+        if oversize == "asked":
             pieces = [(mask[i : i + 60]) for _, mask in whole for i in range(0, len(mask), 60)]
-        else:
-            pieces = [mask[:60] for _, mask in whole if oversize == "truncate" or len(mask) <= 60]
+        else:  # what goes on in another row has no target there
+            pieces = [mask[:60] for _, mask in whole if oversize != "drop" or len(mask) <= 60]
         assert (labels >= 0).sum() == sum(sum(piece[1:]) for piece in pieces), oversize
+        forward = batches(tmp_path, rows, pack=PackStageConfig(seq_length=60, **rule), streaming=True)
+        assert sum((batch[LABELS] >= 0).sum() for batch in forward) == (labels >= 0).sum(), oversize
+    for wrong in ({"strategy": "stream"}, {"oversize": "drop"}):
+        with pytest.raises(ConfigError, match="train_continued: has no effect on"):
+            PackStageConfig(train_continued=True, **wrong)  # type: ignore[arg-type]
 
 
 def test_batches_of_single_conversations_are_masked_too(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 piece    a run of tokens of one document that stands in one row
 part     a mapped file of one dataset's token cache (sources/cache.py)
 stored   a document's tokens in the cache, without an EOS that is added to it
+held     a piece that goes on with a document of another row, whose first token is no target: what
+         is trained there follows a prompt, which the piece lacks
 """
 
 from __future__ import annotations
@@ -94,14 +96,15 @@ def part_of(first_part, first_doc, dataset, doc):
 
 
 @jit
-def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, segments, positions, mask, todo):
+def write_rows(window, rows, done, tables, eos, pad, hold, want_labels, ids, labels, segments, positions, mask, todo):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
     Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into UInt8[R, T] `mask` unless it is [0, 0].
 
     window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R], done: Bool[R], set for what is written.
     eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none.
-    An added EOS is a target where the token before it is one. Returns the first of `rows` that is not done (R: none), the number of the
+    An added EOS is a target where the token before it is one. hold: held pieces have no targets.
+    Returns the first of `rows` that is not done (R: none), the number of the
     first piece of the window that the cache does not hold (-1: none), and how many blocks of the files have to be checked first; where
     there is such a piece or block, nothing is written. todo: Int64[2, n] for those, their parts and their numbers (sources/blocks.py);
     n = 0 asks for no checks.
@@ -138,7 +141,9 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
             _place(segments[r, slot : slot + length], positions[r, slot : slot + length], np.int32(n - piece + 1))
             if masked:
                 mask[r, filled:slot] = 0
-                if mask_at[part] != 0:
+                if hold and found[4, at - 1] > 0:
+                    mask[r, slot : slot + length] = 0
+                elif mask_at[part] != 0:
                     flags = uint8_at(mask_at[part])
                     copy(flags, begin, mask[r, slot : slot + copied])
                     if length > copied:
@@ -157,8 +162,9 @@ def write_rows(window, rows, done, tables, eos, pad, want_labels, ids, labels, s
 
 @jit
 def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots, todo):
-    """Where the pieces of `rows` lie, Int64[4, n]: the part, the first token in it, how many are stored, and whether any of the document
-    stands before the end of the piece; the first piece that is not there, or -1; and how many blocks of `todo` have to be checked first.
+    """Where the pieces of `rows` lie, Int64[5, n]: the part, the first token in it, how many are stored, whether any of the document
+    stands before the end of the piece, and whether it is held; the first piece that is not there, or -1; and
+    how many blocks of `todo` have to be checked first.
 
     Reads a byte of every cache line of them. Documents lie anywhere in memory, and each would otherwise be waited for in turn; these reads
     do not depend on one another, so that the processor has many under way at once.
@@ -169,7 +175,7 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
         row = rows[r] - first_row
         if not done[r] and rows[r] >= 0 and 0 <= row < first_piece.shape[0] - 1:
             count += first_piece[row + 1] - first_piece[row]
-    found = np.empty((4, count + 1), np.int64)
+    found = np.empty((5, count + 1), np.int64)
     at, touched = 0, np.int64(0)
     for r in range(rows.shape[0]):
         row = rows[r] - first_row
@@ -200,6 +206,9 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
                 if mask_at[part] != 0:
                     flags = np.int64(mask_at[part]) + begin
                     unchecked = note(checked_at[part], file_at[part], flags, copied, part, todo, unchecked)
+                    if start > 0:
+                        unchecked = note(checked_at[part], file_at[part], flags - start, 1, part, todo, unchecked)
+            found[4, at] = goes_on_masked(mask_at[part], offsets[local], start)
             found[0, at], found[1, at], found[2, at], found[3, at] = part, begin, copied, start + copied
             at += 1
             filled = slot + length
@@ -208,6 +217,12 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
                 touched += lines[byte]
     found[0, count] = touched  # so that the reads are not optimised away
     return found, np.int64(-1), unchecked
+
+
+@jit
+def goes_on_masked(mask_address, first, start):
+    """Whether a piece from token `start` of the document whose first token is `first` of its part is held."""
+    return start > 0 and mask_address != 0 and uint8_at(mask_address)[first] == 0
 
 
 # Slices count from 0, so the compiler need not look for negative indices, and makes vector instructions of these loops.

@@ -99,7 +99,9 @@ class PlannedRows:
 
     plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece in the plan is one longer than its
     stored tokens, one id for all or one for each dataset; None where nothing is added. seq_length: the plan's, None where every document
-    is a row of its own. joined: rows of a stream are one segment each, over the ends of documents.
+    is a row of its own. joined: rows of a stream are one segment each, over the ends of documents. train_continued: pieces that go
+    on with a document of another row keep the targets that its mask says; else those of a document that begins with a prompt have
+    none, but in a stream.
     Thread safe. Raises PlanError where plan and caches do not belong together; reading raises CacheError naming dataset and document
     where a cache does not hold what the plan asks for.
     """
@@ -115,6 +117,7 @@ class PlannedRows:
         seq_length: int | None,
         *,
         joined: bool = False,
+        train_continued: bool = False,
     ) -> None:
         if len(plan.datasets) != len(caches):
             raise PlanError(at="plan", problem=f"{len(plan.datasets)} datasets, but {len(caches)} token caches")
@@ -132,6 +135,8 @@ class PlannedRows:
         if joined and not self._streams:
             raise PlanError(at="joined", problem="only rows of strategy 'stream' go over the ends of documents", fix="Leave it out.")
         self.joined = joined
+        self._asked = train_continued
+        self.hold = not (train_continued or self._streams)
         self.plan = plan
         self.seq_length = seq_length
         self.pad_token_id = pad_token_id
@@ -156,10 +161,11 @@ class PlannedRows:
     def identity(self) -> Mapping[str, str]:
         several = self._eos.tolist()
         eos = several[0] if len(set(several)) == 1 else several
+        more = [name for name, said in (("joined", self.joined), ("train_continued", self._asked)) if said]
         return {
             "sources": digest([[d.name, c.fingerprint] for d, c in zip(self.plan.datasets, self._caches, strict=True)]),
             "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], eos, self.pad_token_id),
-            "plan": digest(self.plan.fingerprint, "joined") if self.joined else self.plan.fingerprint,
+            "plan": digest(self.plan.fingerprint, *more) if more else self.plan.fingerprint,
         }
 
     @property
@@ -224,10 +230,11 @@ class PlannedRows:
             view = (window.first_row, layout.first_piece, layout.table, window.dataset, window.doc)
             with staged_rows(self._caches, window, rows):
                 into = (ids, labels, segments, positions, mask, todo)
-                left, bad, count = write_rows(view, rows, done, self._tables, self._eos, self.pad_token_id, shift, *into)
+                rule = (self._eos, self.pad_token_id, self.hold, shift)
+                left, bad, count = write_rows(view, rows, done, self._tables, *rule, *into)
                 while count and bad < 0:
                     self._check(todo[:, :count])
-                    left, bad, count = write_rows(view, rows, done, self._tables, self._eos, self.pad_token_id, shift, *into)
+                    left, bad, count = write_rows(view, rows, done, self._tables, *rule, *into)
                 if bad >= 0:
                     raise self._not_there(window, int(bad), ids.shape[1])
                 if self._streams:

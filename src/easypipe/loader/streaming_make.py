@@ -270,9 +270,9 @@ class Maker:
         for window in (*windows, _EMPTY):
             if done.all():
                 break
-            targets = not spec.joined
+            targets, hold = not spec.joined, not (spec.train_continued or runs)
             _, bad, _ = write_rows(
-                window.view, rows, done, window.tables, eos, pad, targets, ids, labels, segments, positions, mask, NO_CHECKS
+                window.view, rows, done, window.tables, eos, pad, hold, targets, ids, labels, segments, positions, mask, NO_CHECKS
             )
             assert bad < 0, f"piece {bad} of a window is not in its tokens"
             if runs and isinstance(window, Window):

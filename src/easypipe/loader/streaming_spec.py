@@ -27,6 +27,7 @@ class StreamSpec:
     within a window. window_docs: of a window; None takes WINDOW_DOCS, or fewer long ones. eos: id that ends documents,
     or one for each dataset where they differ; None adds none.
     joined: rows of pack strategy "stream" are one segment each, over the ends of documents.
+    train_continued: as of loader.rows.PlannedRows.
     """
 
     seed: int
@@ -44,6 +45,7 @@ class StreamSpec:
     block: int | None = None
     max_epochs: tuple[int | None, ...] | None = None
     joined: bool = False
+    train_continued: bool = False
 
     @property
     def endless_parts(self) -> bool:
@@ -69,7 +71,8 @@ class StreamSpec:
     def choices(self) -> dict[str, Any]:
         """What decides the rows. Not num_epochs: more epochs only add rows behind the last."""
         choices = {key: value for key, value in to_dict(self).items() if key != "num_epochs"}
-        for key, default in {"schedule": None, "unit": "rows", "block": None, "max_epochs": None, "joined": False}.items():
+        defaults = {"schedule": None, "unit": "rows", "block": None, "max_epochs": None, "joined": False, "train_continued": False}
+        for key, default in defaults.items():
             if choices[key] == default:
                 del choices[key]  # streams without them keep the fingerprints that they had before these choices existed
         return choices

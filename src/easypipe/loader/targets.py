@@ -9,19 +9,22 @@ from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
 from easypipe.core.schema import LOSS_MASK
-from easypipe.loader.gather import part_of, tables
+from easypipe.loader.gather import goes_on_masked, part_of, tables
 from easypipe.loader.staged import staged
 from easypipe.plan.windows import Plan, Window
 from easypipe.sources.address import int64_at, uint8_at
 from easypipe.sources.cache import TokenCache
 
 
-def count_targets(plan: Plan, caches: Sequence[TokenCache], num_rows: int, *, joined: bool = False) -> NDArray[np.int64]:
-    """Int64[datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS tokens included.
+def count_targets(
+    plan: Plan, caches: Sequence[TokenCache], num_rows: int, *, joined: bool = False, hold: bool = False
+) -> NDArray[np.int64]:
+    """Int64[2, datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS tokens included; and those that
+    are none, although their mask says so, because they stand in a held piece (see loader/gather.py).
 
-    joined: the rows are those of one epoch of a stream whose documents are one segment.
+    joined: the rows are those of one epoch of a stream whose documents are one segment. hold: held pieces have no targets.
     """
-    found = np.zeros(len(caches), np.int64)
+    found = np.zeros((2, len(caches)), np.int64)
     where = tables([cache.buffers() for cache in caches])
     masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()  # else no token is looked at
     goes_on = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
@@ -31,7 +34,7 @@ def count_targets(plan: Plan, caches: Sequence[TokenCache], num_rows: int, *, jo
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
         begins = _first_draw(window) if joined and row == 0 else -1
         with staged(masked, window.dataset, window.doc):
-            _count(last, window.layout.table, window.dataset, window.doc, goes_on, joined, begins, *where[:5], found)
+            _count(last, window.layout.table, window.dataset, window.doc, goes_on, joined, begins, hold, *where[:5], found)
         row = window.after.first_row
     return found
 
@@ -47,7 +50,7 @@ def _first_draw(window: Window) -> int:
 
 
 @jit
-def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, first_part, first_doc, ids_at, offsets_at, mask_at, found):
+def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, hold, first_part, first_doc, ids_at, offsets_at, mask_at, found):
     for n in range(pieces):
         draw, start, length = table[2, n], np.int64(table[3, n]), np.int64(table[4, n])
         d, doc = dataset_of[draw], doc_of[draw]
@@ -55,7 +58,7 @@ def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, first_par
         # The first token of a piece is nobody's next, unless it is that of a row before.
         skipped = 0 if goes_on and (start > 0 or (joined and draw != begins)) else 1
         if mask_at[part] == 0:  # every token is a target
-            found[d] += length - skipped
+            found[0, d] += length - skipped
             continue
         offsets, local = int64_at(offsets_at[part]), doc - before
         begin, end = offsets[local] + start, offsets[local + 1]
@@ -65,4 +68,4 @@ def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, first_par
             count += flags[t] == 1
         if begin + length > end and length > skipped:  # an added EOS is a target where the token before it is one
             count += flags[end - 1] if end > offsets[local] else 1
-        found[d] += count
+        found[1 if hold and goes_on_masked(mask_at[part], offsets[local], start) else 0, d] += count

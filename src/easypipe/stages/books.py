@@ -18,6 +18,8 @@ from easypipe.stages.pack import PackedShardedSource
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import is_documents, is_paired
 
+WITHOUT_PROMPT = "without their prompt"  # targets of pieces that go on with a conversation or completion of another row
+
 
 def is_endless(source: ShardedSource) -> bool:
     return isinstance(source, MixedShardedSource | PackedShardedSource) and source.mixture.endless
@@ -58,7 +60,8 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
     joined = isinstance(source, PackedShardedSource) and source.joined
     first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
     # the one number that lengths do not tell
-    trained = count_targets(plan, mixture.caches, tally.rows, joined=joined) if mixture.has_loss_mask else None
+    hold = isinstance(source, PackedShardedSource) and source.rows().hold
+    trained = count_targets(plan, mixture.caches, tally.rows, joined=joined, hold=hold) if mixture.has_loss_mask else None
     for i, (name, part) in enumerate(tally.datasets.items()):
         drawn = {"drawn": part.draws, "unreached": part.unreached}
         ledger.add("mix", name, "documents", into={"passes x documents": part.passes * part.num_docs}, out=drawn)
@@ -86,7 +89,10 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
         )
         starts = int(i == first) if joined else part.segments * (2 if mixture.paired else 1)
         labels = part.tokens_placed - starts
-        out = {"targets": labels} if trained is None else {"targets": int(trained[i]), "masked": labels - int(trained[i])}
+        out = {"targets": labels}
+        if trained is not None:
+            targets, held = trained[:, i].tolist()
+            out = {"targets": targets, "masked": labels - targets - held} | ({WITHOUT_PROMPT: held} if held else {})
         ledger.add("labels", name, "tokens", into={"placed": part.tokens_placed}, out={**out, "segment starts": starts})
     if packed:
         slots = {"tokens": tally.slots - tally.padding, "padding": tally.padding}

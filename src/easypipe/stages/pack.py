@@ -36,6 +36,8 @@ class PackStageConfig:
     strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the others cut only what is longer than a row.
     num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other strategies, which a warning says.
     oversize: what becomes of a document longer than a row; `stream` refuses all but `split`.
+    train_continued: with `split`, a document that begins with what is no target (a prompt, or the first turn of a conversation) is trained
+        in the pieces behind its first too, which stand in other rows, without that prompt. Elsewhere they have no targets.
     segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`: documents of a row then see each other,
         positions count through, and every token but the first of all is a label.
     eos_token_id: ends every document that does not end with it already. None: the tokenizer's own; a different one is an error.
@@ -52,6 +54,7 @@ class PackStageConfig:
     strategy: Literal["greedy", "pool", "first_fit", "stream"] = "greedy"
     num_packers: int | None = None
     oversize: Literal["split", "truncate", "drop", "error"] = "split"
+    train_continued: bool = False
     segments: Literal["document", "row"] = "document"
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -74,6 +77,9 @@ class PackStageConfig:
         if self.strategy == "stream" and self.oversize != "split":
             problem = f"{self.oversize!r} has no effect on strategy 'stream', which cuts documents where rows end"
             raise ConfigError(at="oversize", problem=problem, fix="Leave it out, or set max_length to truncate when tokenizing.")
+        if self.train_continued and (self.strategy == "stream" or self.oversize != "split"):
+            what = "strategy 'stream', which trains them" if self.strategy == "stream" else f"oversize {self.oversize!r}, which makes none"
+            raise ConfigError(at="train_continued", problem=f"has no effect on {what}", fix="Leave it out.")
         if self.segments == "row" and self.strategy != "stream":
             problem = f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
             raise ConfigError(at="segments", problem=problem, fix="Leave it out, or set strategy to 'stream'.")
@@ -195,6 +201,8 @@ class PackedShardedSource(ShardedDataSource):
     def fingerprint(self) -> str:
         more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (["joined"] if self.joined else [])
         more += [self.eos_token_ids] if len(set(self.eos_token_ids)) > 1 else []
+        held = self.mixture.has_loss_mask and self.config.oversize == "split" and self.config.strategy != "stream"
+        more += ["held"] if held and not self.config.train_continued else []
         return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more)
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
@@ -210,6 +218,7 @@ class PackedShardedSource(ShardedDataSource):
                 pad_token_id=self.pad_token_id,
                 seq_length=self.config.seq_length,
                 joined=self.joined,
+                train_continued=self.config.train_continued,
             )
         return self._rows[num_epochs]
 

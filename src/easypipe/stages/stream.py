@@ -62,6 +62,7 @@ KNOWN = {
         "pad_token_id",
         "shuffle_packed",
         "include_segment_ids",
+        "train_continued",
     },
     "load": {
         "batch_size",
@@ -300,6 +301,7 @@ def open_stream(
         block=None if mixture.schedule is None else mixture.schedule.block,
         max_epochs=mixture.max_epochs,
         joined=packed and source.joined,
+        train_continued=packed and source.config.train_continued,
     )
     workers = [source.num_workers for source in mixture.parts.values() if isinstance(source, TokenizedShardedSource)]
     return StreamLoader(
