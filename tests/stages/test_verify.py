@@ -371,7 +371,9 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-@pytest.mark.parametrize("numbers", [lambda rows: rows[::-1], lambda rows: rows + 1000, lambda rows: rows - 1], ids=["backwards", "later", "earlier"])
+@pytest.mark.parametrize(
+    "numbers", [lambda rows: rows[::-1], lambda rows: rows + 1000, lambda rows: rows - 1], ids=["backwards", "later", "earlier"]
+)
 def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], Any]) -> None:
     """Tokens, counts and checksums are right, and the documents are told of as other rows."""
     cache = TokenCache(manifest_of(prepared(tmp_path), "code"))
