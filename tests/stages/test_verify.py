@@ -321,7 +321,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (files(tmp_path / "cache", "locks"), files(tmp_path / "out")) == before
     assert main(["verify", str(tmp_path)]) == 0, "a folder of saved folders"
     assert main(["verify", str(tmp_path / "data")]) == 2
-    assert "is neither a token cache nor a folder that save() wrote" in capsys.readouterr().err
+    assert "is neither a token cache, nor a folder that save() wrote" in capsys.readouterr().err
 
 
 def test_repair_needs_no_config_where_everything_was_in_files(
