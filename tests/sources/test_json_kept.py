@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from easypipe import DatasetConfig, Pipeline, PromptConfig
+from easypipe.core.errors import SourceError
 from easypipe.sources.jsonlines import JsonShardedSource
 from easypipe.sources.open import open_files
 from easypipe.sources.schemas import JSON
@@ -161,3 +162,40 @@ def test_save_says_what_was_left_out(tmp_path: Path) -> None:
         report = made.save({"output_dir": folder}).build()
         assert report.rejected == {"d": {"not_a_string": 1, "unparsable": 1}}
         assert "d: left out 2 (not_a_string 1, unparsable 1)" in str(report)
+
+
+class Numbered:
+    """Rows by number."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.rows[number]
+
+
+@pytest.mark.parametrize("given", [list, lambda rows: lambda: iter(rows), Numbered], ids=["list", "function", "by number"])
+def test_rows_of_python_are_read_as_those_of_files(tmp_path: Path, given: Any) -> None:
+    assert texts_of(tmp_path, given(MIXED)) == written(MIXED)
+    one = talk({"c": [1, "x", {"d": None}]})  # without a type in itself
+    assert texts_of(tmp_path / "one", given([one, talk({"c": 1})])) == written([one, talk({"c": 1})])
+    with pytest.raises(SourceError, match="no common type"):  # a list and an object
+        texts_of(tmp_path / "bad", given([talk({}), {"messages": {"role": "user", "content": "x"}}]))
+    with pytest.raises(SourceError, match=r"d, row 1, column 'messages': .*(convert b'raw'|JSON knows no bytes)"):
+        texts_of(tmp_path / "bad", given([talk({"c": 1}), talk({"c": b"raw"}), talk({"c": "x"})]))
+
+
+@pytest.mark.parametrize("given", [lambda rows: lambda: iter(rows), Numbered], ids=["function", "by number"])
+def test_a_key_that_only_late_rows_have_is_not_lost(tmp_path: Path, given: Any) -> None:
+    """Arrow drops keys that a type does not name."""
+    rows = [talk({"c": 1})] * 1100
+    assert len(texts_of(tmp_path, given([*rows, talk({"c": 1, "d": None})]))) == 1101
+    with pytest.raises(SourceError, match="d, row 1100, column 'messages': has the key 'e', which no object there has in the first 1024"):
+        texts_of(tmp_path / "bad", given([*rows, talk({"c": 1, "e": 2})]))
+    mixed = [talk({"c": 1}), talk({"c": "x"}), *rows[2:], talk({"e": 2})]
+    assert texts_of(tmp_path / "json", given(mixed)) == written(mixed)
+    with pytest.raises(SourceError, match="d, row 1103, column 'messages': is kept as JSON: int 5 stands in a column of lists or objects"):
+        texts_of(tmp_path / "five", given([*mixed, *rows[:2], {"messages": 5}]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place
-from easypipe.sources.schemas import TypeConflict, merge_types, plain_schema
+from easypipe.sources.schemas import JSON, TypeConflict, is_json, json_array, json_text, merge_types, plain_schema
 
 FIRST_ROWS = 1024  # from which the columns follow
 
-_MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError, UnicodeEncodeError)
+MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError, UnicodeEncodeError)
 
 
 def require_row(row: Any, number: int, name: str) -> None:
@@ -47,23 +50,115 @@ def as_arrays(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], columns
     return [_array(numbers, [row.get(field.name) for row in rows], field, name) for field in columns]
 
 
+def as_json(values: Iterable[Any]) -> pa.Array:
+    """Lists and objects that no Arrow type holds together, as a column of JSON; None is null.
+
+    Raises TypeError for a value that is neither, and where JSON knows no word for what lies inside.
+    """
+    return json_array([None if value is None else json_text(_of_json(value)) for value in values])
+
+
 def _merged(key: str, before: pa.DataType, value: Any, name: str) -> pa.DataType:
     try:
-        return merge_types(before, plain_schema(pa.schema([(key, pa.array([_plain(value)]).type)]), name).field(0).type)
-    except (TypeConflict, *_MISFITS) as error:
+        return _common(before, _kind(value, name))
+    except (TypeConflict, *MISFITS) as error:
         raise SourceError(
             at=f"{name}, column {key!r}", problem=f"its values have no common type: {error}", fix="Give every row the same type."
         ) from error
 
 
+def _kind(value: Any, name: str) -> pa.DataType:
+    """The type of one value; JSON for a list or an object whose insides have none."""
+    try:
+        return plain_schema(pa.schema([("value", pa.array([_plain(value)]).type)]), name).field(0).type
+    except MISFITS:
+        if outer_kind(value) is None:
+            raise
+        return as_json([value]).type
+
+
+def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """The type of a column of both, by the rule of JSON lines: lists, and objects, of any insides go together. Raises TypeConflict."""
+    t = pa.types
+    lists = [t.is_large_list(one) or t.is_fixed_size_list(one) for one in (before, kind)]
+    try:
+        merged = merge_types(before, kind)
+    except TypeConflict:
+        if t.is_nested(before) and t.is_nested(kind) and lists[0] == lists[1]:
+            return JSON
+        raise
+    if is_json(merged) and not all(is_json(one) or t.is_nested(one) or t.is_null(one) for one in (before, kind)):
+        raise TypeConflict(f"{before} and {kind}")
+    return merged
+
+
 def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str) -> pa.Array:
     try:
-        return pa.array([_plain(value) for value in values], field.type)
-    except _MISFITS as error:
+        if is_json(field.type):
+            return as_json(values)
+        array = pa.array([_plain(value) for value in values], field.type)
+    except MISFITS as error:
         bad = next((n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)), numbers[0])
+        wanted = "is kept as JSON" if is_json(field.type) else f"is no {field.type}"
         raise SourceError(
-            at=place(name, row=bad, column=field.name), problem=f"is no {field.type}: {error}", fix="Give every row the same type."
+            at=place(name, row=bad, column=field.name), problem=f"{wanted}: {error}", fix="Give every row the same type."
         ) from error
+    if _holds_struct(field.type):  # Arrow drops keys of objects that the type does not name
+        for number, value in zip(numbers, values, strict=True):
+            lost = _lost(value, field.type)
+            if lost is not None:
+                raise SourceError(
+                    at=place(name, row=number, column=field.name),
+                    problem=f"has the key {lost!r}, which no object there has in the first {FIRST_ROWS} rows",
+                    fix="Give a row that has it among those, or the column as JSON text (json.dumps).",
+                )
+    return array
+
+
+def _holds_struct(kind: pa.DataType) -> bool:
+    return pa.types.is_struct(kind) or (pa.types.is_nested(kind) and _holds_struct(kind.field(0).type))
+
+
+def _lost(value: Any, kind: pa.DataType) -> str | None:
+    """A key of an object within `value` that is not null and has no place in `kind`."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if item is None:
+                continue
+            at = kind.get_field_index(key)
+            inner = key if at < 0 else _lost(item, kind.field(at).type)
+            if inner is not None:
+                return inner
+    elif isinstance(value, list | tuple) and _holds_struct(kind):
+        inside = kind.field(0).type
+        return next((key for key in (_lost(item, inside) for item in value) if key is not None), None)
+    return None
+
+
+def outer_kind(value: Any) -> type | None:
+    """dict for objects, list for lists and arrays, None for any other value."""
+    if isinstance(value, Mapping):
+        return dict
+    return list if isinstance(value, list | tuple) or getattr(value, "ndim", 0) else None
+
+
+def _of_json(value: Any, *, outermost: bool = True) -> Any:
+    """`value` of what JSON knows alone. Raises TypeError where that would lose something."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"keys of objects are strings, and one is {next(key for key in value if not isinstance(key, str))!r}")
+        return {key: _of_json(item, outermost=False) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_of_json(item, outermost=False) for item in value]
+    if hasattr(value, "__array__") and (getattr(value, "ndim", 0) or not outermost):
+        return _of_json(np.asarray(value).tolist(), outermost=outermost)
+    if outermost:
+        raise TypeError(f"{type(value).__name__} {value!r} stands in a column of lists or objects")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, datetime.date | datetime.time | decimal.Decimal | uuid.UUID):
+        return str(value)
+    raise TypeError(f"JSON knows no {type(value).__name__}")
 
 
 def _plain(value: Any) -> Any:
@@ -76,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
     try:
-        pa.array([_plain(value)], kind)
-    except _MISFITS:
+        as_json([value]) if is_json(kind) else pa.array([_plain(value)], kind)
+    except MISFITS:
         return False
     return True

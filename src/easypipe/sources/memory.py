@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from easypipe.core.config import digest
 from easypipe.core.errors import SourceError, did_you_mean, place
 from easypipe.core.protocols import Shard, ShardedDataSource
 from easypipe.sources.base import READER_VERSION
+from easypipe.sources.dicts import MISFITS, as_json, outer_kind
 from easypipe.sources.schemas import column, plain_schema
 
 CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where work may be divided
@@ -23,6 +25,7 @@ class InMemoryShardedSource(ShardedDataSource):
 
     data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a dict of equally long columns (lists,
     NumPy or Arrow arrays). Columns get plain types (large_string, large_list).
+    Lists, and objects, that have no common type inside are kept as JSON.
     Raises SourceError naming row and column where the values of a column have no common type.
     """
 
@@ -106,7 +109,10 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
         values = list(values) if values.ndim == 2 else values.tolist()
     try:
         return pa.array(values, from_pandas=False)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
+    except MISFITS as error:
+        if len({outer_kind(value) for value in values if value is not None} - {None}) == 1:
+            with contextlib.suppress(*MISFITS):
+                return as_json(values)
         row = _first_misfit(values)
         raise SourceError(
             at=place(name, row=row, column=key), problem=f"its values have no common type: {error}", fix="Give every row the same type."
@@ -118,7 +124,7 @@ def _first_misfit(values: Any) -> int | None:
     for stop in range(1, len(values) + 1):
         try:
             pa.array(values[:stop])
-        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError):
+        except MISFITS:
             return stop - 1
     return None
 

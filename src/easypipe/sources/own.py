@@ -121,9 +121,9 @@ class Given:
 class OwnSource(ShardedDataSource):
     """The rows of a source of a user's own; implements ShardedSource. Made by `as_source`, which knows what to make of what.
 
-    Columns follow from the first 1,024 rows; a later row that does not fit them raises SourceError, as does one that is no dict.
-    Rows that can only be read forward are asked for once, in order, on one thread; those of a source with `open_shard_at_row` are asked
-    for where they are needed, on any thread.
+    Columns follow from the first 1,024 rows, lists and objects without a common type inside as JSON; a later row that does not fit them
+    raises SourceError, as does one that is no dict. Rows that can only be read forward are asked for once, in order, on one thread; those
+    of a source with `open_shard_at_row` are asked for where they are needed, on any thread.
     """
 
     def __init__(
