@@ -23,7 +23,7 @@ from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline
 from easypipe.stages.config import PipelineConfig
 from easypipe.stages.plan_report import PlanReport, joined
-from easypipe.train.record import FINGERPRINTS, RECORD, read_changes, read_optional
+from easypipe.train.record import FINGERPRINTS, RECORD, read_changes, read_kept
 
 log = logging.getLogger("easypipe")
 
@@ -77,7 +77,7 @@ def host_load(data: PipelineConfig) -> LoadStageConfig:
 def spans_of(folder: str | Path) -> tuple[Span, ...]:
     """The spans of the run in `folder`, in order; () where it records no data that a plan knows. Raises StateError for foreign files."""
     folder = Path(folder).expanduser()
-    kept, record = read_optional(folder / FINGERPRINTS), folder / RECORD
+    kept, record = read_kept(folder / FINGERPRINTS), folder / RECORD
     if not kept or not kept.get("train") or not record.exists():
         return ()
     changes = [one for one in read_changes(folder) if any(key.startswith(OF_DATA) for key in one["changed"])]

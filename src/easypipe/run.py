@@ -10,7 +10,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from easypipe.core import storage
 from easypipe.core.config import apply_overrides, config, from_dict, load_yaml, to_dict
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import BatchLoader, ProgressListener, silent
@@ -30,7 +29,7 @@ from easypipe.train.model import ModelConfig
 from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.load import find_pretrained
 from easypipe.train.plot import plot_run
-from easypipe.train.record import LEDGER, PLAN, recorded_seed
+from easypipe.train.record import LEDGER, PLAN, recorded_seed, write_kept
 from easypipe.train.trainer import Engine, TrainResult
 from easypipe.transforms.chat import Turns
 from easypipe.transforms.tokenizer import Tokenizer, load_tokenizer
@@ -143,12 +142,12 @@ class Inputs:
         """What `training` gives; what became of the data is written into the run's folder before it and after it."""
         folder, data = Path(self.run.train.output_dir).expanduser(), self.run.data
         if writes:
-            storage.commit_json(folder / LEDGER, self.prepared.report.ledger.to_json())
+            write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
         result = training()
         if not data.streaming and len(data.datasets) > 1 and writes:
             # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
             drawn = plan_of_run(folder, self.prepared.data.copy().load(host_load(data)), result.steps, prepare=False, by_step=True)
-            storage.commit_json(folder / PLAN, drawn.to_json())
+            write_kept(folder / PLAN, drawn.to_json())
             plot_run(folder, ["mixture"])
         return result
 

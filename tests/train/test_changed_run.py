@@ -17,7 +17,7 @@ import yaml
 from easypipe import train_bpe
 from easypipe.cli.app import run as command
 from easypipe.train.plot import mixture_lines
-from easypipe.train.record import read_changes, write_changes
+from easypipe.train.record import read_changes, read_kept, write_changes, write_kept
 from pipelines import texts
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -145,8 +145,8 @@ def test_the_report_tells_of_the_changes(copied: Path) -> None:
     for words in (r"from step 7\s+loader\.batch_size\s+was 4, is 8", r"from step 10\s+data\.mix\.weights\.a\s+was 0\.5, is 0\.9"):
         assert re.search(words, page)
     (copied / "out" / "changes.json").unlink()
-    plan = json.loads((copied / "out" / "plan.json").read_text())
-    (copied / "out" / "plan.json").write_text(json.dumps(plan | {"steps": 6}))
+    plan = read_kept(copied / "out" / "plan.json")
+    write_kept(copied / "out" / "plan.json", plan | {"steps": 6})
     assert command(["report", str(copied / "out")]) == 0
     page = (copied / "out" / "report.html").read_text()
     assert "nothing was changed while it ran" in page
@@ -174,7 +174,7 @@ def test_what_cannot_be_known_is_refused(copied: Path, capsys: Any) -> None:
         assert plan["slots"] - plan["padding"] == sum(line["num_tokens"] for line in metrics(copied)[6:])
         assert any(note.startswith("steps 1 to 6 are not counted: ") for note in plan["notes"])
     (copied / "out" / "changes.json").write_text("[3]")
-    assert "changes.json: is not what a run writes there" in refused(capsys, ["explain", *given(2, copied), "--step", "5"])
+    assert "changes.json: damaged: it does not hold what a run" in refused(capsys, ["explain", *given(2, copied), "--step", "5"])
 
 
 def test_a_run_that_goes_back_forgets_what_came_after(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from easypipe.train.config import CheckpointConfig, TrainingConfig
 from easypipe.train.events import TrainEvent
 from easypipe.train.mesh import make_mesh
 from easypipe.train.metrics import read_metrics
+from easypipe.train.record import read_kept
 from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings
 
@@ -109,7 +110,7 @@ def test_the_best_checkpoints_are_kept_and_listed(tmp_path):
     for name in ("whole", "cut"):
         seen = {r["step"]: r["eval"]["held"]["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl") if "eval" in r}
         best = sorted(seen, key=lambda step: -seen[step])[:2]
-        listed = json.loads((tmp_path / name / "best.json").read_text())
+        listed = read_kept(tmp_path / name / "best.json")
         assert listed == [{"step": step, "eval.held.loss": seen[step], "checkpoint": f"checkpoints/{step}"} for step in best]
         assert {int(path.name) for path in (tmp_path / name / "checkpoints").iterdir()} == {12, *best}
 
@@ -119,22 +120,20 @@ def test_best_json_names_only_checkpoints_that_are_there_whole(tmp_path):
 
     def listener(event):
         if (tmp_path / "best.json").exists():
-            names = [one["checkpoint"] for one in json.loads((tmp_path / "best.json").read_text())]
+            names = [one["checkpoint"] for one in read_kept(tmp_path / "best.json")]
             whole = max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
             assert all(int(name.rpartition("/")[2]) <= whole for name in names), "none that is still being written"
             listed.append(names)
 
     trainer(tmp_path, {"best": {"metric": "eval.held.loss"}}, listener=listener, checkpoint=CheckpointConfig(every=None, keep=1)).run()
-    assert (
-        [one["step"] for one in json.loads((tmp_path / "best.json").read_text())] == [int(path.name) for path in folder.iterdir()] == [12]
-    )
+    assert [one["step"] for one in read_kept(tmp_path / "best.json")] == [int(path.name) for path in folder.iterdir()] == [12]
     assert ["checkpoints/2"] in listed, "listed when it was whole, and not only at the end"
     assert [] not in listed, "the one before is listed until the next one is whole"
 
 
 def test_the_lowest_is_best_by_default(tmp_path):
     lowest = trainer(tmp_path / "low", {"best": {"metric": "eval.held.ppl"}}).run()
-    assert json.loads((tmp_path / "low/best.json").read_text())[0]["step"] == lowest.steps
+    assert read_kept(tmp_path / "low/best.json")[0]["step"] == lowest.steps
 
 
 def test_a_best_checkpoint_that_is_gone_is_told(tmp_path, caplog):

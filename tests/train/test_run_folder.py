@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from importlib.metadata import version
 from pathlib import Path
@@ -16,11 +17,13 @@ from flax import nnx
 from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import StateError
+from easypipe.history import spans_of
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.train.checkpoint import Checkpoints
 from easypipe.train.config import SpikeConfig, TrainingConfig
 from easypipe.train.mesh import make_mesh
-from easypipe.train.report import write_report
+from easypipe.train.record import read_kept, write_changes, write_kept, write_versions
+from easypipe.train.report import page, write_report
 from easypipe.train.trainer import Trainer
 from loader_support import MemoryCache, plan_rows, some_docs
 from train.runs import Tiny, settings
@@ -56,7 +59,7 @@ def folder(compiled_once, tmp_path_factory) -> Path:
 def test_the_folder_says_how_and_on_what_it_was_trained(folder):
     config = from_dict(TrainingConfig, yaml.safe_load((folder / "run.yaml").read_text())["train"])
     assert (config.steps, config.spikes) == (6, SpikeConfig(window=4))
-    (ran,) = json.loads((folder / "versions.json").read_text())
+    (ran,) = json.loads((folder / "versions.json").read_text())["versions"]
     assert (ran["from_step"], ran["jax"], ran["device_kind"]) == (0, version("jax"), jax.devices()[0].device_kind)
     assert {"python", "easypipe", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "tokenizers", "gigatoken"} <= set(ran)
     prints = json.loads((folder / "fingerprints.json").read_text())
@@ -67,15 +70,63 @@ def test_the_folder_says_how_and_on_what_it_was_trained(folder):
 
 
 def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
-    from easypipe.train.record import write_versions
-
     path = tmp_path / "versions.json"
     write_versions(tmp_path, 0)
     write_versions(tmp_path, 4)
-    (first,) = json.loads(path.read_text())
-    path.write_text(json.dumps([first | {"jax": "0.1"}]))
+    (first,) = read_kept(path)
+    path.write_text(json.dumps([first | {"jax": "0.1"}]))  # as before there were checksums
     write_versions(tmp_path, 8)
-    assert [(one["from_step"], one["jax"]) for one in json.loads(path.read_text())] == [(0, "0.1"), (8, version("jax"))]
+    assert [(one["from_step"], one["jax"]) for one in read_kept(path)] == [(0, "0.1"), (8, version("jax"))]
+
+
+KEPT = ("versions.json", "changes.json", "fingerprints.json", "ledger.json", "plan.json", "best.json")
+DAMAGE = [b"", b"{", b"[1]", b"null", b"[null]", b'[{"step": "1"}]', b'{"train": 3}', b'{"versions": [], "best": []}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage[:20].decode())
+def test_damage_of_any_shape_is_told_and_stops_no_command(folder, tmp_path, caplog, damage):
+    """The page says which file tells nothing; what decides what else is told of the run is an error that names it."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=lambda at, names: [name for name in names if name.endswith(".png")])
+    for name in KEPT:
+        (tmp_path / name).write_bytes(damage)
+    text = page(tmp_path)
+    for name in KEPT:
+        assert f"not known: {name} is damaged: " in text
+        assert f"{tmp_path / name}: damaged: " in caplog.text
+    with pytest.raises(StateError, match=r"fingerprints\.json: damaged: .*Move it away"):
+        spans_of(tmp_path)
+    (tmp_path / "fingerprints.json").write_bytes((folder / "fingerprints.json").read_bytes())
+    with pytest.raises(StateError, match=r"changes\.json: damaged: .*Move it away"):
+        spans_of(tmp_path)
+    with pytest.raises(StateError, match=r"changes\.json: damaged: "):
+        write_changes(tmp_path, 6, None)
+    write_versions(tmp_path, 6)
+    assert [one["from_step"] for one in read_kept(tmp_path / "versions.json")] == [6]
+    assert (tmp_path / "versions-damaged.json").read_bytes() == damage
+    assert "moved to versions-damaged.json, and begun anew" in caplog.text
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_no_changed_byte_is_believed(folder, tmp_path, name):
+    value = {
+        "versions.json": [{"from_step": 0, "jax": "1"}],
+        "changes.json": [{"step": 6, "row": 24, "changed": {"train.steps": "was 1, is 2"}, "before": None}],
+        "fingerprints.json": {"train": None, "eval": {"a": {"plan": "0"}}},
+        "ledger.json": {"entries": [{"in": {"drawn": 3}}], "facts": {}},
+        "plan.json": {"steps": 5, "datasets": [], "by_step": []},
+        "best.json": [{"step": 2, "loss": 0.5, "checkpoint": "checkpoints/2"}],
+    }[name]
+    path = tmp_path / name
+    assert read_kept(path) is None
+    write_kept(path, value)
+    assert read_kept(path) == value
+    written = path.read_bytes()
+    for at in range(len(written)):
+        path.write_bytes(written[:at] + bytes([written[at] ^ 1]) + written[at + 1 :])
+        with pytest.raises(StateError, match="damaged: "):
+            read_kept(path)
+    path.write_text(json.dumps(value))  # as earlier versions wrote it
+    assert read_kept(path) == value
 
 
 def test_a_checkpoint_holds_the_data_s_fingerprint_the_config_and_the_random_state(folder):
@@ -156,10 +207,9 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
         assert "Give the train.output_dir of a run" in error
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (tmp_path / "ledger.json").write_text('{"entries": [{}]}')
-    with pytest.raises(StateError, match=r"a file in it is not what a run writes there: KeyError 'stage'"):
-        write_report(tmp_path)
-    (tmp_path / "ledger.json").write_text("{")
-    with pytest.raises(StateError, match=r"ledger\.json: is no JSON"):
+    assert "not known: ledger.json is damaged: it does not hold what a run writes there: KeyError(&#x27;stage&#x27;)" in page(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "eval": 3}\n')
+    with pytest.raises(StateError, match=r"a file in it is not what a run writes there: TypeError"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("hello\n\n")
     assert main(["report", str(tmp_path)]) != 0

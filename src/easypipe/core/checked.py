@@ -67,7 +67,7 @@ def parse_checked(data: bytes, path: str | Path, *, older: Collection[str] | Non
         raise _damaged(path, "its checksum is not that of its content")
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"it is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise _damaged(path, "it holds no JSON object")

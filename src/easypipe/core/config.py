@@ -186,7 +186,11 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(at=str(path), problem="no such file", fix="Give the path of a YAML file.")
-    return parse_yaml(path.read_text(encoding="utf-8"), at=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(at=str(path), problem=f"not UTF-8 at byte {error.start}", fix="Write the file anew.") from None
+    return parse_yaml(text, at=str(path))
 
 
 def parse_yaml(text: str, at: str) -> dict[str, Any]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.errors import TrainError
+from easypipe.core.errors import StateError, TrainError
 from easypipe.core.storage import commit_bytes
 from easypipe.train.metrics import Record, read_metrics
-from easypipe.train.record import PLAN, read_optional
+from easypipe.train.record import PLAN, read_kept
+
+log = logging.getLogger("easypipe")
+
+MIXTURE = "mixture"  # the one that needs plan.json
+NO_SUCH_SHAPE = (KeyError, TypeError, AttributeError, ValueError, IndexError)  # what reading values that are not there raises
 
 
 def plot_run(folder: str | Path, names: Sequence[str] = ()) -> dict[str, Path]:
@@ -30,8 +36,14 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> dict[str, bytes]:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise TrainError(at=str(folder / "metrics.jsonl"), problem="no step was logged, so there is nothing to draw")
-    plan = read_optional(folder / PLAN)
-    found = {name: PLOTS[name](records, plan) for name in names or PLOTS}
+    found: dict[str, bytes | None] = {}
+    for name in names or PLOTS:
+        try:
+            found[name] = PLOTS[name](records, read_kept(folder / PLAN) if name == MIXTURE else None)
+        except (StateError, *NO_SUCH_SHAPE) as error:
+            if name != MIXTURE:
+                raise
+            log.warning("%s: not drawn, since %s cannot be read: %s", folder, PLAN, error)
     return {name: picture for name, picture in found.items() if picture is not None}
 
 
@@ -100,7 +112,7 @@ PLOTS: Mapping[str, Callable[[Sequence[Record], Any], bytes | None]] = {
     "learning_rate": _by_step("learning_rate", "learning rate", "learning rate"),
     "tokens_per_second": _by_step("tokens_per_second", "throughput", "tokens a second, without padding"),
     "data_wait": _by_step("data_wait", "waiting for data", "share of the time"),
-    "mixture": _mixture,
+    MIXTURE: _mixture,
 }
 
 

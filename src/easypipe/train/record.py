@@ -1,5 +1,7 @@
 """What a run leaves in its folder beside checkpoints and metrics: how it was configured, on what it ran, which data it read.
 
+Files of JSON carry a checksum of themselves: `write_kept` writes one and `read_kept` reads it.
+
 No jax at import time: `easypipe explain` and `easypipe report` read these files anywhere.
 """
 
@@ -7,16 +9,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from easypipe.core import storage
+from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
-from easypipe.core.errors import StateError
+from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
 
 RECORD = "run.yaml"  # in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
 LEDGER = "ledger.json"  # where every row and token of the data went
@@ -24,10 +28,24 @@ PLAN = "plan.json"  # what the run drew of each dataset, against what its weight
 VERSIONS = "versions.json"  # of everything that has a say in the numbers; an entry for each process that began with other ones
 CHANGES = "changes.json"  # what was allowed to differ when the run went on, an entry for each step where it did
 FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
+BEST = "best.json"  # the checkpoints that did best on held-out data, the best first
+
+# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list stands under the name of the file now.
+_OLDER: Mapping[str, Sequence[str]] = {
+    LEDGER: ("entries", "facts"),
+    FINGERPRINTS: ("train", "eval"),
+    PLAN: (
+        "name", "unit", "datasets", "steps", "steps_available", "batch_size", "rows", "rows_left_over", "seq_length", "slots", "padding",
+        "fill", "cache_bytes", "saved_bytes", "prepared", "notes", "seconds", "by_step",
+    ),
+}  # fmt: skip
+_LISTS = (VERSIONS, CHANGES, BEST)
 
 _PACKAGES = (
     "easypipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "tokenizers", "gigatoken",
 )  # fmt: skip
+
+logger = logging.getLogger("easypipe")
 
 
 def write_config(folder: Path, resolved: Any) -> None:
@@ -50,17 +68,21 @@ def write_versions(folder: Path, step: int) -> dict[str, Any]:
         "processes": jax.process_count(),
     }
     path = folder / VERSIONS
-    known: list[dict[str, Any]] = storage.read_json(path) if path.exists() else []
+    try:
+        known: list[dict[str, Any]] = read_kept(path) or []
+    except StateError as error:
+        aside = path.with_name(f"{path.stem}-damaged.json")
+        path.replace(aside)
+        logger.warning("%s: %s; moved to %s, and begun anew", path, error.problem, aside.name)
+        known = []
     if not known or {key: value for key, value in known[-1].items() if key != "from_step"} != here:
-        storage.commit_json(path, [*known, {"from_step": step, **here}])
+        write_kept(path, [*known, {"from_step": step, **here}])
     return here
 
 
 def write_fingerprints(folder: Path, train: Any, evals: Mapping[str, Any]) -> None:
     """fingerprints.json, of loaders whose state tells what data they read; of others it has null."""
-    storage.commit_json(
-        folder / FINGERPRINTS, {"train": fingerprint(train), "eval": {name: fingerprint(loader) for name, loader in evals.items()}}
-    )
+    write_kept(folder / FINGERPRINTS, {"train": fingerprint(train), "eval": {name: fingerprint(loader) for name, loader in evals.items()}})
 
 
 def write_changes(folder: Path, step: int, change: Mapping[str, Any] | None, of_data: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -71,7 +93,6 @@ def write_changes(folder: Path, step: int, change: Mapping[str, Any] | None, of_
     changes that the loader's state tells of, for those that were made before there was this file.
     What stands there of `step` and later steps goes: the run went back to before it.
     """
-    path = folder / CHANGES
     known = read_changes(folder)
     kept = [one for one in known if one["step"] < step]
     kept += [] if change is None else [{"step": step, **change}]
@@ -81,18 +102,12 @@ def write_changes(folder: Path, step: int, change: Mapping[str, Any] | None, of_
             parts = {f"loader.{key}": "another" for key in one if key not in ("batch", "row")}
             kept.append({"step": one["batch"], "row": one["row"], "changed": parts, "before": None})
     if kept != known:
-        storage.commit_json(path, sorted(kept, key=lambda one: one["step"]))
+        write_kept(folder / CHANGES, sorted(kept, key=lambda one: one["step"]))
 
 
 def read_changes(folder: Path) -> list[dict[str, Any]]:
     """The entries of changes.json, by step; [] where nothing was ever changed. Raises StateError where it is no such file."""
-    path = folder / CHANGES
-    known = read_optional(path) or []
-    if not isinstance(known, list) or not all(
-        isinstance(one, dict) and {"step", "row", "changed", "before"} <= one.keys() for one in known
-    ):
-        raise StateError(at=str(path), problem="is not what a run writes there", fix="Move it away: changes of the run are not known then.")
-    return known
+    return read_kept(folder / CHANGES) or []
 
 
 def fingerprint(loader: Any) -> dict[str, str] | None:
@@ -114,14 +129,63 @@ def recorded_seed(output_dir: str | Path) -> int | None:
         raise StateError(at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed.") from error
 
 
-def read_optional(path: Path) -> Any:
-    """The JSON of a file of the run, None where there is no such file. Raises StateError where it is none."""
-    if not path.exists():
+def write_kept(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Commits one of the files named above for `read_kept`."""
+    commit_checked(path, value if isinstance(value, Mapping) else {path.stem: list(value)})
+
+
+def read_kept(path: Path) -> Any:
+    """What `write_kept` wrote, or an earlier version; None where there is no such file. Raises StateError where it is damaged."""
+    try:
+        data = storage.read_bytes(path)
+    except MissingFileError:
         return None
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise StateError(at=str(path), problem=f"is no JSON: {error}", fix="Move it away.") from error
+        found = _older_list(data) if path.name in _LISTS else None
+        if found is None:
+            found = parse_checked(data, path, older=_OLDER.get(path.name))
+            found = found.get(path.stem) if path.name in _LISTS else found
+        if not _SHAPES.get(path.name, bool)(found):
+            raise DamagedFileError(at=str(path), problem="damaged: it does not hold what a run writes there")
+    except DamagedFileError as error:
+        raise StateError(at=str(path), problem=error.problem, fix="Move it away: what it told of the run is not known then.") from error
+    return found
+
+
+def _older_list(data: bytes) -> list[Any] | None:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _are_changes(found: Any) -> bool:
+    return isinstance(found, list) and all(
+        isinstance(one, dict)
+        and {"step", "row", "changed", "before"} <= one.keys()
+        and isinstance(one["step"], int)
+        and isinstance(one["row"], int | None)
+        and isinstance(one["changed"], dict)
+        and (one["before"] is None or (isinstance(one["before"], dict) and _all_dicts(one["before"].values())))
+        for one in found
+    )
+
+
+def _are_fingerprints(found: Any) -> bool:
+    return {"train", "eval"} <= found.keys() and isinstance(found["eval"], dict) and _all_dicts([found["train"], *found["eval"].values()])
+
+
+def _all_dicts(values: Any) -> bool:
+    return all(one is None or isinstance(one, dict) for one in values)
+
+
+_SHAPES: Mapping[str, Callable[[Any], bool]] = {
+    CHANGES: _are_changes,
+    FINGERPRINTS: _are_fingerprints,
+    VERSIONS: lambda found: isinstance(found, list) and all(isinstance(one, dict) and "from_step" in one for one in found),
+    BEST: lambda found: isinstance(found, list) and all(isinstance(one, dict) for one in found),
+}
 
 
 def _version(package: str) -> str | None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import functools
 import html
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from easypipe.core.errors import StateError
+from easypipe.core.errors import EasypipeError, StateError
 from easypipe.core.storage import commit_bytes
-from easypipe.train.callbacks.best import LIST
 from easypipe.train.metrics import Record, read_metrics
-from easypipe.train.plot import pictures
-from easypipe.train.record import FINGERPRINTS, LEDGER, PLAN, RECORD, VERSIONS, read_changes, read_optional
+from easypipe.train.plot import NO_SUCH_SHAPE, pictures
+from easypipe.train.record import BEST, CHANGES, FINGERPRINTS, LEDGER, PLAN, RECORD, VERSIONS, read_kept
+
+log = logging.getLogger("easypipe")
 
 PAGE = "report.html"  # in the run's folder, where no other path is given
 _MOST_LINES = 200  # of a table; the middle of a longer one is left out, and said so
@@ -40,7 +42,9 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     out = folder / PAGE if out is None else Path(out).expanduser()
     try:
         text = page(folder)
-    except (KeyError, TypeError, AttributeError) as error:
+    except EasypipeError:
+        raise
+    except NO_SUCH_SHAPE as error:
         problem = f"a file in it is not what a run writes there: {type(error).__name__} {error}"
         raise StateError(at=str(folder), problem=problem, fix="Give the train.output_dir of a run.") from error
     commit_bytes(out, text.encode())
@@ -58,13 +62,13 @@ def page(folder: Path) -> str:
         ("Summary", _table(("", ""), _summary(folder, records))),
         ("Curves", plots),
         ("Evaluations", _evaluations(records)),
-        ("Best checkpoints", _of(read_optional(folder / LIST), functools.partial(_best, folder))),
+        ("Best checkpoints", _of(folder / BEST, functools.partial(_best, folder))),
         ("Roll-backs", _rollbacks(read_metrics(rolled)) if rolled.exists() else _none("the run did not watch for spikes")),
-        ("Changes", _changes(read_changes(folder))),
-        ("Mixture", _of(read_optional(folder / PLAN), functools.partial(_mixture, records[-1]["step"]))),
-        ("Ledger: where every row and token went", _of(read_optional(folder / LEDGER), _ledger)),
-        ("Data", _of(read_optional(folder / FINGERPRINTS), _fingerprints)),
-        ("Versions", _of(read_optional(folder / VERSIONS), _versions)),
+        ("Changes", _of(folder / CHANGES, _changes, "nothing was changed while it ran")),
+        ("Mixture", _of(folder / PLAN, functools.partial(_mixture, records[-1]["step"]))),
+        ("Ledger: where every row and token went", _of(folder / LEDGER, _ledger)),
+        ("Data", _of(folder / FINGERPRINTS, _fingerprints)),
+        ("Versions", _of(folder / VERSIONS, _versions)),
         ("Configuration", _config(folder / RECORD)),
     ]
     title = html.escape(folder.absolute().name)
@@ -117,7 +121,7 @@ def _rollbacks(books: Sequence[Record]) -> str:
 def _changes(entries: Sequence[Record]) -> str:
     """What was allowed to differ when the run went on; all else on the page is of the whole run, its configuration of the last part."""
     lines = [(f"from step {one['step'] + 1}", key, text) for one in entries for key, text in one["changed"].items()]
-    return _table(("", "changed", ""), lines) if lines else _none("nothing was changed while it ran")
+    return _table(("", "changed", ""), lines)
 
 
 def _mixture(last: int, plan: Mapping[str, Any]) -> str:
@@ -151,11 +155,18 @@ def _versions(kept: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _config(path: Path) -> str:
-    return f"<pre>{html.escape(path.read_text(encoding='utf-8'))}</pre>" if path.exists() else _none(f"no {path.name}")
+    return f"<pre>{html.escape(path.read_text(encoding='utf-8', errors='replace'))}</pre>" if path.exists() else _none(f"no {path.name}")
 
 
-def _of(kept: Any, draw: Any) -> str:
-    return draw(kept) if kept else _none("not recorded")
+def _of(path: Path, draw: Callable[[Any], str], none: str = "not recorded") -> str:
+    """What a file of the run says; that it is damaged where it is, since the rest of the page does not need it."""
+    try:
+        kept = read_kept(path)
+        return draw(kept) if kept else _none(none)
+    except (StateError, *NO_SUCH_SHAPE) as error:
+        why = error.problem if isinstance(error, StateError) else f"damaged: it does not hold what a run writes there: {error!r}"
+        log.warning("%s: %s", path, why)
+        return _none(f"not known: {path.name} is {why}")
 
 
 def _none(text: str) -> str:

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from easypipe.core import storage
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 from easypipe.train.callbacks.metric import Mode, better, value_of
 from easypipe.train.events import Callback, TrainEvent
+from easypipe.train.record import BEST, write_kept
 
 logger = logging.getLogger("easypipe")
-
-LIST = "best.json"  # in the output folder
 
 
 @config
@@ -50,7 +48,7 @@ class BestCheckpoints(Callback):
         self.ranking, self._ranked = there, list(there)
         event.control.kept.update(step for step, _ in there)
         if self._write:
-            (self._folder / LIST).unlink(missing_ok=True)  # of steps that are behind the one from which it goes on
+            (self._folder / BEST).unlink(missing_ok=True)  # of steps that are behind the one from which it goes on
         self._list()
 
     def on_step(self, event: TrainEvent) -> None:
@@ -85,7 +83,7 @@ class BestCheckpoints(Callback):
         if self._write and there[: self.config.keep] not in (self._listed, []):
             self._listed = there[: self.config.keep]
             best = [{"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"} for step, value in self._listed]
-            storage.commit_json(self._folder / LIST, best)
+            write_kept(self._folder / BEST, best)
 
     def _place(self, value: float, ranking: list[tuple[int, float]]) -> int:
         return next((i for i, (_, other) in enumerate(ranking) if better(value, other, self.config.mode)), len(ranking))
