@@ -31,6 +31,7 @@ from easypipe import (
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.items import ItemRows
 from easypipe.loader.loader import LoadStageConfig
+from easypipe.loader.streaming import StreamLoader
 from laws import assert_same_batches
 from pipelines import jsonl, texts, tokenizer
 from strategies import examples
@@ -53,15 +54,15 @@ def text(**options: Any) -> EpochLoader:
     return factory(PreprocessedDataset(PROSE, engine), **options)
 
 
-def yaml(tmp_path: Path) -> DataPipeline:
+def yaml(tmp_path: Path, *, streaming: bool = False) -> DataPipeline:
     jsonl(tmp_path / "rows.jsonl", PROSE)
     sections = {
         "type": "data_module",
         "version": "1.0",
-        "dataset": {"name": str(tmp_path / "rows.jsonl")},
+        "dataset": {"name": str(tmp_path / "rows.jsonl"), "streaming": streaming},
         "tokenizer": {"name_or_path": tokenizer()},
         "prompt_template": {"format_type": "custom", "template": "{text}"},
-        "dataloader": {"batch_size": 4, "seed": 42},
+        "dataloader": {"batch_size": 4, "seed": 42, "drop_last": not streaming},
     }
     return DataPipeline.from_config(sections).unwrap()
 
@@ -81,7 +82,13 @@ MAKERS: dict[str, Callable[[Path], EpochLoader]] = {
     "module": lambda _: module().train_dataloader(),
     "yaml": lambda tmp_path: yaml(tmp_path).get_dataloader("train", shuffle=True).unwrap(),
     "micro": micro,
+    "stream": lambda tmp_path: yaml(tmp_path, streaming=True).get_dataloader("train", shuffle=True).unwrap(),
 }
+
+
+def length_of(loader: Any) -> int:
+    """Batches of a pass. A stream does not count its rows, which are those of PROSE."""
+    return -(-len(PROSE) // 4) if isinstance(loader, StreamLoader) else len(loader)
 
 
 def bits(batches: Any) -> list[bytes]:
@@ -97,14 +104,14 @@ def test_a_loop_over_epochs_has_an_order_for_each(make: Callable[[], EpochLoader
     loader, again = make(), make()
     passes = [bits(loader) for _ in range(3)]
     assert len({tuple(one) for one in passes}) == 3
-    assert {len(one) for one in passes} == {len(loader)}
+    assert {len(one) for one in passes} == {length_of(loader)}
     assert [bits(again) for _ in range(3)] == passes
 
 
 def test_an_abandoned_pass_is_begun_again(make: Callable[[], EpochLoader]) -> None:
     loader = make()
     first = bits(loader)
-    second = [bits(itertools.islice(loader, count)) for count in (1, 2, len(loader) + 1)]
+    second = [bits(itertools.islice(loader, count)) for count in (1, 2, length_of(loader) + 1)]
     assert second[0] == second[2][:1]
     assert second[1] == second[2][:2]
     assert second[2] != first
@@ -118,7 +125,7 @@ def test_law_exact_resume_over_passes(make: Callable[[], EpochLoader]) -> None:
         for batch in loader:
             wanted += bits([batch])
             states.append(loader.state().to_json())
-    length = len(loader)
+    length = length_of(loader)
     for at in (0, 1, length, length + 1, length + 3, 2 * length + 2, 3 * length + 2):
         other = make()
         other.restore(states[at])
@@ -179,11 +186,13 @@ def test_what_is_validated_on_is_masked_alike_every_time() -> None:
     assert bits(held_out) == bits(held_out)
 
 
-def test_a_yaml_pipeline_keeps_the_pass_of_each_split(tmp_path: Path) -> None:
-    pipeline = yaml(tmp_path)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_yaml_pipeline_keeps_the_pass_of_each_split(streaming: bool, tmp_path: Path) -> None:
+    pipeline = yaml(tmp_path, streaming=streaming)
     passes = [bits(pipeline.get_dataloader("train", shuffle=True).unwrap()) for _ in range(2)]
     assert passes[0] != passes[1]
-    assert passes == [bits(loader) for loader in [yaml(tmp_path).get_dataloader("train", shuffle=True).unwrap()] * 2]
+    again = yaml(tmp_path, streaming=streaming).get_dataloader("train", shuffle=True).unwrap()
+    assert passes == [bits(loader) for loader in [again] * 2]
     ordered = [bits(pipeline.get_dataloader("train").unwrap()) for _ in range(2)]
     assert ordered[0] == ordered[1]
 
@@ -221,6 +230,38 @@ def test_streams_are_shuffled_anew_in_every_pass() -> None:
     stream.set_epoch(1)
     assert order() != first
     assert sorted(order()) == sorted(first)
+
+
+def test_passes_of_a_stream(tmp_path: Path) -> None:
+    def made() -> Any:
+        return MAKERS["stream"](tmp_path)
+
+    loader, wanted = made(), made()
+    passes = [bits(wanted) for _ in range(3)]
+
+    def rows(batches: Any) -> list[list[int]]:
+        ids = [batch["input_ids"][i][batch["segment_ids"][i] == 1].tolist() for batch in batches for i in range(len(batch["input_ids"]))]
+        return sorted(row for row in ids if row)
+
+    first = rows(loader)
+    assert len(first) == len(PROSE)
+    assert rows(loader) == first  # the next pass holds the same rows, in another order
+    assert loader.ledger().entries  # of the pass that is finished
+    assert len(loader.state().to_json()) < 4096
+    old, new = iter(loader), iter(made())
+    assert bits([next(old)]) == passes[2][:1]
+    assert bits(new) == passes[0]
+    loader.set_epoch(1)
+    assert bits(loader) == bits(loader.loader(1)) == bits(loader.loader(1)) == passes[1]
+    other = made()
+    taken = bits(next(other) for _ in range(length_of(other)))
+    with pytest.raises(StopIteration):
+        next(other)
+    assert [taken, bits([next(other)])] == [passes[0], passes[1][:1]]
+    assert bits(loader.copy()) == passes[0]
+    plain = loader.loader(0)
+    with pytest.raises(StateError, match="plan"):
+        plain.restore(loader.state())
 
 
 def test_a_state_of_another_pass_is_for_loaders_that_have_passes(tmp_path: Path) -> None:

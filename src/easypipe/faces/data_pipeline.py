@@ -18,8 +18,7 @@ from easypipe.core.config import ListOf, config, from_dict, load_yaml
 from easypipe.core.errors import ConfigError, EasypipeError, did_you_mean
 from easypipe.core.result import Err, Result, attempt
 from easypipe.faces.loaders import DataLoaderConfig, text_loader, text_stream
-from easypipe.loader.epochs import EpochLoader
-from easypipe.loader.streaming import StreamLoader
+from easypipe.loader.epochs import EpochLoader, EpochStreamLoader
 from easypipe.stages.source import DatasetConfig
 from easypipe.transforms.lengths import LengthPolicy
 from easypipe.transforms.prompts import PromptConfig
@@ -172,11 +171,11 @@ class DataPipeline:
         made = attempt(_read, config)
         return [str(made.error)] if isinstance(made, Err) else [str(problem) for problem in made.value.problems()]
 
-    def get_dataloader(self, split: str, shuffle: bool | None = None) -> Result[EpochLoader | StreamLoader, EasypipeError]:
+    def get_dataloader(self, split: str, shuffle: bool | None = None) -> Result[EpochLoader | EpochStreamLoader, EasypipeError]:
         """The Loader of a split: `input_ids`, `labels`, `attention_mask`, `segment_ids`, `position_ids`, Int32[B, T].
 
         Every iteration is the next pass, in an order of its own where rows are shuffled; a loader begins at the pass behind the last one
-        that a loader of this split has finished. (A stream begins at its first batch every time.)
+        that a loader of this split has finished.
         shuffle: None takes dataloader.shuffle. Tokenizes what is not in the token cache yet.
         """
         return attempt(self._loader, split, shuffle)
@@ -197,14 +196,13 @@ class DataPipeline:
         """The dataloader section, with the seed that was drawn where none was given."""
         return self.config.dataloader.with_seed(drawing=True)
 
-    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader | StreamLoader:
+    def _loader(self, split: str, shuffle: bool | None) -> EpochLoader | EpochStreamLoader:
         shuffle = self.config.dataloader.shuffle if shuffle is None else shuffle
         self.config.dataloader.warn_of_what_has_no_effect()
         options = dataclasses.replace(self.options if shuffle else self.config.dataloader, shuffle=shuffle)
         dataset, columns = self.dataset_config(split), self.config.dataset.columns
-        if self.config.dataset.streaming:
-            return text_stream(dataset, options, columns=columns)
-        loader = text_loader(dataset, options, columns=columns)
+        make = text_stream if self.config.dataset.streaming else text_loader
+        loader = make(dataset, options, columns=columns)
         return loader.counted_by(self._passes, (split, shuffle))
 
 

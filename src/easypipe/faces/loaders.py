@@ -17,11 +17,10 @@ from easypipe.core.errors import ConfigError, SourceError, did_you_mean
 from easypipe.core.random import draw_seed
 from easypipe.core.schema import INPUT_IDS
 from easypipe.faces.collators import default_collate
-from easypipe.loader.epochs import EpochLoader, passes_over
+from easypipe.loader.epochs import EpochLoader, EpochStreamLoader, passes_over
 from easypipe.loader.items import ForwardRows, ItemRows
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.ranks import check_rank
-from easypipe.loader.streaming import StreamLoader
 from easypipe.pipeline import Pipeline
 from easypipe.sources.objects import is_streamed
 from easypipe.stages.config import OrderConfig, PipelineConfig
@@ -181,10 +180,10 @@ def text_loader(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: S
     return _ranked(passes_over(build, options.num_epochs), options)
 
 
-def text_stream(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None) -> StreamLoader:
-    """The same, read forward: it begins at its first batch every time, and goes through `num_epochs` passes."""
+def text_stream(dataset: DatasetConfig, options: DataLoaderConfig, *, columns: Sequence[str] | None = None) -> EpochStreamLoader:
+    """The same, read forward."""
     options = options.with_seed(drawing=options.order_is_drawn)
-    return _text_pipeline(dataset, options, columns, streaming=True).load(options.load_options()).build()
+    return EpochStreamLoader(_text_pipeline(dataset, options, columns, streaming=True).load(options.load_options()).build())
 
 
 def _text_pipeline(dataset: DatasetConfig, options: DataLoaderConfig, columns: Sequence[str] | None, *, streaming: bool) -> Pipeline:

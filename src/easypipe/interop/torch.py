@@ -11,7 +11,7 @@ import numpy as np
 
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.interop.workers import torch_worker
-from easypipe.loader.epochs import EpochLoader
+from easypipe.loader.epochs import Passes
 from easypipe.loader.items import ForwardRows
 from easypipe.loader.loader import Loader
 from easypipe.loader.streaming import StreamLoader
@@ -68,7 +68,7 @@ class TorchBatches(data.IterableDataset):
         """Makes the next iteration pass `epoch`, for worker processes, which end with a pass and do not count them. Raises ConfigError for
         a loader that has no passes: those of data modules, factories and builders have.
         """
-        if not isinstance(self._loader, EpochLoader):
+        if not isinstance(self._loader, Passes):
             raise ConfigError(at="set_epoch", problem="this loader begins at its first batch every time", fix="Give an EpochLoader.")
         self._loader.set_epoch(epoch)
 

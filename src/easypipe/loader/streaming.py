@@ -13,6 +13,7 @@ A process reads the streams that its rows belong to. Where the data ends, it has
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -148,12 +149,10 @@ class StreamLoader:
             "Count steps instead (max_steps), or leave streaming out."
         )
 
-    def copy(self) -> StreamLoader:
-        """A loader over the same data that goes its own way, from the first batch."""
-        return StreamLoader(
-            self.job.sources, self.spec, self.config,
-            identity=self._identity, pad_token_id=self.job.pad_token_id, collate=self.collate, workers=self.job.workers, name=self.name,
-        )  # fmt: skip
+    def copy(self, seed: int | None = None) -> StreamLoader:
+        """A loader over the same data that goes its own way, from the first batch; in the order of another seed where one is given."""
+        spec = self.spec if seed is None else dataclasses.replace(self.spec, seed=seed)
+        return StreamLoader(self.job.sources, spec, self.config, **self._options)
 
     def state(self) -> LoaderState:
         """The state after the batch that was last yielded, whatever is in flight. Collective on several processes that read their own."""
@@ -202,6 +201,15 @@ class StreamLoader:
     def ledger(self) -> Ledger:
         """Where everything went that the newest iteration has read in this process up to its last batch, from counters."""
         return ledger_of(self._latest.books or Books(), [source.name for source in self.job.sources], self.spec)
+
+    def _ended(self) -> None:
+        """The newest iteration has met the end of the data."""
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        job = self.job
+        known = {"pad_token_id": job.pad_token_id, "workers": job.workers, "name": self.name}
+        return {"identity": self._identity, "collate": self.collate, **known}
 
     def _state(self, batch: int, hint: list[str] | None) -> LoaderState:
         return LoaderState(batch=batch, row=self._steps.start(batch), components=self._components, config=self._words, hint=hint)
@@ -317,6 +325,8 @@ class StreamBatches(Iterator[dict[str, Any]]):
             self._end()
             if self._none_yet:
                 raise _no_batch(self._loader, self._maker.last) from None
+            if newest:
+                self._loader._ended()
             raise
         except StallError:
             self._maker.abandoned = True  # whoever hangs is not waited for
