@@ -127,6 +127,23 @@ def test_names_of_a_record_are_refused_of_a_loss(by_sums: list[dict[str, Any]]) 
     assert by_sums[-1].keys() - {"nll", "sharp"} == RECORDED
 
 
+@pytest.mark.parametrize("metric", ["sharp", "eval.held.sharp"])
+def test_what_a_loss_tells_by_name_can_be_watched(metric: str, tmp_path: Path) -> None:
+    def steps(mode: str, name: str = metric) -> Any:
+        early = {"early_stopping": {"metric": name, "mode": mode, "patience": 1, "min_delta": 1.0}}  # a share never gains that much
+        config = settings(tmp_path / mode, steps=5, eval_every=1, callbacks=early)
+        held = {"held": Uneven(3, seed=5, last=3)}
+        Trainer(Tiny, config, Uneven(), held, loss=means, mesh=MESH).run()
+        return [record["step"] for record in read_metrics(tmp_path / mode / "metrics.jsonl")]
+
+    assert steps("max") == [1, 2]
+    at = r"train\.callbacks\.early_stopping\.metric: the loss gives no "
+    with pytest.raises(ConfigError, match=at + rf"'{metric}er' .*Did you mean '{metric}'"):
+        steps("min", metric + "er")
+    with pytest.raises(ConfigError, match=r"no metric named 'eval\.hold\.sharp'"):  # known before anything runs
+        steps("min", "eval.hold.sharp")
+
+
 class Heard(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []

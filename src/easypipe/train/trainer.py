@@ -160,7 +160,8 @@ class Engine:
         self._frozen: dict[str, Any] = {}
         self._change: dict[str, Any] | None = None  # what the run goes on with that was another before
         self._run_config = to_dict(run_config or {})
-        self._given, measured = checked_callbacks(callbacks), Known([one.name for one in self.evals], config.eval_every, self.steps)
+        self._given, more = checked_callbacks(callbacks), loss is not None or config.preference is not None
+        measured = Known([one.name for one in self.evals], config.eval_every, self.steps, more)
         self._named = make_callbacks(config.callbacks, self.output_dir, measured, run_config=self._run_config, process=jax.process_index())
         self.callbacks = (*self._given, *self._named.values())
         check_changes(config.resume_changes, self._identity())

@@ -52,7 +52,7 @@ class BestCheckpoints(Callback):
         self._list()
 
     def on_step(self, event: TrainEvent) -> None:
-        value = value_of(event.record, self.config.metric)
+        value = value_of(event.record, self.config.metric, "train.callbacks.best.metric")
         if value is None:
             return
         if self._place(value, self.ranking) >= self.config.keep:

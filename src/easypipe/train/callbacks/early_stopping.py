@@ -18,7 +18,7 @@ class EarlyStoppingConfig:
     the run is at its end: run again, it stays there, unless `train.resume_changes: [ended]` lets it go on.
     """
 
-    metric: str  # of held-out data, as eval.held_out.loss, or of each logged step, as loss
+    metric: str  # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss gives by name
     mode: Mode = "min"  # whether lower or higher is better
     patience: int = 3  # values in a row, not steps
     min_delta: float = 0.0  # better by no more than this is not better
@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
         self.since = 0
 
     def on_step(self, event: TrainEvent) -> None:
-        value = value_of(event.record, self.config.metric)
+        value = value_of(event.record, self.config.metric, "train.callbacks.early_stopping.metric")
         if value is None:
             return
         if better(value, self.best, self.config.mode, self.config.min_delta):
