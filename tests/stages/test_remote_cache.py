@@ -21,9 +21,9 @@ from easypipe import CacheError, ConfigError, DatasetConfig, MixStageConfig, Pac
 from easypipe.core import remote, storage
 from easypipe.loader.documents import gather_documents
 from easypipe.pipeline import _Remade
+from easypipe.sources.blocks import BLOCK
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.cache_folder import RemoteFolder
-from easypipe.sources.staging import BLOCK
 from easypipe.stages.cache_writer import pending, prepare, prepare_part
 from easypipe.stages.caching import CacheConfig, cache_folder
 from easypipe.transforms.tokenizer import load_tokenizer
@@ -183,7 +183,7 @@ def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
     whole = storage.read_bytes(url, store.options)
     at = cache._staged.parts[0].starts[0]  # type: ignore[union-attr]
     storage.commit_bytes(url, whole[:at] + b"\xff" + whole[at + 1 :], store.options)
-    with pytest.raises(CacheError, match=rf"{url}: damaged: checksum .*, committed as {part.checksum}"):
+    with pytest.raises(CacheError, match=rf"{url}: damaged: bytes 0 to {len(whole)} are not those that were committed"):
         prepare(source(), tok, dataset="d", cache_dir=folder).tokens(0)
     with pytest.raises(CacheError, match=rf"{url}: damaged"):
         cache.verify()
@@ -197,6 +197,34 @@ def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
     assert counted.texts == 10, "one range is made again"
     assert storage.read_bytes(url, store.options) == whole
     again.verify()
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_no_changed_byte_reaches_a_batch(two: tuple[TokenCache, str], tmp_path: Path, reading: str) -> None:
+    """Wherever it is: tokens, lengths, EOS flags, row numbers, Arrow's own words."""
+    local, url = two
+    victim = local.manifest.parts[0]
+    path = f"memory://caches/two/tokens/{victim.file}"
+    whole = storage.read_bytes(path)
+    docs = np.arange(local.num_docs)
+
+    def read_all() -> None:
+        cache = opened(url, tmp_path, reading=reading)
+        for doc in docs:
+            np.testing.assert_array_equal(cache.tokens(int(doc)), local.tokens(int(doc)))
+
+    found = []
+    try:
+        for at in (9, 700, 70_000, *range(50_000, len(whole), len(whole) // 7), len(whole) - 2100, len(whole) - 20):
+            storage.commit_bytes(path, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(CacheError, match=r"damaged: .*(committed as|are not those that were committed)") as refused:
+                read_all()
+            assert victim.file in str(refused.value)
+            found.append(at)
+    finally:
+        storage.commit_bytes(path, whole)
+    assert len(found) > 9
+    read_all()
 
 
 def test_another_machine_goes_on(tmp_path: Path, store: Store) -> None:

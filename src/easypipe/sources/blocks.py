@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from easypipe.core.errors import CacheError
@@ -47,6 +48,30 @@ def block_sums(data: Any) -> str:
     view = memoryview(data)
     sums = [xxh3_64_intdigest(view[at : at + BLOCK]) & _LOW for at in range(0, len(view), BLOCK)]
     return base64.b64encode(np.array(sums, "<u4").tobytes()).decode()
+
+
+def sums_of(part: Part, file: str) -> NDArray[np.uint32]:
+    """The checksums of a part's blocks; none where an earlier version wrote the manifest. Raises CacheError where they are too few."""
+    sums = np.frombuffer(base64.b64decode(part.blocks), "<u4")
+    count = -(-part.num_bytes // BLOCK)
+    if len(sums) != count and part.blocks:
+        problem = f"has {count} blocks of {BLOCK >> 10} KiB, its manifest has the checksums of {len(sums)}"
+        raise CacheError(at=file, problem=problem, fix=REMAKE)
+    return sums
+
+
+def check_fetched(data: bytes, start: int, sums: NDArray[np.uint32], file: str) -> None:
+    """Raises CacheError where one of the blocks of `data`, whose first begins at byte `start` of `file`, is damaged. sums: of the file."""
+    view = memoryview(data)
+    for at in range(0, len(view) if len(sums) else 0, BLOCK):
+        block = view[at : at + BLOCK]
+        if xxh3_64_intdigest(block) & _LOW != sums[(start + at) >> SHIFT]:
+            raise _damaged(start + at, len(block), file)
+
+
+def _damaged(start: int, num_bytes: int, file: str) -> CacheError:
+    problem = f"damaged: bytes {start} to {start + num_bytes} are not those that were committed"
+    return CacheError(at=file, problem=problem, fix=REMAKE)
 
 
 class BlockChecks:
@@ -81,11 +106,7 @@ class BlockChecks:
             return
         info = self._parts[part]
         size, count = info.num_bytes, -(-info.num_bytes // BLOCK)
-        sums = np.frombuffer(base64.b64decode(info.blocks), "<u4")
-        if len(sums) != count:
-            problem = f"has {count} blocks of {BLOCK >> 10} KiB, its manifest has the checksums of {len(sums)}"
-            raise CacheError(at=self._file(part), problem=problem, fix=REMAKE)
-        self._sums[at + 1 : at + 1 + count] = sums
+        self._sums[at + 1 : at + 1 + count] = sums_of(info, self._file(part))
         # The footer says where everything else is, so it comes first. What Arrow made of it cannot lie outside of the file.
         self.check(part, range(count - 1, count), address)
         footer = int.from_bytes(_bytes(address + max(size - _END, 0), 4), "little")
@@ -107,8 +128,7 @@ class BlockChecks:
             start = block * BLOCK
             stop = min(start + BLOCK, size)
             if xxh3_64_intdigest(_bytes(address + start, stop - start)) & _LOW != self._sums[at + block]:
-                problem = f"damaged: bytes {start} to {stop} are not those that were committed"
-                raise CacheError(at=self._file(part), problem=problem, fix=REMAKE)
+                raise _damaged(start, stop - start, self._file(part))
             self._done(at + block, at + block + 1)
 
     def _done(self, start: int, stop: int) -> None:

@@ -2,7 +2,7 @@
 
 part     a token file (sources/manifest.py), laid into the sparse file from a page on; its map is there from the start, its tokens are not
 index    what a part has beside tokens and masks: lengths, EOS flags, row numbers and Arrow's own words; fetched when the part is opened
-block    BLOCK bytes of a part's tokens or masks: what comes and goes
+block    BLOCK bytes of a part, which have a checksum: what comes, is checked and, where it holds but tokens or masks, goes
 
 The file is unlinked as soon as it is open, so that it goes with the process, however that ends. `Staged.hold` brings what is asked for and
 keeps it while its block lasts; beyond `capacity` the parts that were not asked for the longest give their blocks back to the file system.
@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 
 from easypipe.core import storage
 from easypipe.core.errors import CacheError, MissingFileError, StorageError
+from easypipe.sources.blocks import BLOCK, check_fetched, sums_of
 from easypipe.sources.manifest import Part
 
-BLOCK = 1 << 14  # a multiple of every page size in use
 STRETCH = 1 << 36  # bytes of one map; a sparse file takes no room for them
 REQUESTS = 16  # under way at a time
 GUESS = 8 << 10  # bytes of Arrow's own words at either end of a file; asked again where it is more
@@ -131,8 +131,9 @@ class StagedPart:
     """One token file. url: where it is. Its map holds the index from the start; `ranges` of tokens after `fetch`."""
 
     def __init__(self, staging: Staging, part: Part, url: str, options: dict[str, Any] | None) -> None:
-        """Raises CacheError where the file is gone, of another size or no token file."""
+        """Raises CacheError where the file is gone, of another size, damaged or no token file."""
         self.part, self.url, self.pins = part, url, 0
+        self._sums = sums_of(part, url)
         self._staging, self._options = staging, options
         self.base, self.map = staging.reserve(part.num_bytes)
         self.lock = threading.Lock()
@@ -159,7 +160,7 @@ class StagedPart:
         size, docs = self.part.num_bytes, self.part.docs
         self._known: list[tuple[int, int]] = []
         head, tail = min(size, GUESS + 8 * (docs + 1)), min(size, GUESS + 17 * docs)
-        if head + tail >= size:
+        if head + tail + BLOCK >= size:
             self._bring(0, size)
         else:
             self._bring(0, head)
@@ -183,12 +184,18 @@ class StagedPart:
             self._bring(a, b)
 
     def _bring(self, start: int, stop: int) -> None:
+        start, stop = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.part.num_bytes)
         try:
-            data = storage.read_range(self.url, start, stop, self._options)
+            self._fetch(start, stop)
         except MissingFileError as error:
             raise CacheError(at=error.at, problem="missing from the token cache", fix=AGAIN) from None
-        self._staging.write(self.base + start, data)
         self._known.append((start, stop))
+
+    def _fetch(self, start: int, stop: int) -> None:
+        """Whole blocks."""
+        data = storage.read_range(self.url, start, stop, self._options)
+        check_fetched(data, start, self._sums, self.url)
+        self._staging.write(self.base + start, data)
 
     def wanted(self, docs: NDArray[np.int64]) -> NDArray[np.int64]:
         """Blocks with tokens and masks of documents `docs` of this part, ascending; Int64."""
@@ -204,11 +211,8 @@ class StagedPart:
     def fetch_ranges(self, blocks: NDArray[np.int64]) -> list[Callable[[], None]]:
         """Work that brings `blocks` (Int64[n], ascending, n > 0), a request for each run of neighbours."""
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
-        return [lambda run=run: self._fetch_run(int(run[0]), int(run[-1]) + 1) for run in runs]
-
-    def _fetch_run(self, first: int, last: int) -> None:
-        start, stop = first * BLOCK, min(last * BLOCK, self.part.num_bytes)
-        self._staging.write(self.base + start, storage.read_range(self.url, start, stop, self._options))
+        size = self.part.num_bytes
+        return [lambda run=run: self._fetch(int(run[0]) * BLOCK, min((int(run[-1]) + 1) * BLOCK, size)) for run in runs]
 
     def fetch_all(self) -> None:
         """The whole file. Raises CacheError where its checksum is not the one that was committed."""

@@ -30,7 +30,7 @@ class CacheConfig:
     """How a token cache at a URL (`s3://`, `gs://`) is reached and read. Files of this machine are mapped as they are.
 
     reading: "shards" fetches whole token files, each held against its checksum, which is right for reading most of them, or neighbours
-        (`order.block_rows`); "ranges" fetches the documents that a batch has, in blocks of 16 KiB, unchecked but for their size.
+        (`order.block_rows`); "ranges" fetches the documents that a batch has, in blocks of 64 KiB, each checked.
     staging_bytes: of fetched tokens that are kept on this machine's disk, for each process and cache folder; what was not read for the
         longest goes first.
     staging_dir: the folder for them; None takes the system's temporary one (TMPDIR).
