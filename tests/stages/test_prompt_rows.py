@@ -65,9 +65,9 @@ def batches(
 ) -> list[dict[str, np.ndarray]]:
     load = LoadStageConfig(batch_size=3, drop_last=False)
     more: dict[str, Any] = {"streaming": True, "num_streams": 1} if streaming else {}
-    config = PipelineConfig(datasets=[dataset(data, **options)], pack=pack, load=load, seed=3, cache_dir=folder, **more)
+    config = PipelineConfig(datasets=[dataset(data, **options)], load=load, seed=3, cache_dir=folder, **more)
     pipeline = Pipeline.from_config(config).source().tokenize()
-    pipeline = pipeline.pack() if pack is not None else pipeline
+    pipeline = pipeline.pack(pack) if pack is not None else pipeline  # which tokenize() does not know, so no turns are cut
     return [{name: np.asarray(values) for name, values in batch.items()} for batch in pipeline.load().build()]
 
 
@@ -304,10 +304,10 @@ def test_the_ledger_knows_what_is_trained_and_what_is_masked(tmp_path: Path, ove
     pack = PackStageConfig(seq_length=60, oversize=oversize)
     mix = {"weights": {"chat": 0.5, "text": 0.5}, "stop_strategy": "all_exhausted"}
     load = LoadStageConfig(batch_size=2, drop_last=False)
-    config = PipelineConfig(datasets=datasets, mix=mix, pack=pack, load=load, seed=3, cache_dir=tmp_path)  # type: ignore[arg-type]
+    config = PipelineConfig(datasets=datasets, mix=mix, load=load, seed=3, cache_dir=tmp_path)  # type: ignore[arg-type]
     for packed in (True, False):
         pipeline = Pipeline.from_config(config).source().tokenize().mix()
-        pipeline = (pipeline.pack() if packed else pipeline).load()
+        pipeline = (pipeline.pack(pack) if packed else pipeline).load()
         trained = sum(int((np.asarray(batch[LABELS]) >= 0).sum()) for batch in pipeline.build())
         ledger = pipeline.ledger()
         entries = [ledger.find("labels", name, "tokens") for name in ("chat", "text")]

@@ -71,8 +71,10 @@ class TextForm:
         return encode_texts(texts, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key, lengths=self._lengths)
 
 
-def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) -> RowForm:
+def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer, room: int | None = None) -> RowForm:
     """The form of a DatasetConfig's rows, from its options and the type of its column. Reads no rows, but of a file of examples.
+
+    room: as in PromptForm.
 
     Raises SourceError where content_field is no column, ConfigError where an option has no effect on such rows, TokenizerError where the
     tokenizer has no chat template.
@@ -89,7 +91,7 @@ def form_of(dataset: Any, at: str, source: ShardedSource, tokenizer: Tokenizer) 
     if prompt.format_type == "text":
         return TextForm(prompt.inputs[0], engine.lengths, blanks=dataset.text_unit == "file")
     form = PromptForm if prompt.rejected_column is None else PairForm
-    return form(engine, source.schema.names)
+    return form(engine, source.schema.names, room)
 
 
 def _prompt_of(dataset: Any, at: str, source: ShardedSource) -> PromptConfig:

@@ -35,7 +35,8 @@ class PackStageConfig:
     enabled: False skips the stage.
     strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the others cut only what is longer than a row.
     num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other strategies, which a warning says.
-    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`.
+    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`. Where the pipeline's config says `split`,
+        tokenize() cuts conversations between turns to fit rows, unless they have a max_length or a length of their own.
     train_continued: with `split`, a document that begins with what is no target (a prompt, or the first turn of a conversation) is trained
         in the pieces behind its first too, which stand in other rows, without that prompt. Elsewhere they have no targets.
     segments: of `stream`, what a segment is: a `document`, as everywhere else, or the whole `row`: documents of a row then see each other,
@@ -84,6 +85,11 @@ class PackStageConfig:
             problem = f"'row' has no effect on strategy {self.strategy!r}, which keeps documents apart"
             raise ConfigError(at="segments", problem=problem, fix="Leave it out, or set strategy to 'stream'.")
 
+    @property
+    def holds(self) -> bool:
+        """Whether what goes on with a prompt or a conversation in another row has no targets there."""
+        return self.enabled and self.oversize == "split" and self.strategy != "stream" and not self.train_continued
+
     def spec(self) -> PackSpec:
         return PackSpec(
             seq_length=self.seq_length,
@@ -116,7 +122,10 @@ class PackStage(BaseStage):
             logger.warning("pack.include_segment_ids is False: documents that stand in one row see each other")
         if self.config.segments == "row" and self._chosen:
             logger.warning("pack.segments is 'row': documents that stand in one row see each other")
-        return {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
+        packed = {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
+        for source in packed.values() if self.config.holds else ():
+            _tell_uncut(source.mixture, self.config.seq_length)
+        return packed
 
 
 def single(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Mixture:
@@ -201,8 +210,7 @@ class PackedShardedSource(ShardedDataSource):
     def fingerprint(self) -> str:
         more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (["joined"] if self.joined else [])
         more += [self.eos_token_ids] if len(set(self.eos_token_ids)) > 1 else []
-        held = self.mixture.has_loss_mask and self.config.oversize == "split" and self.config.strategy != "stream"
-        more += ["held"] if held and not self.config.train_continued else []
+        more += ["held"] if self.config.holds and self.mixture.has_loss_mask else []
         return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more)
 
     def plan(self, num_epochs: int | None = 1) -> Plan:
@@ -248,6 +256,18 @@ class PackedShardedSource(ShardedDataSource):
         offsets = np.concatenate([np.zeros(1, np.int64), ends])
         names = pa.DictionaryArray.from_arrays(pa.array(np.repeat(pieces.dataset, each)), pa.array(list(self.mixture.parts), pa.string()))
         return pa.LargeListArray.from_arrays(pa.array(offsets), names.cast(pa.string()))
+
+
+def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
+    for name, source in mixture.parts.items():
+        form = getattr(source, "form", None)
+        if getattr(form, "splits", False) and getattr(form, "room", None) != seq_length:
+            logger.info(
+                "dataset %s: conversations longer than a row of %d tokens are trained in their first row alone: tokenize() cuts them"
+                " between turns where the pipeline's config has this pack",
+                name,
+                seq_length,
+            )
 
 
 def _check_pairs(config: PackStageConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from easypipe.transforms.lengths import TOO_LONG, Lengths
 from easypipe.transforms.messages import decoded_of, plain_of
 from easypipe.transforms.prompt_engine import PromptEngine
 from easypipe.transforms.prompts import check_thinking
+from easypipe.transforms.split_turns import CUT_BY
 from easypipe.transforms.tokenizer import Tokenizer
 
 ROWS_AT_A_TIME = 1000  # that are Python objects: Python looks through all there are again and again
@@ -61,9 +63,12 @@ class PromptForm:
 
     masked, pairs = True, False
 
-    def __init__(self, engine: PromptEngine, have: Sequence[str]) -> None:
-        """have: the columns of the source, of which the format may read some that others lack."""
+    def __init__(self, engine: PromptEngine, have: Sequence[str], room: int | None = None) -> None:
+        """have: the columns of the source, of which the format may read some that others lack. room: tokens of a row of packing, for
+        which conversations without a length of their own are cut between turns; None cuts none."""
         self.engine = engine
+        self.splits = engine.splits and _length(engine.tokenizer) is None  # whether a room has an effect
+        self.room = room if self.splits else None
         format = engine.format
         rejected = engine.config.rejected_column
         self.columns = (*engine.columns, *(name for name in (*format.optional, *engine.verdicts) if name in have))
@@ -86,7 +91,8 @@ class PromptForm:
         format = self.engine.format
         open_end = ["cut ends are open"] if format.kind != "text" and _length(tokenizer) is not None else []
         what = (format.kind, refuted, BLANK_TEXTS, tokenizer.fingerprint, _length(tokenizer), list(self.columns), format.identity)
-        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths), *self._pair, *open_end)
+        cut = [] if self.room is None else [CUT_BY, 1, self.room]
+        return digest(*what, *tokenizer.special.recipe, *lengths_identity(self.engine.lengths), *self._pair, *open_end, *cut)
 
     def read(self, source: ShardedSource, shard: int, start: int, stop: int) -> Texts:
         """Raises TokenizerError naming the row on which a template went beyond its limits."""
@@ -105,11 +111,15 @@ class PromptForm:
                 raise type(error)(at=at, problem=f"{error.at}: {error.problem}", fix=error.fix) from None
             rendered += some
             of += of_some
-        return _texts(rendered, of, list(rejects), "trim_oldest_turns" if self.engine.format.kind == "chat" else "budgets")
+        cut_by = CUT_BY if self.room is not None else "trim_oldest_turns" if self.engine.format.kind == "chat" else "budgets"
+        return _texts(rendered, of, list(rejects), cut_by)
 
     def written(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[list[Rendered | Refused], list[int]]:
         """The texts of rows, and the number of the row that each is of."""
-        return self.engine.render_rows(rows), list(numbers)
+        if self.room is None:
+            return self.engine.render_rows(rows), list(numbers)
+        texts = self.engine.render_split(rows, self.room)
+        return list(itertools.chain.from_iterable(texts)), [n for n, some in zip(numbers, texts, strict=True) for _ in some]
 
     def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
         raw, lengths = self.engine.format.raw, self.engine.lengths
@@ -142,4 +152,5 @@ def _texts(rendered: Sequence[Rendered | Refused], rows: Sequence[int], rejects:
         ends=np.array([item.end for _, item in found], np.uint8),
         lost=np.array([item.lost for _, item in found], np.int64) if any(item.lost for _, item in found) else None,
         cut_by=cut_by,
+        goes_on=np.array([item.goes_on for _, item in found], np.bool_) if any(item.goes_on for _, item in found) else None,
     )

@@ -88,7 +88,8 @@ def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
 
 
 def _described(stages: Sequence[BaseStage], context: PipelineContext) -> dict[str, Any]:
-    config = dataclasses.replace(context.config, **dict.fromkeys((*STAGES, "load")), executor="local")
+    without = {name: None for name in (*STAGES, "load") if name != "pack"}  # by which tokenize() cuts conversations
+    config = dataclasses.replace(context.config, **without, executor="local")
     reasons = [f"its chain has a stage of Python, {stage.name!r}" for stage in stages if stage.name not in STAGES]
     reasons += [f"datasets[{i}].data_files are rows in memory" for i, dataset in enumerate(config.datasets) if dataset.in_memory]
     reasons = reasons or [reason for value in (config, *(stage.config for stage in stages)) for reason in _reasons(value, "")]

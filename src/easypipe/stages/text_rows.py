@@ -29,7 +29,8 @@ class Texts:
     texts: large_string without nulls or blank texts. rows: Int64[n], their physical numbers. rejects: the other rows, ascending.
     spans: of each text, the character ranges that are trained; None where all of every text is. ends: UInt8[n], what follows each
     (transforms/masked.py). lost: Int64[n], tokens that each was cut by as it was written, and what cut
-    them; None where none was.
+    them; None where none was; fewer than 0 stand in another text of the row too. goes_on: Bool[n],
+    where the row does so in another text; None where none is cut into several.
     """
 
     texts: pa.LargeStringArray
@@ -39,6 +40,7 @@ class Texts:
     ends: NDArray[np.uint8] | None = None
     lost: NDArray[np.int64] | None = None
     cut_by: str = ""
+    goes_on: NDArray[np.bool_] | None = None
 
     def content_hash(self) -> str:
         """XXH3-128 of texts and row numbers; the same whatever buffers they lie in."""
@@ -55,6 +57,8 @@ class Texts:
             hasher.update(json.dumps([self.spans, self.ends.tolist()]).encode())
         if self.lost is not None:
             hasher.update(json.dumps(self.lost.tolist()).encode())
+        if self.goes_on is not None:
+            hasher.update(json.dumps(self.goes_on.tolist()).encode())
         return hasher.hexdigest()
 
     @property

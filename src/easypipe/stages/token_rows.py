@@ -174,10 +174,16 @@ def encode_spans(
         assert made.mask is not None
         mask, lost, counts, continued = made.mask, made.truncated, made.counts, made.continued
     before_read = 0
-    if texts.lost is not None:
-        written = texts.lost[np.isin(texts.rows, rows)]
-        before_read = int(written.sum())
-        counts = counts | {texts.cut_by: int(np.count_nonzero(written))}
+    if texts.goes_on is not None:
+        continued = continued | texts.goes_on[kept]
+        counts = counts | {"pieces": len(texts.rows) - len(np.unique(texts.rows))}
+    if texts.lost is not None or texts.goes_on is not None:
+        cut = np.zeros(len(texts.rows), np.int64) if texts.lost is None else np.where(np.isin(texts.rows, rows), texts.lost, 0)
+        before_read = int(cut.clip(0).sum())
+        touched = cut != 0 if texts.goes_on is None else (cut != 0) | texts.goes_on
+        counts = counts | {texts.cut_by: len(np.unique(texts.rows[touched]))}
+        if again := -int(cut.clip(None, 0).sum()):
+            counts = counts | {"overlap": again}
     ends = _without_eos_inside(ends_closed(ids, offsets, tokenizer.eos_token_id), continued)
     lists = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (ids, mask)]
     columns = [lists[0], pa.array(ends), pa.array(rows), lists[1]]

@@ -219,6 +219,8 @@ class TokenizeStage(BaseStage):
         datasets = {dataset.name: (i, dataset) for i, dataset in enumerate(context.config.datasets)}
         kept = _kept_columns(data, datasets, stage)
         loaded: dict[str, Tokenizer] = {}
+        pack = getattr(context.config, "pack", None)
+        room = pack.seq_length if pack is not None and pack.holds else None
         result: dict[str, ShardedSource] = {}
         for name, source in data.items():
             if INPUT_IDS in source.schema.names:
@@ -232,7 +234,7 @@ class TokenizeStage(BaseStage):
                 loaded[key] = load_tokenizer(chosen)
             options: dict[str, Any] = {} if dataset is None else {k: getattr(dataset, k) for k in ("on_error", "max_bad_rows")}
             if dataset is not None:
-                options["form"] = form_of(dataset, f"datasets[{number}]", source, loaded[key])
+                options["form"] = form_of(dataset, f"datasets[{number}]", source, loaded[key], room)
             result[name] = TokenizedShardedSource(
                 source,
                 loaded[key],

@@ -28,12 +28,14 @@ STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second
 
 class Rendered(NamedTuple):
     """spans: ascending character ranges that are trained. end: 0 where the template ended the last turn, else the EOS token has to
-    (MASKED_END or TRAINED_END, see chat_spans.py). lost: tokens that a LengthPolicy took before the text was written."""
+    (MASKED_END or TRAINED_END, see chat_spans.py). lost: tokens that were left out before the text was written; fewer than 0 were
+    written twice. goes_on: the conversation does so in another text."""
 
     text: str
     spans: list[list[int]]
     end: int
     lost: int = 0
+    goes_on: bool = False
 
 
 class Refused(NamedTuple):

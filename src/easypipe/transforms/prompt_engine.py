@@ -87,6 +87,17 @@ class PromptEngine:
         return found
 
     @property
+    def splits(self) -> bool:
+        """Whether rows that are too long may be cut between turns: conversations, of which not all is trained."""
+        train_on = self.config.train_on
+        return self.lengths is None and self.config.rejected_column is None and isinstance(self.format, TalkFormat) and train_on != "all"
+
+    def render_split(self, rows: Sequence[Mapping[str, Any]], room: int) -> list[list[Rendered | Refused]]:
+        """`render_rows`, where `splits`, of each row the texts that it is cut into so that each has at most `room` tokens."""
+        assert isinstance(self.format, TalkFormat)
+        return self.format.split(rows, self.render_rows(rows), self.tokenizer, room)
+
+    @property
     def verdicts(self) -> tuple[str, ...]:
         """Columns, where a row has them, that say by true or false whether its answer is a good one."""
         if self.config.format_type in ("text", "custom") or self.config.rejected_column is not None:

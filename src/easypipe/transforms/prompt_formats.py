@@ -17,7 +17,9 @@ from easypipe.transforms.messages import is_messages, is_text
 from easypipe.transforms.prompt_jinja import JinjaTemplate
 from easypipe.transforms.prompt_templates import ALPACA, ALPACA_WITH_INPUT
 from easypipe.transforms.prompts import ROLES, PromptConfig
+from easypipe.transforms.split_turns import split_at_turns
 from easypipe.transforms.talks import Talks, cleaned, value_of, wrong_messages
+from easypipe.transforms.tokenizer import Tokenizer
 from easypipe.transforms.trim_turns import trimmed
 
 TOOLS = "tools"  # the column that holds them, where none is named
@@ -105,6 +107,12 @@ class TalkFormat:
         for i, answer in zip(places, answers, strict=True):
             found[i] = answer
         return [one for one in found if one is not None]
+
+    def split(
+        self, rows: Sequence[Row], found: Sequence[Rendered | Refused], tokenizer: Tokenizer, room: int
+    ) -> list[list[Rendered | Refused]]:
+        """What `render` made of the rows, those of more than `room` tokens cut between their turns."""
+        return split_at_turns(self.template, found, lambda i: self._request(rows[i]), tokenizer, room)
 
     def _written(self, row: Row) -> WrittenTalk | None:
         """Of a row of JSON that JSON, which workers read, unless what it says is needed here."""

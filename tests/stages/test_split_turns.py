@@ -1,0 +1,138 @@
+"""Conversations that are longer than a row of packing are cut between their turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chat_support import chat_tokenizer, talk
+from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, load_tokenizer
+from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK
+from strategies import examples
+
+ONCE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endgeneration %}{% else %}{{ message.content + '\\n' }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+def pipeline(folder: Path, rows: Any, pack: PackStageConfig | None, *, streaming: bool = False, **options: Any) -> Pipeline:
+    data = DatasetConfig(name="chat", data_files=rows, tokenizer=chat_tokenizer(), content_field="messages", **options)
+    load, more = LoadStageConfig(batch_size=2, drop_last=False), {"streaming": True, "num_streams": 1} if streaming else {}
+    config = PipelineConfig(datasets=[data], pack=pack, load=load, seed=3, cache_dir=folder, **more)  # type: ignore[arg-type]
+    return Pipeline.from_config(config).source().tokenize()
+
+
+def documents(folder: Path, rows: Any, pack: PackStageConfig | None, **options: Any) -> list[tuple[int, str, str, int]]:
+    """(row, text, what of it is trained, has_eos) of each."""
+    source = pipeline(folder, rows, pack, **options).get_data()["chat"]
+    batch, decode = source.read(0, 0, len(rows)), load_tokenizer(chat_tokenizer()).decode
+    columns = (batch.column(name).to_pylist() for name in (batch.schema.names[2], INPUT_IDS, LOSS_MASK, HAS_EOS))
+    return [
+        (row, decode(ids), decode([i for i, m in zip(ids, mask, strict=True) if m]), eos)
+        for row, ids, mask, eos in zip(*columns, strict=True)
+    ]
+
+
+def targets(made: Pipeline) -> int:
+    return sum(int((np.asarray(batch[LABELS]) >= 0).sum()) for batch in made.pack().load().build())
+
+
+@examples(12)
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 9)), min_size=1, max_size=5), st.sampled_from([60, 90, 200]))
+def test_pieces_are_conversations_and_train_what_the_whole_does(
+    tmp_path_factory: Any, shapes: list[tuple[int, bool, int]], room: int
+) -> None:
+    folder = tmp_path_factory.mktemp("cache")
+    rows = [
+        {
+            "messages": talk(
+                *(f"{word} {i}{'!' * (i * extra % 7)}" for i in range(n) for word in ("fox", "Four")),
+                system="Be brief." if system else None,
+            )
+        }
+        for n, system, extra in shapes
+    ]
+    pack = PackStageConfig(seq_length=room)
+    whole, found = documents(folder, rows, None), documents(folder, rows, pack)
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    for row, text, trained, _ in whole:
+        pieces = [piece for piece in found if piece[0] == row]
+        head = system if text.startswith(system) else ""
+        assert "".join(piece[2] for piece in pieces) == trained
+        assert head + "".join(piece[1].removeprefix(head) for piece in pieces) == text
+        assert all(piece[1].startswith(head + "<|im_start|>user\n") for piece in pieces)
+        assert all(piece[3] for piece in pieces[:-1])  # packing ends none of them
+    made = pipeline(folder, rows, pack)
+    trained = targets(made)
+    ledger = made.ledger()
+    ledger.check()
+    assert "without their prompt" not in ledger.find("labels", "chat", "tokens").out
+    assert ledger.find("labels", "chat", "tokens").out["targets"] == trained == ledger.find("loss_mask", "chat", "tokens").out["targets"]
+    if len(found) > len(whole):
+        assert ledger.find("lengths", "chat", "documents").out == {
+            "split_turns": len({row for row, *_ in found if sum(r == row for r, *_ in found) > 1})
+        }
+    forward = pipeline(folder, rows, pack, streaming=True)
+    assert targets(forward) == trained
+
+
+def test_an_exchange_that_is_longer_than_a_row_stays_whole_and_is_trained_in_its_first_row(tmp_path: Path) -> None:
+    rows = [{"messages": talk("fox", "Four.", "fox", "fox " * 90, "Sure?", "Yes", system="Be brief.")}]
+    pack = PackStageConfig(seq_length=60)
+    found = documents(tmp_path, rows, pack)
+    assert [trained.count("fox") for _, _, trained, _ in found] == [0, 90, 0]
+    made = pipeline(tmp_path, rows, pack)
+    trained, ledger = targets(made), made.ledger()
+    labels = ledger.find("labels", "chat", "tokens").out
+    assert labels["targets"] == trained
+    assert labels["without their prompt"] > 60
+
+
+def test_what_is_trained_of_the_whole_alone_decides_what_pieces_train(tmp_path: Path) -> None:
+    said = [f"{word} {i}" for i in range(8) for word in ("fox", "Four")]
+    flagged = talk(*said)
+    flagged[1]["train"] = True
+    (last,) = documents(tmp_path, [{"messages": talk(*said)}], PackStageConfig(seq_length=60), train_on="last_assistant")
+    assert last[2] == "Four 7<|im_end|>"
+    assert "fox 6" in last[1]  # as much as fits stands before it
+    both = documents(tmp_path, [{"messages": flagged}], PackStageConfig(seq_length=60), train_on="last_assistant")
+    assert [piece[2] for piece in both] == ["Four 0<|im_end|>", "Four 7<|im_end|>"]
+    made = pipeline(tmp_path, [{"messages": flagged}], PackStageConfig(seq_length=60), train_on="last_assistant")
+    targets(made)
+    made.ledger().check()
+
+
+def test_what_a_template_writes_at_the_end_of_the_whole_ends_no_other_piece(tmp_path: Path) -> None:
+    said = [f"{word} {i}" for i in range(8) for word in ("fox", "Four")]
+    found = documents(tmp_path, [{"messages": talk(*said)}], PackStageConfig(seq_length=60), chat_template=ONCE)
+    assert len(found) > 1
+    assert [piece[1].count("<|im_end|>") for piece in found] == [*[0] * (len(found) - 1), 1]
+    assert all(piece[3] for piece in found)
+
+
+@pytest.mark.parametrize(
+    ("pack", "options"),
+    [
+        ({"train_continued": True}, {}),
+        ({"oversize": "truncate"}, {}),
+        ({"strategy": "stream"}, {}),
+        ({"enabled": False}, {}),
+        ({}, {"train_on": "all"}),
+        ({}, {"length": {"policy": "drop"}, "tokenizer_kwargs": {"max_length": 400}}),
+        ({}, {"tokenizer_kwargs": {"max_length": 400}}),
+    ],
+)
+def test_nothing_is_cut_where_something_else_is_said(tmp_path: Path, pack: dict[str, Any], options: dict[str, Any]) -> None:
+    rows = [{"messages": talk(*[f"{word} {i}" for i in range(8) for word in ("fox", "Four")])}]
+    before, after = (
+        pipeline(tmp_path, rows, made, **options).get_data()["chat"] for made in (None, PackStageConfig(seq_length=60, **pack))
+    )
+    assert before.fingerprint == after.fingerprint
+    assert after.read(0, 0, 1).num_rows == 1
