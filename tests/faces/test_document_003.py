@@ -250,3 +250,70 @@ def test_f30_the_complete_training_example() -> None:
             train_step(model, optimizer, batch)
         val_losses.append(sum(float(evaluate(model, batch)) for batch in val_loader) / len(val_loader))
     assert val_losses[-1] < val_losses[0] < np.log(tokenizer.get_vocab_size())
+
+
+class Characters:
+    """A tokenizer of one's own, as the document has them: `encode` is all that it needs."""
+
+    def __init__(self, *, eos: int | None = None, version: str | None = None, size: int | None = None) -> None:
+        for name, value in {"eos_token_id": eos, "version": version, "vocab_size": size}.items():
+            if value is not None:
+                setattr(self, name, value)
+        self.calls = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.calls += 1
+        if "boom" in text:
+            raise ValueError("no such text")
+        return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize("eos", [None, 3])
+def test_an_own_tokenizer_makes_the_stream(eos: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    own = Characters(eos=eos)
+    lines = [json.loads(line)["text"] for line in Path("data/val.jsonl").read_text().splitlines()]
+    stream = [number for text in lines for number in (*map(ord, text), *([] if eos is None else [eos]))]
+    dataset = TransformerDataset("data/val.jsonl", own, LENGTH)
+    assert dataset.num_tokens == len(stream)
+    assert [dataset[i]["input_ids"][0] for i in range(len(dataset))] == stream[: len(dataset)]
+    assert ("no end-of-sequence token" in caplog.text) == (eos is None)
+    own = Characters(eos=eos)
+    train, val = create_dataloaders("data/train.jsonl", "data/val.jsonl", own, batch_size=3, seq_length=LENGTH, seed=5)
+    assert len({batch["input_ids"].tobytes() for _ in range(2) for batch in train}) == 2 * len(train)  # two passes
+    assert own.calls == 60 + 13
+    flat = np.concatenate([batch["input_ids"].ravel() for batch in val])
+    assert flat[: len(stream)].tolist() == stream
+    labels = np.concatenate([batch["labels"].ravel() for batch in val])
+    assert labels[: len(stream)].tolist() == [*stream[1:], IGNORE]
+    state = train.state().to_json()
+    next(iter(train))
+    again, _ = create_dataloaders("data/train.jsonl", "data/val.jsonl", Characters(eos=eos), batch_size=3, seq_length=LENGTH, seed=5)
+    again.restore(state)  # its ids are the same, though nothing of it was kept
+    assert next(iter(again))["input_ids"].tolist() == next(iter(train))["input_ids"].tolist()
+
+
+def test_tokens_of_an_own_tokenizer_are_kept_by_its_version(caplog: pytest.LogCaptureFixture) -> None:
+    def calls(**options: Any) -> int:
+        TransformerDataset("data/val.jsonl", own := Characters(eos=3, **options), LENGTH)
+        return own.calls
+
+    assert calls() == calls() == 13
+    assert "tokenizer of your own has no version" in caplog.text
+    caplog.clear()
+    assert [calls(version="1"), calls(version="1"), calls(version="2")] == [13, 0, 13]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"text": "ab"}, {"text": "boom"}], {}, r"bad\.jsonl, row 1: encode failed: ValueError: no such text"),
+        ([{"text": "ab"}, {"text": None}], {}, r"bad\.jsonl, row 1: null"),
+        ([{"text": "ab"}, {"text": "aé"}], {"size": 128}, r"bad\.jsonl, row 1.*token 233 is outside the vocabulary of 128 of 'Characters'"),
+        ([{"body": "ab"}], {}, r"'text': no such column.*have: body"),
+    ],
+)
+def test_what_an_own_tokenizer_cannot_encode(rows: Any, options: Any, message: str, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(SourceError, match=message):
+        TransformerDataset(path, Characters(eos=3, **options), 2)

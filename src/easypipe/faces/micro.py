@@ -18,6 +18,8 @@ from easypipe.core.errors import ConfigError, TokenizerError
 from easypipe.core.protocols import ShardedSource
 from easypipe.core.schema import INPUT_IDS, LABELS, SEGMENT_IDS
 from easypipe.faces.loaders import DataLoaderConfig
+from easypipe.faces.own_tokens import EncodeStage
+from easypipe.faces.text_rows import is_own, tokenizer_config
 from easypipe.loader.epochs import EpochLoader, seed_of_epoch
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.pipeline import Pipeline
@@ -102,7 +104,9 @@ class TransformerDataset:
     """Sequences of a continuous stream of tokens, and what follows each token: `dataset[i]` begins at token `i * stride`.
 
     data_path: JSON lines or plain text, or anything else that DatasetConfig.data_files takes. tokenizer: a BPETokenizer, a folder, a
-    Hub name. is_jsonl: whether the file is JSON lines; None goes by its name. content_field: of JSON lines, the column of text.
+    Hub name, or an object of your own with `encode(text)`, which gives ids or a dict with `input_ids`: its `eos_token_id`
+    stands between documents, and its tokens are kept where it has a `version`, which has to change when `encode` does.
+    is_jsonl: whether the file is JSON lines; None goes by its name. content_field: of JSON lines, the column of text.
     An item is `{"input_ids": Int32[seq_length], "labels": Int32[seq_length]}`, where labels[t] is the token behind input_ids[t]. Every item
     is full: what is left at the end of the stream is no item, but a row of the validation loader. Tokens are made once and stay on disk
     (docs/cache.md); an item is read when it is asked for.
@@ -111,7 +115,7 @@ class TransformerDataset:
     def __init__(
         self,
         data_path: Any,
-        tokenizer: BPETokenizer | TokenizerConfig | str | Path,
+        tokenizer: Any,
         seq_length: int,
         *,
         stride: int = 1,
@@ -121,7 +125,7 @@ class TransformerDataset:
         if stride < 1:
             raise ConfigError(at="stride", problem=f"{stride} tokens from one item to the next", fix="Give at least 1.")
         self.seq_length, self.stride = seq_length, stride
-        pipeline = stream(_dataset(data_path, content_field, is_jsonl), tokenizer, seq_length)
+        pipeline = stream(_dataset(data_path, content_field, is_jsonl), _encoder(tokenizer, content_field), seq_length)
         loader: Loader = pipeline.load(LoadStageConfig(batch_size=1, drop_last=False)).build()
         self._rows = loader.rows
         count = self._rows.num_rows or 0
@@ -146,7 +150,7 @@ class TransformerDataset:
 def create_dataloaders(
     train_path: Any,
     val_path: Any,
-    tokenizer: BPETokenizer | TokenizerConfig | str | Path,
+    tokenizer: Any,
     batch_size: int = 16,
     seq_length: int = 128,
     *,
@@ -164,7 +168,8 @@ def create_dataloaders(
     Rows follow each other in the stream without overlap, and labels are the tokens behind them, -100 where there is none. Training: the
     rows shuffled, another order every pass, a last batch that is not full left out. Validation: in order and complete, the last batch as
     short as it is, its last row padded. seed: of the training order; None draws one and logs it. num_workers, pin_memory,
-    persistent_workers, rank, world_size: as in DataLoaderConfig. Raises ConfigError where a stream has not one batch.
+    persistent_workers, rank, world_size: as in DataLoaderConfig.
+    tokenizer: as of TransformerDataset. Raises ConfigError where a stream has not one batch.
     """
     options = DataLoaderConfig(
         batch_size=batch_size,
@@ -180,8 +185,10 @@ def create_dataloaders(
     options = options.with_seed(drawing=True)
     load = options.load_options()
 
+    encoders = {train: _encoder(tokenizer, content_field) for train in (True, False)}
+
     def made(path: Any, order: int, *, train: bool) -> Loader:
-        pipeline = stream(_dataset(path, content_field, is_jsonl), tokenizer, seq_length, shuffle_seed=order if train else None)
+        pipeline = stream(_dataset(path, content_field, is_jsonl), encoders[train], seq_length, shuffle_seed=order if train else None)
         loader: Loader = pipeline.load(dataclasses.replace(load, drop_last=train)).build()
         return loader if world_size == 1 else loader.of_rank(rank, world_size)
 
@@ -190,19 +197,30 @@ def create_dataloaders(
 
 
 def stream(
-    dataset: DatasetConfig, tokenizer: BPETokenizer | TokenizerConfig | str | Path, seq_length: int, *, shuffle_seed: int | None = None
+    dataset: DatasetConfig, encoder: EncodeStage | TokenizerConfig | str, seq_length: int, *, shuffle_seed: int | None = None
 ) -> Pipeline:
     """The Pipeline that these faces are short for. shuffle_seed: of the order of rows; None leaves them as the stream has them."""
-    named = tokenizer.tokenizer.config if isinstance(tokenizer, BPETokenizer) else tokenizer
+    own = encoder if isinstance(encoder, EncodeStage) else None
     pack = PackStageConfig(seq_length=seq_length, strategy="stream", segments="row", shuffle_packed=shuffle_seed is not None)
     config = PipelineConfig(
         datasets=(dataset,),
-        default_tokenizer=str(named) if isinstance(named, Path) else named,
+        default_tokenizer=None if isinstance(encoder, EncodeStage) else encoder,
         seed=0 if shuffle_seed is None else shuffle_seed,
         order=OrderConfig(shuffle=False),
         pack=pack,
     )
-    return Pipeline(config).source().tokenize().add_stage(PackStage(pack, chosen=False))
+    pipeline = Pipeline(config).source()
+    pipeline = pipeline.tokenize() if own is None else pipeline.add_stage(own)
+    return pipeline.add_stage(PackStage(pack, chosen=False))
+
+
+def _encoder(tokenizer: Any, content_field: str) -> EncodeStage | TokenizerConfig | str:
+    """What `stream` encodes with. Raises ConfigError for what is no tokenizer."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.tokenizer.config
+    if is_own(tokenizer):
+        return EncodeStage(tokenizer, content_field)
+    return str(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer_config(tokenizer)
 
 
 def _dataset(data: Any, content_field: str, is_jsonl: bool | None) -> DatasetConfig:

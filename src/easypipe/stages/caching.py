@@ -110,7 +110,7 @@ def cache_folder_of(dataset: Any, source: ShardedSource, context: PipelineContex
     if not getattr(source, "cacheable", True):
         name = "?" if dataset is None else dataset.name
         log.warning(
-            "dataset %s: a function or source of your own has no version, so its tokens are made anew in every process",
+            "dataset %s: a function, source or tokenizer of your own has no version, so its tokens are made anew in every process",
             name,
         )
         return TemporaryFolder()

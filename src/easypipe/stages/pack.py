@@ -157,8 +157,8 @@ class PackedShardedSource(ShardedDataSource):
             )
         if mixture.paired:
             _check_pairs(config)
-        self.eos_token_ids = _eos(mixture, config)  # of each dataset; they differ where the tokenizers do
-        self.eos_token_id = self.eos_token_ids[0]
+        self.eos_token_ids = _eos(mixture, config)  # of each dataset; they differ where the tokenizers do; () where none is
+        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
         self.pad_token_id = _pad(mixture, config, self.eos_token_id)
         self._rows: dict[int | None, PlannedRows] = {}
 
@@ -222,7 +222,7 @@ class PackedShardedSource(ShardedDataSource):
             self._rows[num_epochs] = PlannedRows(
                 self.plan(num_epochs),
                 self.mixture.caches,
-                eos_token_id=self.eos_token_ids,
+                eos_token_id=self.eos_token_ids or None,
                 pad_token_id=self.pad_token_id,
                 seq_length=self.config.seq_length,
                 joined=self.joined,
@@ -281,7 +281,10 @@ def _check_pairs(config: PackStageConfig) -> None:
 
 
 def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
-    """The id that ends the documents of each dataset. Raises ConfigError where tokenizer and config disagree, or neither has one."""
+    """The id that ends the documents of each dataset. Raises ConfigError where tokenizer and config disagree, or neither has one.
+
+    (): rows are one segment each, and nothing ends the documents of the only dataset, which a warning says.
+    """
     given = config.eos_token_id
     found: list[int] = []
     for name, source in mixture.parts.items():
@@ -294,6 +297,9 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
                 fix=f"Leave it out, or give {own}.",
             )
         eos = own if given is None else given
+        if eos is None and info is not None and config.segments == "row" and len(mixture.parts) == 1:
+            logger.warning("dataset %s: %s has no end-of-sequence token, so nothing stands between its documents", name, info.tokenizer)
+            return ()
         if eos is None:
             whose = f"the tokenizer {info.tokenizer!r}" if info is not None else "what is known of the tokens"
             raise ConfigError(
@@ -304,12 +310,12 @@ def _eos(mixture: Mixture, config: PackStageConfig) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _pad(mixture: Mixture, config: PackStageConfig, eos: int) -> int:
+def _pad(mixture: Mixture, config: PackStageConfig, eos: int | None) -> int:
     if config.pad_token_id is not None:
         _in_vocabulary("pack.pad_token_id", config.pad_token_id, mixture)
         return config.pad_token_id
     info = token_info(next(iter(mixture.parts.values())))
-    return info.pad_token_id if info is not None and info.pad_token_id is not None else eos
+    return info.pad_token_id if info is not None and info.pad_token_id is not None else eos or 0
 
 
 def _in_vocabulary(at: str, token: int, mixture: Mixture) -> None:

@@ -295,7 +295,7 @@ def open_stream(
         shuffle_window=shuffle or config.shuffle_buffer_size is not None,
         window_docs=config.shuffle_buffer_size,
         pack=source.config.spec() if packed else None,
-        eos=None if not packed else source.eos_token_id if len(set(source.eos_token_ids)) == 1 else source.eos_token_ids,
+        eos=None if not packed else source.eos_token_id if len(set(source.eos_token_ids)) < 2 else source.eos_token_ids,
         schedule=schedule,
         unit=mixture.unit,
         block=None if mixture.schedule is None else mixture.schedule.block,

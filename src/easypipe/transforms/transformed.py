@@ -70,8 +70,8 @@ class TransformedSource(ShardedDataSource):
 
     @property
     def tokens(self) -> Any:
-        """Whose tokens the rows hold, where the source below knows."""
-        return getattr(self.source, "tokens", None)
+        """Whose tokens the rows hold, where the transform made them, or the source below knows."""
+        return getattr(self.transform, "tokens", None) or getattr(self.source, "tokens", None)
 
     @property
     def rows_are_bytes(self) -> bool:
