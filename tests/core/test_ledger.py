@@ -17,6 +17,15 @@ def test_a_closed_balance_passes_and_a_leak_raises() -> None:
         ledger.check()
 
 
+def test_too_much_is_as_wrong_and_joined_ledgers_keep_everything() -> None:
+    ledger, other = Ledger(facts={"a": 1}), Ledger(facts={"b": 2})
+    other.add("pack", "code", "tokens", into={"drawn": 5}, out={"placed": 7})
+    ledger.extend(other)
+    assert ledger.facts == {"a": 1, "b": 2}
+    with pytest.raises(LedgerError, match=r"pack\.code: 2 tokens too many"):
+        ledger.check()
+
+
 def test_json() -> None:
     ledger = Ledger(facts={"seconds": 1.5})
     ledger.add("tokenize", "a", "rows", into={"read": 0}, out={"written": 0})

@@ -81,6 +81,17 @@ def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path, size: int) 
     assert stamp == storage.checksum(tmp_path / "x") == storage.Stamp(num_bytes=size, checksum=xxhash.xxh3_128_hexdigest(content))
 
 
+def test_a_range_is_whole_or_an_error_and_temporaries_are_not_listed(tmp_path: Path) -> None:
+    storage.commit_bytes("memory://bucket/short", b"hello")
+    assert storage.read_range("memory://bucket/short", 1, 5) == b"ello"
+    with pytest.raises(StorageError, match="has 5 bytes, 3 to 9 were asked for"):
+        storage.read_range("memory://bucket/short", 3, 9)
+    with storage.commit_file(tmp_path / "file") as (temporary, _):
+        temporary.write_bytes(b"half")
+        assert storage.names_in(tmp_path) == []
+    assert storage.names_in(tmp_path) == ["file"]
+
+
 def test_errors_name_the_path(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"nothing: no such file"):
         storage.read_bytes(tmp_path / "nothing")

@@ -199,6 +199,12 @@ def test_a_plan_over_fewer_documents_than_the_cache_has_is_refused():
         PlannedRows(rows.plan, [MemoryCache(some_docs([5, 6, 7]))], EOS, PAD, 64)
 
 
+def test_rows_over_the_ends_of_documents_have_an_identity_of_their_own():
+    apart, joined = (plan_rows([MemoryCache(some_docs([5, 6]))], strategy="stream", joined=joined) for joined in (False, True))
+    assert apart.plan.fingerprint == joined.plan.fingerprint
+    assert apart.identity["plan"] != joined.identity["plan"]
+
+
 def test_what_pads_rows_is_part_of_their_identity():
     cache = MemoryCache(some_docs([5, 6]))
     rows = plan_rows([cache])

@@ -17,7 +17,7 @@ from easypipe.loader.rows import PlannedRows
 from easypipe.plan.pack import PackSpec
 from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 from easypipe.sources import mapping
-from easypipe.sources.blocks import BLOCK
+from easypipe.sources.blocks import BLOCK, INDEX, note_documents
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.stages.cache_writer import prepare
@@ -108,6 +108,23 @@ def test_a_block_is_checked_once_and_only_when_it_is_touched(whole: Path, tmp_pa
             cache.tokens(hurt)
     flip(file, middle)
     assert cache.tokens(hurt).tolist() == expected[hurt]
+
+
+def test_blocks_of_tokens_and_of_masks_are_noted_up_to_their_last_byte() -> None:
+    file, flags, offsets = np.zeros(5 * BLOCK, np.uint8), np.zeros(6, np.uint8), np.array([0, 7, 8 + BLOCK // 2])
+    at = [np.array([array.ctypes.data], np.uint64) for array in (file, offsets, file[3 * BLOCK - 8 :], file, flags)]  # masks stand behind
+    todo = np.zeros((2, 9), np.int64)
+
+    def noted(doc: int) -> list[int]:
+        count = note_documents(np.array([doc]), np.array([0, 2]), *at, 2, todo)
+        return todo[1, :count].tolist()
+
+    assert noted(0) == [INDEX]
+    flags[0] = 1
+    assert noted(0) == [0, 2]
+    assert noted(1) == [0, 1, 2, 3]
+    flags[1 + 3] = 1
+    assert noted(1) == [0, 1, 2]
 
 
 def test_a_manifest_without_checksums_of_blocks_still_opens(whole: Path, tmp_path: Path) -> None:

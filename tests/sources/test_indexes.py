@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -160,6 +161,42 @@ def test_a_file_that_grew_shorter_under_its_index(tmp_path: Path) -> None:
     path.write_bytes(lines(10))
     with pytest.raises(SourceError, match="changed after the source was made"):
         source.read(0, 90, 100)
+
+
+def test_fewer_records_than_its_index_says(tmp_path: Path) -> None:
+    """Neither its size nor its time tells that the file changed."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"n": 1}\n' * 4)
+    source, times = open_files(path), path.stat()
+    assert source.shards[0].num_rows == 4
+    path.write_bytes((b'{"n":' + b" " * 10 + b"1}\n") * 2)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(SourceError, match="changed after the source was made"):
+        source.read(0, 0, 4)
+
+
+def test_each_choice_of_columns_has_an_index_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1, "b": "x"}\n')
+    index_dir = tmp_path / "index"
+    assert open_files(tmp_path / "a.jsonl", index_dir=index_dir).select(["a"]).schema.names == ["a", ROW_NUMBER]
+    source = open_files(tmp_path / "a.jsonl", index_dir=index_dir)
+    assert source.schema.names == ["a", "b", ROW_NUMBER]
+    assert source.read(0, 0, 1).column("b").to_pylist() == ["x"]
+
+
+@pytest.mark.parametrize(("ending", "text"), [(".jsonl", '{"t": "x"}\n{"t": "y"}\n\n{"t": "z"}\n'), (".csv", "t\nx\ny\n\nz\n")])
+def test_a_blank_line_has_its_number_wherever_reading_begins(tmp_path: Path, ending: str, text: str) -> None:
+    (tmp_path / f"a{ending}").write_text(text)
+    found = open_files(tmp_path / f"a{ending}").scan(0, 1, 4)
+    assert [(reject.row, reject.reason) for reject in found.rejects] == [(2, "blank_line")]
+    assert found.batch.column(ROW_NUMBER).to_pylist() == [1, 3]
+
+
+@pytest.mark.parametrize(("ending", "pack"), [(".tsv", bytes), (".tsv.gz", gzip.compress)])
+def test_tabs_divide_tsv(tmp_path: Path, ending: str, pack) -> None:
+    (tmp_path / f"a{ending}").write_bytes(pack(b"a\tb\n1,5\tx\n"))
+    found = open_files(tmp_path / f"a{ending}").read(0, 0, 1)
+    assert (found.column("a").to_pylist(), found.column("b").to_pylist()) == (["1,5"], ["x"])
 
 
 def test_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,12 @@ def texts(source: ShardedSource) -> list[str]:
     return [text for i, shard in enumerate(source.shards) for text in source.read(i, 0, shard.num_rows or 0)["text"].to_pylist()]
 
 
+def test_parts_that_begin_elsewhere_are_other_shards() -> None:
+    """Tokens of the one would be taken for those of the other, whose rows have the same numbers."""
+    parts = [PartialSource(InMemoryShardedSource(ROWS), part) for _, part in map(parse_split, ("t[:10]", "t[10:20]", "t[20:30]")) if part]
+    assert len({part.shard_identity(0) for part in parts}) == 3
+
+
 def source_of(folder: Path, **options: object) -> ShardedSource:
     return Pipeline(pipelines.config(folder, datasets=[DatasetConfig(name="d", **options)])).source().get_data()["d"]  # type: ignore[arg-type]
 

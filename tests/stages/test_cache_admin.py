@@ -211,6 +211,26 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     assert locks.try_hold(path, exclusive=True) is not None
 
 
+def test_one_prepares_alone(tmp_path: Path) -> None:
+    with locks.preparing(tmp_path, "key", "a") as waited:
+        assert not waited
+        assert locks.try_hold(locks.writer_lock(tmp_path, "key"), exclusive=False) is None
+
+
+def test_a_lock_on_a_file_that_was_removed_before_it_was_locked_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened, removals = tmp_path / "a.lock", locks._open, [tmp_path / "a.lock"]
+
+    def removed_once(path: Path) -> int:
+        descriptor = opened(path)
+        if removals:
+            locks.remove(removals.pop())
+        return descriptor
+
+    monkeypatch.setattr(locks, "_open", removed_once)
+    with locks.hold(path, exclusive=True, what="nobody"):
+        assert locks.try_hold(path, exclusive=True) is None
+
+
 def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put(tmp_path, "a")
     for lock in (tmp_path / locks.FOLDER).iterdir():

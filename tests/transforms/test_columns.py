@@ -202,10 +202,11 @@ def test_rename_select_drop() -> None:
 def test_extract_goes_through_structs_and_lists() -> None:
     rows = [{"a": {"b": [{"c": "x"}, {"c": "y"}]}}, {"a": {"b": []}}, {"a": None}, {"a": {"b": [{"c": None}]}}]
     source = InMemoryShardedSource(rows)
-    made = Extract({"first": "a.b.0.c", "last": "a.b.-1.c", "third": "a.b.2"})(source.read(0, 0, 4))
-    assert made.select(["first", "last", "third"]).to_pydict() == {
+    made = Extract({"first": "a.b.0.c", "last": "a.b.-1.c", "before": "a.b.-2.c", "third": "a.b.2"})(source.read(0, 0, 4))
+    assert made.select(["first", "last", "before", "third"]).to_pydict() == {
         "first": ["x", None, None, None],
         "last": ["y", None, None, None],
+        "before": ["x", None, None, None],
         "third": [None] * 4,
     }
     assert one(Extract({"x": "a.b"}), **{"a.b": ["a name with a dot"]})["x"] == ["a name with a dot"]

@@ -12,7 +12,7 @@ import strategies
 from chat_support import SHARED, chat_tokenizer, needs_shared
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms import proof
-from easypipe.transforms.masked import MASKED_END, NO_END, TRAINED_END, encode_masked, token_mask
+from easypipe.transforms.masked import MASKED_END, NO_END, TRAINED_END, encode_masked, has_target, token_mask
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from strategies import examples
 from token_support import small_tokenizer
@@ -31,6 +31,10 @@ def test_a_token_that_reaches_into_a_range_is_a_target() -> None:
     assert token_mask(starts, stops, [[4, 6]]).tolist() == [0, 0, 0, 1, 0]
     assert token_mask(starts, stops, [[0, 1], [7, 8]]).tolist() == [1, 0, 0, 0, 1]
     assert token_mask(starts, stops, []).tolist() == [0] * 5
+
+
+def test_a_first_token_alone_is_nothing_to_train() -> None:
+    assert has_target(np.array([1, 0, 0, 1], np.uint8), np.array([0, 2, 2, 4, 4])).tolist() == [False, False, True, False]
 
 
 @examples(60)
