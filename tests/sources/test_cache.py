@@ -113,9 +113,10 @@ def test_damage_is_found(cache: TokenCache, tmp_path: Path) -> None:
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CacheError, match=r"damaged: checksum .* Delete the file and prepare the dataset again"):
         cache.verify()
-    victim.write_bytes(data[:-8])
-    with pytest.raises(CacheError, match=rf"{len(data) - 8} bytes, committed with {len(data)}\. Prepare the dataset again"):
-        TokenCache(cache.path)
+    for other in (data[:-8], data + b"x"):
+        victim.write_bytes(other)
+        with pytest.raises(CacheError, match=rf"{len(other)} bytes, committed with {len(data)}\. Prepare the dataset again"):
+            TokenCache(cache.path)
     victim.write_bytes(b"x" * len(data))
     with pytest.raises(CacheError, match="cannot be read"):
         TokenCache(cache.path)

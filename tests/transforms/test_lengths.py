@@ -307,6 +307,9 @@ def test_trim_prompt_first_keeps_what_is_trained(tmp_path: Path) -> None:
     assert text(ids).endswith("They do. They all do.<|im_end|>")
     ((ids, mask),) = found[1]
     assert (len(ids), sum(mask)) == (40, 40)
+    trained = sum(found[0][0][1])
+    exact = documents(tokenized(tmp_path, rows[:1], LengthPolicy(policy="trim_prompt_first", boundary="word"), trained, prompt=PAIR))
+    assert text(exact[0][0][0]) == "They all do.<|im_end|>", "what just fits is not cut at a word"
 
 
 @pytest.mark.parametrize(
