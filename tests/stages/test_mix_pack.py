@@ -285,6 +285,11 @@ def test_pad_outside_the_vocabulary(tmp_path: Path) -> None:
         mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=99999))
 
 
+def test_rows_that_are_padded_with_another_token_are_others(tmp_path: Path) -> None:
+    packs = (mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=pad)) for pad in (1, 2))
+    assert len({pack.get_data()["mixed"].fingerprint for pack in packs}) == 2
+
+
 def test_loss_masks_travel_with_their_tokens(tmp_path: Path) -> None:
     rows = [{INPUT_IDS: list(range(1, n + 1)), LOSS_MASK: [i % 2 for i in range(n)]} for n in (5, 9, 3, 12)]
     dataset = DatasetConfig(name="chat", data_files=rows, tokenizer=tokenizer())

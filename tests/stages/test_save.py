@@ -106,12 +106,16 @@ def test_saved_documents_of_a_mixture_keep_their_origin(tmp_path: Path) -> None:
 def test_text_can_be_saved_as_it_is(tmp_path: Path) -> None:
     """Rows that the source refuses are counted by reason, blank lines included."""
     path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a"}\n\n{"text": "b"}\nbroken\n')
-    dataset = DatasetConfig(name="x", data_files=path, on_error="skip")
-    report = Pipeline(config(tmp_path, datasets=[dataset])).source().save(SaveStageConfig(output_dir=tmp_path / "out")).build()
-    assert report.ledger.find("save", "x", "rows").into == {"read": 4}
-    assert report.ledger.find("save", "x", "rows").out == {"saved": 2, "blank_line": 1, "unparsable": 1}
-    assert pq.read_table(next((tmp_path / "out").glob("*.parquet"))).column("text").to_pylist() == ["a", "b"]
+    path.write_text('{"text": "a"}\n\n\n{"text": "b"}\nbroken\n{"text": "c"}\n')
+    dataset, save = DatasetConfig(name="x", data_files=path, on_error="skip"), SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)
+    for resumed in (0, 1):
+        report = Pipeline(config(tmp_path, datasets=[dataset])).source().save(save).build()
+        assert report.folders[0].resumed_shards == resumed
+        assert report.ledger.find("save", "x", "rows").into == {"read": 6}
+        assert report.ledger.find("save", "x", "rows").out == {"saved": 3, "blank_line": 2, "unparsable": 1}
+        shards = sorted((tmp_path / "out").glob("*.parquet"))
+        assert [pq.read_table(shard).column("text").to_pylist() for shard in shards] == [["a"], ["b", "c"]]
+        shards[1].unlink()
 
 
 # going on, being up to date, replacing
@@ -263,7 +267,9 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
 # shards
 
 
-@pytest.mark.parametrize(("size", "expected"), [(500, 500), ("500", 500), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("2gib", 2 << 30)])
+@pytest.mark.parametrize(
+    ("size", "expected"), [(500, 500), ("500", 500), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("2gib", 2 << 30), ("3MiB", 3 << 20)]
+)
 def test_sizes(size: int | str, expected: int) -> None:
     assert parse_bytes(size) == expected
 

@@ -209,7 +209,6 @@ class PackedShardedSource(ShardedDataSource):
     @property
     def fingerprint(self) -> str:
         more: list[Any] = (["provenance"] if self.mixture.provenance else []) + (["joined"] if self.joined else [])
-        more += [self.eos_token_ids] if len(set(self.eos_token_ids)) > 1 else []
         more += ["held"] if self.config.holds and self.mixture.has_loss_mask else []
         return digest("packed", self.plan().fingerprint, self.eos_token_id, self.pad_token_id, *more)
 
