@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from easypipe import DatasetConfig, Pipeline
 from easypipe.core.errors import SourceError
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import parquet, records, streams
@@ -26,6 +28,7 @@ from easypipe.sources.limit import LimitedSource
 from easypipe.sources.memory import InMemoryShardedSource
 from easypipe.sources.open import open_files
 from laws import assert_stateless_reads
+from pipelines import config
 from strategies import examples, row_cuts, text_tables
 
 
@@ -288,3 +291,18 @@ def test_an_arrow_stream_without_its_end_mark_is_told(tmp_path: Path, caplog: py
     assert ArrowShardedSource([str(path)]).shards[0].num_rows == 100 * kept
     (record,) = caplog.records
     assert f"x.arrow: an Arrow stream without its end mark: its {100 * kept} rows in {kept} batches are read" in record.getMessage()
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+def test_streams_without_their_end_mark_are_counted_in_the_ledger(tmp_path: Path, cut: int) -> None:
+    rows = pa.table({"text": ["one", "two"]})
+    for i in range(3):
+        with pa.OSFile(str(tmp_path / f"{i}.arrow"), "wb") as out, pa.ipc.new_stream(out, rows.schema) as writer:
+            writer.write_table(rows)
+            end = out.tell()
+        os.truncate(tmp_path / f"{i}.arrow", end) if i < cut else None
+    dataset = DatasetConfig(name="d", data_files=str(tmp_path / "*.arrow"), num_rows=5)
+    save = {"output_dir": tmp_path / "out"}
+    for _ in range(2):  # made, and found
+        report = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().save(save | {"overwrite": True}).build()
+        assert report.ledger.facts.get("tokenize.d.files_cut", 0) == cut

@@ -139,6 +139,9 @@ def show_report(report: SaveReport) -> None:
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
         console.print(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}", highlight=False)
+        if cut := facts.get(f"{name}.files_cut"):
+            what = f"{cut:,} file{'s' if cut > 1 else ''} without an end mark; how many rows are missing is not known"
+            console.print(f"{name.replace('.', ' ', 1)}: {what}", highlight=False)
     for name in [key.removesuffix(".fill") for key in facts if key.startswith("pack.") and key.endswith(".fill")]:
         rows, fill = facts[f"{name}.rows"], facts[f"{name}.fill"]
         console.print(f"{name.replace('.', ' ', 1)}: {rows:,} rows, {fill:.2%} of their slots filled", highlight=False)

@@ -61,7 +61,8 @@ class ArrowFormat:
                     at=file.path, problem=f"neither an Arrow file nor a stream: it begins with {head!r}", fix="Check its type."
                 )
         cuts = tuple(int(row) for row in np.unique(batches.first_row[:-1])) or (0,)
-        return Survey(num_rows=int(batches.first_row[-1]), cuts=cuts, schema=plain_schema(batches.schema, file.path), detail=batches)
+        schema = plain_schema(batches.schema, file.path)
+        return Survey(num_rows=int(batches.first_row[-1]), cuts=cuts, schema=schema, detail=batches, ended=batches.ended)
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         batches: _Batches = survey.detail

@@ -39,13 +39,15 @@ class Survey:
     """What one look over a file tells.
 
     num_rows: physical records. cuts: as Shard.cuts. schema: every column of the file, in plain types (schemas.plain_type).
-    detail: whatever the format needs in order to find rows again.
+    detail: whatever the format needs in order to find rows again. ended: False where the file stops without the mark of its end, so that
+    rows may be missing that nobody can count.
     """
 
     num_rows: int
     cuts: tuple[int, ...]
     schema: pa.Schema
     detail: Any = None
+    ended: bool = True
 
 
 class Rows(NamedTuple):
@@ -151,6 +153,11 @@ class FileSource(ShardedDataSource):
         twin.files = tuple(dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files])
         twin._lock, twin._opened = threading.Lock(), None
         return twin
+
+    @property
+    def files_cut(self) -> int:
+        """Files that stop without the mark of their end."""
+        return sum(not survey.ended for survey in self._open().surveys)
 
     def total_rows(self, shard: int) -> int | None:
         """Rows of the whole file; None for a head whose file nobody has counted."""
@@ -363,3 +370,10 @@ def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
 
 def _invalid(row: int, name: str) -> Reject:
     return Reject(row=row, reason="invalid_utf8", detail=f"column {name!r} is not UTF-8")
+
+
+def innermost(source: Any) -> Any:
+    """The source that reads the files, under whatever was put around it."""
+    while (inner := getattr(source, "source", None)) is not None:
+        source = inner
+    return source

@@ -19,7 +19,7 @@ import pyarrow as pa
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.protocols import Scan, Shard, ShardedDataSource
-from easypipe.sources.base import READER_VERSION, FileOptions, FileSource
+from easypipe.sources.base import READER_VERSION, FileOptions, FileSource, innermost
 from easypipe.sources.hub_layout import choose_files
 from easypipe.sources.hub_repo import BY_RANGES, HubRepo
 from easypipe.sources.open import FORMATS, require_text_files
@@ -127,6 +127,10 @@ class HuggingFaceShardedSource(ShardedDataSource):
     @property
     def shards(self) -> Sequence[Shard]:
         return self._open().shards
+
+    @property
+    def files_cut(self) -> int:
+        return getattr(innermost(self._open()), "files_cut", 0)
 
     @property
     def fingerprint(self) -> str:

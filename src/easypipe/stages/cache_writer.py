@@ -29,6 +29,7 @@ from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
 from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, counted, silent
+from easypipe.sources.base import innermost
 from easypipe.sources.blocks import TokenStamp, block_sums
 from easypipe.sources.cache import TokenCache
 from easypipe.sources.cache_folder import STATS, CacheFolder, folder_of
@@ -149,6 +150,7 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
             # of all of it; where some was done before, or elsewhere, these seconds say nothing about it
             **({} if job.done["ranges_reused"] else {"megabytes_per_second": round(totals.text_bytes / 1e6 / max(seconds, 1e-9), 1)}),
             "encoder": ", ".join(sorted(totals.encoders)),
+            **({"files_cut": cut} if (cut := getattr(innermost(source), "files_cut", 0)) else {}),
             **{name: job.done[name] for name in ("ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded")},
         },
     )

@@ -22,6 +22,7 @@ from easypipe.loader.streaming import StreamLoader, check_streams, default_strea
 from easypipe.loader.streaming_books import LOST
 from easypipe.loader.streaming_read import Loaded
 from easypipe.loader.streaming_spec import StreamSpec
+from easypipe.sources.base import innermost
 from easypipe.stages.caching import own_folder
 from easypipe.stages.mix import MixedShardedSource
 from easypipe.stages.mixture import Mixture
@@ -165,7 +166,7 @@ class ForwardDocuments:
         self._dataset = dataset
         self._on_error = "error" if dataset is None else dataset.on_error
         self.max_bad_rows = None if dataset is None else dataset.max_bad_rows
-        self._bytes: Any = _innermost(source)
+        self._bytes: Any = innermost(source)
         self._proving = threading.Lock()
         self._proved = not isinstance(source, TokenizedShardedSource) or source.form.masked
 
@@ -322,10 +323,3 @@ def _identity(mixture: Mixture, eos: int | tuple[int, ...] | None, pad: int) -> 
         "sources": digest([[name, source.fingerprint] for name, source in mixture.parts.items()]),
         "tokenizer": digest(["" if info is None else info.tokenizer_fingerprint for info in tokens], eos, pad),
     }
-
-
-def _innermost(source: Any) -> Any:
-    """The source that reads the files, under whatever was put around it."""
-    while (inner := getattr(source, "source", None)) is not None:
-        source = inner
-    return source
