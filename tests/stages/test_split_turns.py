@@ -20,6 +20,10 @@ ONCE = (
     "{{ message.content }}{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endgeneration %}{% else %}{{ message.content + '\\n' }}"
     "{% endif %}{% endfor %}"
 )
+OPEN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+    "{% if not loop.last %}{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+)
 
 
 def pipeline(folder: Path, rows: Any, pack: PackStageConfig | None, *, streaming: bool = False, **options: Any) -> Pipeline:
@@ -109,11 +113,14 @@ def test_what_is_trained_of_the_whole_alone_decides_what_pieces_train(tmp_path: 
     made.ledger().check()
 
 
-def test_what_a_template_writes_at_the_end_of_the_whole_ends_no_other_piece(tmp_path: Path) -> None:
-    said = [f"{word} {i}" for i in range(8) for word in ("fox", "Four")]
-    found = documents(tmp_path, [{"messages": talk(*said)}], PackStageConfig(seq_length=60), chat_template=ONCE)
+@pytest.mark.parametrize(("template", "once"), [(ONCE, True), (OPEN, False)], ids=["an end of the whole", "no end of the last turn"])
+def test_turns_end_as_they_do_in_the_whole(tmp_path: Path, template: str, once: bool) -> None:
+    rows = [{"messages": talk(*[f"{word} {i}" for i in range(8) for word in ("fox", "Four")])}]
+    ((_, _, trained, _),) = documents(tmp_path, rows, None, chat_template=template)
+    found = documents(tmp_path, rows, PackStageConfig(seq_length=60), chat_template=template)
     assert len(found) > 1
-    assert [piece[1].count("<|im_end|>") for piece in found] == [*[0] * (len(found) - 1), 1]
+    assert "".join(piece[2] for piece in found) == trained
+    assert trained.count("<|im_end|>") == (1 if once else 8)
     assert all(piece[3] for piece in found)
 
 

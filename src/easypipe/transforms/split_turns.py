@@ -133,26 +133,33 @@ def _measured(template: ChatTemplate, tried: Sequence[tuple[int, Request]], toke
 
 
 def _joined(whole: Rendered, pieces: Sequence[Rendered | Refused], tokenizer: Tokenizer) -> list[Rendered]:
-    """The pieces that have a target. What stands at the end of the whole alone, such as EOS, is the end of no other piece."""
-    text = whole.text.rstrip()
-    ends = [word for word in tokenizer.special_tokens if word and text.endswith(word) and whole.text.count(word) == 1]
+    """The pieces that have a target. The last turn of each but the last ends as it does in the whole, where it is no last turn."""
+    made = [(number, piece) for number, piece in enumerate(pieces) if isinstance(piece, Rendered)]
+    ends = np.cumsum([len(piece.spans) for _, piece in made])
+    aligned = len(made) > 0 and ends[-1] == len(whole.spans)
     found = []
-    for number, piece in enumerate(pieces):
-        if isinstance(piece, Refused):
-            continue
+    for (number, piece), end in zip(made, ends.tolist(), strict=True):
         if number < len(pieces) - 1:
-            stop = len(piece.text)
-            for word in ends:
-                if piece.text.rstrip().endswith(word):
-                    stop = piece.text.rindex(word)
-            spans = [[a, min(b, stop)] for a, b in piece.spans if a < stop]
-            piece = piece._replace(text=piece.text[:stop], spans=spans, end=OPEN, goes_on=True)
+            if aligned and piece.spans:
+                first, last = whole.spans[end - 1]
+                piece = _ended(piece, whole.text[first:last])
+            piece = piece._replace(end=OPEN, goes_on=True)
         if any(b > a for a, b in piece.spans):
             found.append(piece)
     if not found:
         return [whole]
     size, *sizes = _sizes([whole, *found], tokenizer, row=False).tolist()
     return [found[0]._replace(lost=size - sum(sizes)), *found[1:]]
+
+
+def _ended(piece: Rendered, trained: str) -> Rendered:
+    """trained: what the whole trains of the last turn that the piece does. A template may write an end of the whole behind it, or
+    leave out the end of a turn there."""
+    *before, (first, last) = piece.spans
+    here = piece.text[first:last]
+    if here == trained or not (here.startswith(trained) or trained.startswith(here)):
+        return piece
+    return piece._replace(text=piece.text[:first] + trained, spans=[*before, [first, first + len(trained)]])
 
 
 def _sizes(found: Sequence[Rendered], tokenizer: Tokenizer, *, row: bool = True) -> NDArray[np.int64]:
