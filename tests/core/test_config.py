@@ -121,6 +121,9 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
         parse_yaml("a: !!python/object/apply:os.system [ls]\n", at="x.yaml")
     with pytest.raises(ConfigError, match="no such file"):
         load_yaml(tmp_path / "absent.yaml")
+    path.write_bytes(b"lr: \xff")
+    with pytest.raises(ConfigError, match=r"not UTF-8 at byte 4\. Write the file anew"):
+        load_yaml(path)
 
 
 def test_overrides() -> None:
