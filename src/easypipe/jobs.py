@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from easypipe.core.config import from_dict
+from easypipe.core.config import from_dict, is_config
 from easypipe.core.errors import ConfigError, EasypipeError
 from easypipe.core.ledger import Ledger
 from easypipe.core.progress import ProgressLine
@@ -181,8 +181,8 @@ FROM_DATA = {"from", "fraction", "seed", "load"}
 
 
 def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the datasets of `data` on both sides, each
-    with `hold_out`. Raises ConfigError for other keys beside `from`.
+    """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the datasets of `data` (a config or its
+    values) on both sides, each with `hold_out`. Raises ConfigError for other keys beside `from`.
     """
     entries = values.get("eval") if isinstance(values.get("eval"), Mapping) else {}
     held = {name: entry for name, entry in (entries or {}).items() if isinstance(entry, Mapping) and "from" in entry}
@@ -199,21 +199,35 @@ def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
     if "fraction" not in entry:
         raise ConfigError(at=f"eval.{name}.fraction", problem="is missing", fix="Say how many of the rows: fraction: 0.01.")
     options = {key: entry[key] for key in ("fraction", "seed") if key in entry}
-    data = dict(values.get("data") or {})
-    sets = data.get("datasets") or ()
-    sets = [dict(dataset) for dataset in ([sets] if isinstance(sets, Mapping) else sets)]
+    data = values.get("data") or {}
+    sets = _of(data, "datasets") or ()
+    sets = list(sets) if isinstance(sets, list | tuple) else [sets]
+    if not all(isinstance(one, Mapping) or is_config(type(one)) for one in (data, *sets)):
+        return {"data": data, **values}  # which will be refused for what it is
     for i, dataset in enumerate(sets):
-        if dataset.get("hold_out") is not None:
+        if _of(dataset, "hold_out") is not None:
             raise ConfigError(at=f"data.datasets[{i}].hold_out", problem=f"is set by eval.{name}", fix="Leave one of them out.")
-    own: list[dict[str, Any]] = []
+    own: list[Any] = []
     for i, dataset in enumerate(sets, start=1):
-        rest = {key: value for key, value in dataset.items() if key not in ("save_path", "save_format")}
-        own.append(rest | {"hold_out": options | {"held": True}, "name": f"eval.{name}.{dataset.get('name') or f'dataset{i}'}"})
+        changes = {"hold_out": options | {"held": True}, "name": f"eval.{name}.{_of(dataset, 'name') or f'dataset{i}'}"}
+        own.append(_with(dataset, save_path=None, save_format=None, **changes))
     made: dict[str, Any] = {"datasets": own} | ({"load": entry["load"]} if "load" in entry else {})
     if len(own) > 1:
         made["mix"] = {"stop_strategy": "all_exhausted"}
-    of_data = [dataset | {"hold_out": options} for dataset in sets]
-    return {**values, "data": {**data, "datasets": of_data}, "eval": {**(entries or {}), name: made}}
+    of_data = [_with(dataset, hold_out=options) for dataset in sets]
+    return {**values, "data": _with(data, datasets=of_data), "eval": {**(entries or {}), name: made}}
+
+
+def _of(given: Any, option: str) -> Any:
+    """An option of a config, or of the values of one."""
+    return given.get(option) if isinstance(given, Mapping) else getattr(given, option, None)
+
+
+def _with(given: Any, **changes: Any) -> Any:
+    """The same with changes; of values, None takes a key away."""
+    if not isinstance(given, Mapping):
+        return dataclasses.replace(given, **changes)
+    return {key: value for key, value in {**given, **changes}.items() if key not in changes or value is not None}
 
 
 def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> None:

@@ -41,7 +41,7 @@ log = logging.getLogger("easypipe")
 class RunConfig:
     """data: what to train on. model: its vocab_size may be left to the tokenizer; with `pretrained`, a published model. eval: held-out
     data by name; what an entry leaves out of seed, cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is
-    read once, to its last row.
+    read once, to its last row. `{from: data, fraction: 0.01, seed: 7}` holds rows of `data` out.
     """
 
     data: PipelineConfig
@@ -52,7 +52,9 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of what is wrong."""
-        return from_dict(cls, with_hold_outs(apply_overrides(load_yaml(path), overrides)))
+        return from_dict(cls, apply_overrides(load_yaml(path), overrides))
+
+    written_out = staticmethod(with_hold_outs)
 
     def check(self) -> None:
         """Tells the data what `train` says of batches and passes."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from easypipe import ConfigError, DatasetConfig, Pipeline, PipelineConfig
+from easypipe import ConfigError, DatasetConfig, ModelConfig, Pipeline, PipelineConfig, RunConfig, Trainer, TrainingConfig
 from easypipe.cli.prepare import data_of
 from easypipe.jobs import prepare_data
 from pipelines import jsonl, texts, tokenizer
@@ -50,6 +51,31 @@ def test_a_run_holds_out_rows_of_its_data(tmp_path: Path, caplog: pytest.LogCapt
     assert rows[0]["written"] + rows[1]["written"] == 300
     assert rows[0]["filtered"] == rows[1]["written"] > 10
     assert "trained on too" not in caplog.text
+
+
+def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None:
+    held_out = {"from": "data", "fraction": 0.1, "seed": 7}
+    values = run(tmp_path, held_out)
+    wanted = data_of(values)
+    [dataset] = values["data"].pop("datasets")
+    data = PipelineConfig(datasets=(DatasetConfig(**dataset, save_path=str(tmp_path / "saved")),), **values["data"])
+    made = RunConfig(data=data, train=TrainingConfig(output_dir=str(tmp_path / "run"), steps=1), eval={"held": held_out})  # type: ignore[dict-item]
+    assert made.eval == wanted[1]
+    assert [one.hold_out for one in made.data.datasets] == [one.hold_out for one in wanted[0].datasets]
+    assert made.data.datasets[0].save_path is not None
+    assert dataclasses.replace(made, model=made.model) == made
+    with pytest.raises(ConfigError, match=r"data\.datasets\[0\]\.hold_out: is set by eval\.held"):
+        RunConfig(data=made.data, train=made.train, eval={"held": held_out})  # type: ignore[dict-item]
+    trainer = Trainer(
+        ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2),
+        data=data,
+        evals={"held": held_out},
+        output_dir=str(tmp_path / "run"),
+        steps=1,
+        batch_size=2,
+    )
+    assert trainer.evals[0].name == "held"
+    assert 0 < len(trainer.evals[0].loader) < len(trainer.train)
 
 
 def test_evaluating_on_trained_rows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

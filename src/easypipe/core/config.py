@@ -59,7 +59,10 @@ _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="f
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen keyword-only dataclass whose constructor validates every value."""
+    """Class decorator: a frozen keyword-only dataclass whose constructor validates every value.
+
+    A class may have a static method `written_out`, which gives the values that what was given is short for.
+    """
     made: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)  # pyright: ignore[reportCallIssue, reportArgumentType]
     validate = made.__init__
 
@@ -68,7 +71,7 @@ def config(cls: type[T]) -> type[T]:
         if args:
             raise ConfigError(at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made))
         hints = _hints(made)
-        values = _unaliased(made, values)
+        values = getattr(cls, "written_out", dict)(_unaliased(made, values))
         for key in values:
             if key not in hints:
                 raise ConfigError(at=key, problem="unknown key", have=_field_names(made), fix=meant(made, key))

@@ -27,7 +27,7 @@ from easypipe.train.trainer import Engine, TrainResult
 from easypipe.transforms.chat import Turns
 
 Data = PipelineConfig | DatasetConfig | Sequence[DatasetConfig] | str | Path
-_DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple)
+_DATA = (PipelineConfig, DatasetConfig, str, Path, list, tuple, Mapping)
 # Fields of TrainingConfig that are arguments from Python too: told apart by what is given.
 _EITHER = {"optimizer": OptimizerConfig, "loss": LossConfig, "callbacks": CallbacksConfig, "mesh": MeshConfig}
 _FIELDS = {one.name for one in dataclasses.fields(TrainingConfig)}
@@ -45,7 +45,7 @@ class Trainer(Engine):
         packed. A batch is the batch of one optimizer step.
     data: in place of `train`: a PipelineConfig, or a YAML file with one (a run's config: its `data`), or datasets. Tokenized and planned
         here, when the Trainer is made, unless that was done before. Its tokenizer, where it names none, is that of a published model.
-    evals: held-out data by name, each a loader or as `data`.
+    evals: held-out data by name, each a loader or as `data`; `{"from": "data", "fraction": 0.01, "seed": 7}` holds rows of `data` out.
     seq_length: tokens of a packed row of `data`; datasets alone need it. batch_size: rows of a batch; None: LoadStageConfig's.
     progress: hears how preparing goes; None: a line on the terminal.
     loss: a function of (module, batch), in place of next-token cross entropy: it gives the mean over the batch's targets, `(mean, {name:
@@ -108,12 +108,16 @@ class Trainer(Engine):
         if isinstance(model, str | Path):
             model = PretrainedConfig(pretrained=model)
         named = {"model": model} if isinstance(model, ModelConfig | PretrainedConfig) else {}
-        held_out = {name: one for name, one in (evals or {}).items() if isinstance(one, _DATA)}
+        held_out: dict[str, Any] = {
+            name: one if isinstance(one, Mapping) else _pipeline(f"evals.{name}", one, None, None)
+            for name, one in (evals or {}).items()
+            if isinstance(one, _DATA)
+        }
         loaded = {name: one for name, one in (evals or {}).items() if name not in held_out}
         run = RunConfig(
             data=_pipeline("data", data, seq_length, batch_size),
             train=config,
-            eval={name: _pipeline(f"evals.{name}", one, None, None) for name, one in held_out.items()},
+            eval=held_out,
             **named,
         )
         inputs = inputs_of(run, progress=ProgressLine() if progress is None else progress, model=model, evals=loaded, **options)
