@@ -203,7 +203,7 @@ def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
     sets = _of(data, "datasets") or ()
     sets = list(sets) if isinstance(sets, list | tuple) else [sets]
     if not all(isinstance(one, Mapping) or is_config(type(one)) for one in (data, *sets)):
-        return {"data": data, **values}  # which will be refused for what it is
+        return {**values, "eval": {}}  # the data will be refused for what it is
     for i, dataset in enumerate(sets):
         if _of(dataset, "hold_out") is not None:
             raise ConfigError(at=f"data.datasets[{i}].hold_out", problem=f"is set by eval.{name}", fix="Leave one of them out.")

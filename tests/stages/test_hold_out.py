@@ -66,6 +66,8 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     assert dataclasses.replace(made, model=made.model) == made
     with pytest.raises(ConfigError, match=r"data\.datasets\[0\]\.hold_out: is set by eval\.held"):
         RunConfig(data=made.data, train=made.train, eval={"held": held_out})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"^data: "):
+        RunConfig(data="files", train=made.train, eval={"held": held_out})  # type: ignore[arg-type, dict-item]
     trainer = Trainer(
         ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2),
         data=data,
