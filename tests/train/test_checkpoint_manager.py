@@ -105,6 +105,8 @@ def test_the_newest_and_the_best_stay(tmp_path: Path, mode: Any, kept: list[int]
         assert [path.name for path in manager.all()] == [str(step) for step in kept]
         assert manager.latest() == last
         assert manager.best() == tmp_path / str(best)
+        manager.save(model={"w": jnp.float32(0)}, metrics={"loss": 0.1 if mode == "min" else 0.9})
+        assert manager.best() == tmp_path / str(best), "the earlier one of two alike"
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
