@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import pipelines
 from easypipe import DatasetConfig, LengthPolicy, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, TokenizerConfig
-from easypipe.core.errors import BudgetError, ConfigError, SourceError
+from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.streaming import StreamLoader
 from easypipe.loader.streaming_read import Place
@@ -290,6 +290,8 @@ def test_a_state_with_everything_in_it_is_small() -> None:
     worst = StreamState(1 << 40, 1000, ((1 << 61) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),), (1 << 20,))
     assert len(worst.to_text()) <= 48
     assert StreamState.from_text(worst.to_text(), 1) == worst
+    with pytest.raises(StateError, match="cut short"):  # in its last number, of bad rows, without which it would be one of none
+        StreamState.from_text(worst.to_text()[:-1], 1)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -178,7 +178,7 @@ def test_fewer_records_than_its_index_says(tmp_path: Path) -> None:
 def test_each_choice_of_columns_has_an_index_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1, "b": {"c": "x"}}\n')
     index_dir = tmp_path / "index"
-    assert open_files(tmp_path / "a.jsonl", index_dir=index_dir).select(["a"]).schema.names == ["a", ROW_NUMBER]
+    assert open_files(tmp_path / "a.jsonl", columns=["a"], index_dir=index_dir).schema.names == ["a", ROW_NUMBER]
     source = open_files(tmp_path / "a.jsonl", index_dir=index_dir)
     assert source.schema.names == ["a", "b", ROW_NUMBER]
     assert source.read(0, 0, 1).column("b").to_pylist() == [{"c": "x"}]
