@@ -105,6 +105,21 @@ def test_what_is_added_to_the_loss_is_not_in_nll(option):
     assert abs(float(more.loss_sum) - float(plain.loss_sum)) > 0.01
 
 
+def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is():
+    class Origin(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.zeros(2))
+
+    with states.on(MESH):
+        layout = states.layout_of(nnx.eval_shape(Origin), MESH)
+        optimizer = make_optimizer(OptimizerConfig(clip_norm=None), 50, layout.decays)
+        step = make_train_step(layout, optimizer, None, lambda model, batch: jnp.sqrt((model.w[...] ** 2).sum()))  # its slope is 0 / 0
+        state, measured = step(states.init_state(Origin, layout, optimizer), place_batch(Arithmetic().batch(1), MESH))
+    assert (float(measured["loss"]), int(measured["updates"])) == (0.0, 0)
+    assert np.isnan(measured["grad_norm"])
+    assert np.asarray(state.params["w"]).tolist() == [0.0, 0.0]
+
+
 def test_dropout_draws_anew_each_step_and_not_in_evaluation():
     layout, _, _, fresh = compiled(dropout=0.5)
     assert {name for name in layout.rest if name.endswith("count")}

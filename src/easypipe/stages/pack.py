@@ -233,7 +233,6 @@ class PackedShardedSource(ShardedDataSource):
         assert shard == 0, f"packed rows are one shard, not {shard + 1}"
         numbers = np.arange(start, stop, dtype=np.int64)
         rows = self.rows().gather(numbers)
-        rows.setdefault(LOSS_MASK, (rows[SEGMENT_IDS] > 0).astype(np.int32))  # no document of a dataset with masks was drawn
         offsets = pa.array(np.arange(stop - start + 1, dtype=np.int64) * self.config.seq_length)
         arrays = []
         for field in self.schema:
