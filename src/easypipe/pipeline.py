@@ -30,6 +30,7 @@ from easypipe.stages.load import LoadStage
 from easypipe.stages.mix import MixStage, MixStageConfig
 from easypipe.stages.pack import PackStage, PackStageConfig
 from easypipe.stages.plan_report import PlanReport, is_prepared, plan_report
+from easypipe.stages.prompt_rows import PromptForm
 from easypipe.stages.recipes import remember
 from easypipe.stages.repair import Verification, repair
 from easypipe.stages.save import SaveReport, SaveStage, SaveStageConfig
@@ -125,7 +126,9 @@ class Pipeline:
 
     def pack(self, config: PackStageConfig | Mapping[str, Any] | None = None) -> Self:
         """Documents to rows of `seq_length` tokens."""
-        return self._add(PackStage(self._choose(config, PackStageConfig, "pack")))
+        chosen = self._choose(config, PackStageConfig, "pack")
+        self._cut_for(chosen)
+        return self._add(PackStage(chosen))
 
     def save(self, config: SaveStageConfig | Mapping[str, Any] | None = None) -> Self:
         """Marks this place of the chain to be written when the pipeline is built."""
@@ -341,6 +344,21 @@ class Pipeline:
             for source in self.tokenized().values():
                 source.when_made = functools.partial(remember, stages=chain, context=self._context, folder=source.folder)
         return self
+
+    def _cut_for(self, pack: PackStageConfig) -> None:
+        """Has tokenize() cut conversations for the rows of `pack`, where it was told of others. Stages move
+        no rows, so those since then are added anew; one of the user's own is not run twice."""
+        at = max((i for i, step in enumerate(self._plan) if isinstance(step.stage, TokenizeStage)), default=len(self._plan))
+        steps = self._plan[at:]
+        room = pack.seq_length if pack.holds else None
+        forms = [source.form for source in self.tokenized().values()] if steps else []
+        told = all(form.room == room for form in forms if isinstance(form, PromptForm) and form.splits)
+        if told or any(_is_own(step.stage) for step in steps):
+            return
+        self._context = dataclasses.replace(self._context, config=dataclasses.replace(self._context.config, pack=pack))
+        self._plan = self._plan[:at]
+        for step in steps:
+            self._add(step.stage)
 
     def _sources(self, stage: BaseStage, made: Any) -> dict[str, ShardedSource]:
         """What a stage of the user's made, each a source that every stage knows how to read."""

@@ -67,7 +67,7 @@ def batches(
     more: dict[str, Any] = {"streaming": True, "num_streams": 1} if streaming else {}
     config = PipelineConfig(datasets=[dataset(data, **options)], load=load, seed=3, cache_dir=folder, **more)
     pipeline = Pipeline.from_config(config).source().tokenize()
-    pipeline = pipeline.pack(pack) if pack is not None else pipeline  # which tokenize() does not know, so no turns are cut
+    pipeline = pipeline.pack(pack) if pack is not None else pipeline
     return [{name: np.asarray(values) for name, values in batch.items()} for batch in pipeline.load().build()]
 
 
@@ -299,7 +299,7 @@ def test_masks_reach_the_labels_through_packing(tmp_path: Path, strategy: Any) -
 @pytest.mark.parametrize("oversize", ["split", "truncate", "drop"])
 def test_the_ledger_knows_what_is_trained_and_what_is_masked(tmp_path: Path, oversize: Any) -> None:
     """placed = targets + masked + segment starts, and the targets are the labels that a loader gives."""
-    rows, text = talks(20), [{"text": "the quick brown fox " * n} for n in range(1, 12)]
+    rows, text = exchanges(20), [{"text": "the quick brown fox " * n} for n in range(1, 12)]
     datasets = [dataset(rows), DatasetConfig(name="text", data_files=text, tokenizer=chat_tokenizer())]
     pack = PackStageConfig(seq_length=60, oversize=oversize)
     mix = {"weights": {"chat": 0.5, "text": 0.5}, "stop_strategy": "all_exhausted"}
@@ -323,8 +323,13 @@ def _mask_of(batch: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros_like(batch[LABELS][:, :1]), batch[LABELS][:, :-1] >= 0], axis=1)
 
 
+def exchanges(count: int) -> list[dict[str, Any]]:
+    """A question and an answer each, so that no row of packing cuts them between turns."""
+    return [{"messages": talk("fox " * (1 + i % 5), f"{i} Four. " * (1 + i % 9))} for i in range(count)]
+
+
 def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
-    rows = talks(20)
+    rows = exchanges(20)
     whole = documents(tokenized(tmp_path, rows))
     assert min(len(mask) for _, mask in whole) < 60 < max(len(mask) for _, mask in whole)
     for oversize in ("split", "asked", "truncate", "drop"):

@@ -87,6 +87,18 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
     assert targets(forward) == trained
 
 
+def test_pack_tells_tokenize_its_rows_however_it_is_called(tmp_path: Path) -> None:
+    rows = [{"messages": talk(*[f"{word} {i}" for i in range(8) for word in ("fox", "Four")])}]
+    pack, more = PackStageConfig(seq_length=60), PackStageConfig(seq_length=60, train_continued=True)
+    expected = targets(pipeline(tmp_path, rows, pack))
+    for config, called in ((None, pack), (PackStageConfig(seq_length=90), pack), (more, pack)):
+        before = pipeline(tmp_path, rows, config)
+        assert sum(int((np.asarray(b[LABELS]) >= 0).sum()) for b in before.copy().mix().pack(called).load().build()) == expected
+        assert before.get_data()["chat"].fingerprint == pipeline(tmp_path, rows, config).get_data()["chat"].fingerprint
+    whole = pipeline(tmp_path, rows, pack).pack(more)
+    assert whole.tokenized()["chat"].fingerprint == pipeline(tmp_path, rows, None).tokenized()["chat"].fingerprint
+
+
 def test_an_exchange_that_is_longer_than_a_row_stays_whole_and_is_trained_in_its_first_row(tmp_path: Path) -> None:
     rows = [{"messages": talk("fox", "Four.", "fox", "fox " * 90, "Sure?", "Yes", system="Be brief.")}]
     pack = PackStageConfig(seq_length=60)

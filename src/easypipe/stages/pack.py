@@ -35,7 +35,7 @@ class PackStageConfig:
     enabled: False skips the stage.
     strategy: `stream` lays documents one behind the other and cuts them wherever a row ends; the others cut only what is longer than a row.
     num_packers: open rows that `pool` keeps (16 where it is None); it has no effect on other strategies, which a warning says.
-    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`. Where the pipeline's config says `split`,
+    oversize: what becomes of a document longer than a row; `stream` refuses all but `split`. Under `split`,
         tokenize() cuts conversations between turns to fit rows, unless they have a max_length or a length of their own.
     train_continued: with `split`, a document that begins with what is no target (a prompt, or the first turn of a conversation) is trained
         in the pieces behind its first too, which stand in other rows, without that prompt. Elsewhere they have no targets.
@@ -262,7 +262,7 @@ def _tell_uncut(mixture: Mixture, seq_length: int) -> None:
         if getattr(form, "splits", False) and getattr(form, "room", None) != seq_length:
             logger.info(
                 "dataset %s: conversations longer than a row of %d tokens are trained in their first row alone: tokenize() cuts them"
-                " between turns where the pipeline's config has this pack",
+                " between turns only where no stage of your own stands in between",
                 name,
                 seq_length,
             )
