@@ -445,5 +445,7 @@ def _close(rows: Any) -> None:
 
 
 def _has(data: Any, name: str) -> bool:
-    """Whether it has a member, without asking for its value: that may open files."""
-    return inspect.getattr_static(data, name, None) is not None
+    """Whether it has a member, without asking for its value: that may open files. Only what hands members on is asked for them."""
+    missing = object()
+    found = inspect.getattr_static(data, name, missing)
+    return found is not None if found is not missing else hasattr(type(data), "__getattr__") and getattr(data, name, None) is not None
