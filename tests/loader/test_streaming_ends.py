@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 import pipelines
 from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline
+from easypipe.core.protocols import Shard
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.streaming import StreamLoader
-from easypipe.loader.streaming_read import deal
+from easypipe.loader.streaming_read import Deal, deal
 from easypipe.plan.turns import NEVER, given_by, rows_before
 from laws import assert_conserved, assert_exact_resume, assert_same_batch, assert_same_batches
 from strategies import examples
@@ -178,6 +180,14 @@ def test_work_is_dealt_by_bytes(sizes: list[int], forward: bool, streams: int) -
     assert not sizes or loads.max() - loads.min() <= (4 * piece if forward else max(sizes))
     equal = deal(np.full(3 * streams, 77), np.zeros(3 * streams, bool), streams, piece)
     assert (equal == np.arange(3 * streams) % streams).all()
+
+
+def test_every_pass_deals_in_an_order_of_its_own() -> None:
+    shards = tuple(Shard(name=f"{i}", num_rows=1, num_bytes=100) for i in range(50))
+    made = Deal(SimpleNamespace(name="d", shards=shards), 1, seed=1, shuffle=True)  # type: ignore[arg-type]
+    passes = [[made.entry(epoch, position)[0] for position in range(50)] for epoch in range(3)]
+    assert all(sorted(one) == list(range(50)) for one in passes)
+    assert len(set(map(tuple, passes))) == 3
 
 
 def test_weights_follow_the_step_through_the_hand_over(tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from easypipe import DatasetConfig, LengthPolicy, LoadStageConfig, MixStageConfi
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.streaming import StreamLoader
+from easypipe.loader.streaming_draw import placed_tokens
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
+from easypipe.plan.pack import PackSpec
 from laws import assert_conserved, assert_exact_resume, assert_no_new_threads, assert_same_batches
 from strategies import examples
 
@@ -284,6 +286,11 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
                 run(most)
             found.append((reached, str(raised.value)))
         assert found[0] == found[1]
+
+
+def test_documents_weigh_what_is_placed_of_them() -> None:
+    for oversize, placed in (("split", [3, 9]), ("truncate", [3, 8]), ("drop", [3, 0])):
+        assert placed_tokens(np.array([3, 9]), PackSpec(seq_length=8, oversize=oversize)).tolist() == placed  # type: ignore[arg-type]
 
 
 def test_a_state_with_everything_in_it_is_small() -> None:

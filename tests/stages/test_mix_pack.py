@@ -129,6 +129,16 @@ def test_plan_checkpoints_are_kept_and_give_the_same_rows(tmp_path: Path) -> Non
     assert again.read(0, 0, rows).equals(first.read(0, 0, rows))
 
 
+def test_checkpoints_that_were_found_later_are_kept_too(tmp_path: Path) -> None:
+    first, again = (mixed(tmp_path).pack(PackStageConfig(seq_length=64)).get_data()["mixed"] for _ in range(2))
+    plan = first.plan()
+    first.mixture.remember(plan)
+    assert plan.num_rows
+    first.mixture.remember(plan)
+    assert again.plan().checkpoints() == plan.checkpoints()
+    assert len(plan.checkpoints()) > 1
+
+
 @pytest.mark.parametrize("oversize", ["split", "error"])
 def test_the_first_batch_needs_one_window_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oversize: str) -> None:
     """All are looked at before it only where a document that is longer than a row is an error."""
