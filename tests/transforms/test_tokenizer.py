@@ -94,6 +94,16 @@ def test_special_tokens_come_from_the_post_processor(shared_data: Path) -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (1, 2, 32000)
 
 
+def test_special_tokens_on_both_sides_are_counted(tmp_path: Path) -> None:
+    shutil.copytree(small_tokenizer_folder(), tmp_path / "t")
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
+    pad = made.token_to_id("<|pad|>")
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<|pad|> $A <|pad|>", special_tokens=[("<|pad|>", pad)])
+    made.save(str(tmp_path / "t" / "tokenizer.json"))
+    encoded = load_tokenizer(str(tmp_path / "t")).encode_column(pa.array(["hi", "", "hello"]))
+    assert encoded.added == np.count_nonzero(encoded.ids == pad) == 6
+
+
 @pytest.mark.shared
 def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "olmo_neox"))  # has no tokenizer_config.json
