@@ -153,6 +153,18 @@ def test_a_resumed_run_conserves_and_labels_what_it_reads(tmp_path: Path, segmen
         assert read == total - stop
 
 
+def test_documents_that_are_read_again_for_a_state_are_in_the_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows end inside of what is read at a time."""
+    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", 7)
+    first, again = (build(tmp_path, datasets=lists({"code": 120}), mix=None, num_streams=1) for _ in range(2))
+    for _ in itertools.islice(first, 5):
+        pass
+    again.restore(first.state())
+    assert list(again)
+    assert_conserved(again.ledger())
+    assert again.ledger().find("mix", "code", "documents").out["before the state"] > 0
+
+
 def test_the_last_label_of_a_row_is_the_first_token_of_the_next(tmp_path: Path) -> None:
     """Where the document goes on there, across windows too; in rows of one segment always."""
     options: dict[str, Any] = {"datasets": lists({"code": 50, "docs": 50}, 90), "num_streams": 1, "load": {"shuffle_buffer_size": 4}}
