@@ -2,26 +2,33 @@
 
 Each stage runs in a process of its own, on real text and on text without repetitions (high entropy): prepare (text to the token cache),
 save (the cache to packed parquet), load (a pass over packed rows of the cache, in batches) and streaming (a pass over the text itself).
-Text is repeated where there is too little of it. Needs four times the largest size in the temporary folder, and gives it back.
+`row-group` is real text in one parquet row group, `long-line` real text in JSON lines of which one has 60 MB. Text is repeated where there
+is too little of it. Needs four times the largest size in the temporary folder, and gives it back.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from _common import AnonymousMemory, Report, anonymous_bytes, arguments, documents, table, text_parquet, tokenizer_folder
 from tokenizing import high_entropy
 
 STAGES = ("prepare", "save", "load", "streaming")
 SEQ_LENGTH = 2048
+LONG_LINE = 60_000_000  # characters
 MOST_MORE = 256.0  # MB that the larger size may take more: an encoder is made anew after 256 MB of text, so 100 MB do not fill its caches
 
 
@@ -70,10 +77,35 @@ def measured(task: dict[str, Any]) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def one_row_group(folder: Path, texts: Sequence[str], num_bytes: int) -> list[Path]:
+    """All of the text in one row group."""
+    file = folder / "one.parquet"
+    parts = text_parquet(folder, texts, num_bytes, files=8)
+    with pq.ParquetWriter(file, pq.read_schema(parts[0])) as writer:
+        writer.write_table(pa.concat_tables([pq.read_table(part) for part in parts]), row_group_size=1 << 40)
+    for part in parts:
+        part.unlink()
+    assert pq.ParquetFile(file).metadata.num_row_groups == 1
+    return [file]
+
+
+def one_long_line(folder: Path, texts: Sequence[str], num_bytes: int) -> list[Path]:
+    file, written = folder / "long.jsonl", 0
+    with file.open("w", encoding="utf-8") as lines:
+        for number, text in enumerate(itertools.cycle(texts)):
+            if number == 100:
+                text = " ".join(itertools.islice(itertools.cycle(texts), 1 + LONG_LINE // (sum(map(len, texts)) // len(texts))))[:LONG_LINE]
+            written += lines.write(json.dumps({"text": text}) + "\n")
+            if written >= num_bytes:
+                return [file]
+    raise AssertionError
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--sizes", type=int, nargs=2, default=(100, 2000), metavar="MB", help="of text")
-    parser.add_argument("--kinds", nargs="+", default=["real", "high-entropy"], choices=["real", "high-entropy"])
+    kinds = ("real", "high-entropy", "row-group", "long-line")
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
     parser.add_argument("--child", help="used for the processes that are measured")
     options = parser.parse_args()
@@ -85,7 +117,12 @@ def main() -> None:
         scratch = Path(folder)
         texts = documents(options.text)
         tokenizer = tokenizer_folder(scratch, texts)
-        writers = {"real": functools.partial(text_parquet, texts=texts, files=8), "high-entropy": high_entropy}
+        writers = {
+            "real": functools.partial(text_parquet, texts=texts, files=8),
+            "high-entropy": high_entropy,
+            "row-group": functools.partial(one_row_group, texts=texts),
+            "long-line": functools.partial(one_long_line, texts=texts),
+        }
         for kind in options.kinds:
             peaks: dict[str, list[float]] = {}
             for megabytes in options.sizes:
