@@ -80,6 +80,7 @@ def main() -> int:
         for group, values in found.items():
             whole = {**(kept(group) if given.only else {}), **values}
             text = json.dumps(dict(sorted(whole.items())), indent=1, ensure_ascii=False, sort_keys=True)
+            (HERE / "expected").mkdir(exist_ok=True)
             (HERE / "expected" / f"{group}.json").write_text(text + "\n", encoding="utf-8")
     print(f"{len(chosen)} cases, {failed} failed, {changed} values changed" + (", kept as they are now" if given.write else ""))
     return int(failed > 0 or (changed > 0 and not given.write))

@@ -116,8 +116,8 @@ def interleaved(folder: Path) -> Any:
     """What `block_mixture_interleave` gives of two sources, in which order; with a seed and another, and in file order."""
     data = Pipeline(config(folder)).source().get_data()
     found = {}
-    for name, options in {"seed 1": {"seed": 1}, "seed 2": {"seed": 2}, "in order": {"shuffle": False}}.items():
-        source = block_mixture_interleave(data, {"code": 0.7, "docs": 0.3}, block_size=10, **options)
+    for name, options in {"seed 1": {"seed": 1}, "seed 2": {"seed": 2}, "in order": {}}.items():
+        source = block_mixture_interleave(data, {"code": 0.7, "docs": 0.3}, 10, stop_strategy="all_exhausted", **options)
         rows = [source.read(shard, 0, info.num_rows).column("text").to_pylist() for shard, info in enumerate(source.shards)]
         found[name] = {"rows": sum(map(len, rows)), "first": rows[0][:3], "all": digest(rows)}
     return found
