@@ -73,11 +73,13 @@ def without(text: str, *folders: Path) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses and paths as JSON holds them."""
+    """Dataclasses, paths and functions as JSON holds them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, list | tuple | range | set | frozenset):
         return [plain(one) for one in value]
     return value.item() if isinstance(value, np.generic) else value if isinstance(value, str | int | float | bool | None) else str(value)
