@@ -221,7 +221,9 @@ def saved(folder: Path, name: str) -> Any:
     pipeline = chain(SAVED[name](folder))
     report = pipeline.build()
     source = load_saved(folder / "out")
-    shards = {Path(info.name).name: [info.num_rows, digest(source.read(shard, 0, info.num_rows))] for shard, info in enumerate(source.shards)}
+    shards = {}
+    for shard, info in enumerate(source.shards):
+        shards[Path(info.name).name] = [info.num_rows, digest(source.read(shard, 0, info.num_rows))]
     again = PipelineConfig(
         datasets=[DatasetConfig(name="again", data_files=str(folder / "out"))],
         default_tokenizer=str(TOKENIZER),
