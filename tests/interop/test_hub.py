@@ -12,7 +12,7 @@ import pytest
 import easypipe
 from easypipe import ConfigError, DatasetConfig, PackStageConfig, Pipeline, SaveReport, SaveStageConfig, StorageError, load_saved
 from easypipe.core.config import digest, to_dict
-from easypipe.stages.card import CARD
+from easypipe.stages.card import CARD, HUB_CARD, YAML
 from easypipe.stages.saved import MANIFEST, SavedSource
 from hub_server import Hub
 from pipelines import config
@@ -49,14 +49,14 @@ def test_a_pushed_folder_loads_again_from_the_hub(tmp_path: Path, hub: Hub) -> N
     assert repo.private
     assert (pushed.repo_id, pushed.revision, pushed.commit, pushed.up_to_date) == (REPO, "main", repo.heads["main"], False)
     assert pushed.num_files == 4
-    assert pushed.num_bytes == sum(len(data) for name, data in repo.branches["main"].items() if name != CARD)
+    assert pushed.num_bytes == sum(len(data) for name, data in repo.branches["main"].items() if name != HUB_CARD)
     here = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     there = repo.branches["main"]
-    assert there.keys() == here.keys()
+    assert there.keys() == (here.keys() - {CARD, YAML}) | {HUB_CARD}
     assert {name: data for name, data in there.items() if name.startswith("part-")} == {
         n: d for n, d in here.items() if n.startswith("part-")
     }
-    assert f'load_saved("hf://datasets/{REPO}")'.encode() in there[CARD]
+    assert f'load_saved("hf://datasets/{REPO}")'.encode() in there[HUB_CARD]
     again = load_saved(f"hf://datasets/{REPO}", {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True})
     assert rows(again) == rows(load_saved(tmp_path / "out"))
     assert again.fingerprint == load_saved(tmp_path / "out").fingerprint
@@ -97,11 +97,11 @@ def test_another_state_replaces_the_shards_of_the_first(tmp_path: Path, hub: Hub
     save(tmp_path)
     there = hub.repos[REPO].branches["main"]
     there["notes.txt"] = b"mine"
-    there[CARD] = b"# My own words"
+    there[HUB_CARD] = b"# My own words"
     save(tmp_path, "other", num_shards=2)
     assert sum(name.startswith("part-") for name in there) == 2
     assert there["notes.txt"] == b"mine"
-    assert there[CARD] == b"# My own words"
+    assert there[HUB_CARD] == b"# My own words"
     assert len(load_saved(f"hf://datasets/{REPO}", {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True}).shards) == 2
 
 
@@ -109,11 +109,11 @@ def test_several_datasets_in_one_repository(tmp_path: Path, hub: Hub) -> None:
     pipeline = Pipeline(config(tmp_path)).source().tokenize()
     pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", push_to_hub=True, hub_repo_id=REPO, hub_token=TOKEN)).build()
     there = hub.repos[REPO].branches["main"]
-    assert {name.partition("/")[0] for name in there} == {"code", "docs", CARD}
+    assert {name.partition("/")[0] for name in there} == {"code", "docs", HUB_CARD}
     options = {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True}
     for name in ("code", "docs"):
         assert rows(load_saved(f"hf://datasets/{REPO}/{name}", options)) == rows(load_saved(tmp_path / "out" / name))
-    assert b"path: docs/part-" in there[CARD]
+    assert b"path: docs/part-" in there[HUB_CARD]
 
 
 def test_a_branch_of_ones_own(tmp_path: Path, hub: Hub) -> None:

@@ -125,7 +125,7 @@ class PackStage(BaseStage):
         packed = {name: PackedShardedSource(_mixture(name, source, context), self.config) for name, source in data.items()}
         for source in packed.values() if self.config.holds else ():
             _tell_uncut(source.mixture, self.config.seq_length)
-        return packed
+        return {**packed}
 
 
 def single(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Mixture:

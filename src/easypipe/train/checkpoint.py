@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
@@ -223,7 +223,7 @@ class Checkpoints:
         problems = files.check(self.folder / str(step), part, share=share).problems
         damaged = bool(problems)
         if several:
-            damaged = bool(multihost_utils.process_allgather(jnp.asarray(damaged)).any())
+            damaged = bool(multihost_utils.process_allgather(np.asarray(damaged)).any())
         if damaged:
             told = [f"{name}: {what}" for name, what in problems.items()] or ["another process found it damaged"]
             raise self._damaged(step, "; ".join(told[:4]))
