@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,6 +13,7 @@ import strategies
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.protocols import PipelineContext, ScanningSource
 from easypipe.sources.memory import InMemoryShardedSource
+from easypipe.stages.source import DatasetConfig
 from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, TokenizeStageConfig
 from easypipe.transforms.tokenizer import TokenizerConfig
 from laws import assert_stateless_reads
@@ -64,17 +66,8 @@ def run(tmp_path: Path, *, stage: TokenizeStageConfig | None = None, default: ob
     return TokenizeStage(stage).process(sources, context)  # type: ignore[arg-type]
 
 
-def dataset(name: str, **values: object) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"name": name, "tokenizer": None, "content_field": "text", "on_error": "error", "max_bad_rows": None, **values},
-        tokenizer_kwargs=None,
-        **dict.fromkeys(
-            ("prompt", "length", "prompt_field", "completion_field", "train_on", "chat_template", "template_date", "tools_field")
-        ),
-        additional_fields=(),
-        cache_path=None,
-        cache_enabled=True,
-    )
+def dataset(name: str, **values: Any) -> DatasetConfig:
+    return DatasetConfig(name=name, data_files="beside.jsonl", **values)
 
 
 def test_a_dataset_s_own_tokenizer_comes_first_then_the_stage_s_then_the_pipeline_s(tmp_path: Path) -> None:
