@@ -19,6 +19,13 @@ class Case:
 
 
 CASES: dict[tuple[str, str], Case] = {}
+writing = False  # set by `compare.py --write`
+
+
+def is_to_be_kept(path: Path) -> bool:
+    """Whether what is kept at `path` is to be made now. A test never makes it: what is missing there is an error."""
+    assert writing or path.exists(), f"{path.name} is missing; it is kept by `python tests/golden/compare.py --write`"
+    return not path.exists()
 
 
 def golden(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

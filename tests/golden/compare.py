@@ -50,15 +50,16 @@ def through_json(value: Any) -> Any:
 
 def main() -> int:
     sys.path.insert(0, str(HERE.parent))
-    from golden.cases import all_cases
+    from golden import cases
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="groups, or group/case")
     parser.add_argument("--write", action="store_true", help="keep what is now")
     given = parser.parse_args()
-    chosen = [case for case in all_cases() if not given.only or {case.group, f"{case.group}/{case.name}"} & set(given.only)]
+    chosen = [case for case in cases.all_cases() if not given.only or {case.group, f"{case.group}/{case.name}"} & set(given.only)]
     if not chosen:
         parser.error(f"no case is named so: {' '.join(given.only)}")
+    cases.writing = given.write
     found: dict[str, dict[str, Any]] = {}
     changed = failed = 0
     with tempfile.TemporaryDirectory(prefix="easypipe-golden-") as scratch:

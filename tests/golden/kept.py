@@ -9,7 +9,7 @@ from typing import Any
 from easypipe import Pipeline, TokenCache, load_saved
 from easypipe.core.errors import EasypipeError
 from golden.batches import SAVED, chain
-from golden.cases import golden
+from golden.cases import golden, is_to_be_kept
 from golden.data import config
 from golden.digests import digest, message
 
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent / "saved"
 @golden()
 def saved_folder(folder: Path) -> Any:
     archive = HERE / "folder.zip"
-    if not archive.exists():  # kept once, with the digests
+    if is_to_be_kept(archive):
         chain(SAVED["saved_packed"](folder / "first")).build()
         shutil.make_archive(str(archive.with_suffix("")), "zip", folder / "first" / "out")
     shutil.unpack_archive(archive, folder / "out")
@@ -31,7 +31,7 @@ def saved_folder(folder: Path) -> Any:
 def token_cache(folder: Path) -> Any:
     """Its documents; a later format may refuse it, with the message that is kept in its place."""
     archive = HERE / "cache.zip"
-    if not archive.exists():
+    if is_to_be_kept(archive):
         Pipeline(config(folder / "first")).source().tokenize().ledger()
         shutil.make_archive(str(archive.with_suffix("")), "zip", folder / "first" / "cache")
     shutil.unpack_archive(archive, folder / "cache")

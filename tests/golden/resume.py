@@ -10,7 +10,7 @@ from typing import Any
 
 from easypipe import DatasetConfig
 from golden.batches import CACHED, chain, load, pack
-from golden.cases import golden
+from golden.cases import golden, is_to_be_kept
 from golden.data import config, one_dataset, rows_of, texts
 from golden.digests import batches, digest, ledger
 
@@ -49,7 +49,7 @@ def kept_states(folder: Path, name: str) -> Any:
     path = STATES / f"{name}.json"
     loader = of(folder / "data", name)
     whole = [digest(batch) for batch in itertools.islice(iter(loader), STOP + 6)]
-    if not path.exists():  # kept once, with the digests
+    if is_to_be_kept(path):
         again = of(folder / "data", name)
         for _ in itertools.islice(iter(again), STOP):
             pass

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from easypipe import PipelineConfig, PromptConfig
+from easypipe import PipelineConfig
 from easypipe.run import RunConfig, train
 from easypipe.train.config import CheckpointConfig, LoraConfig, OptimizerConfig, PreferenceConfig, TrainingConfig
 from easypipe.train.model import ModelConfig
-from golden.batches import CHAT_ROW, load, mixed, pack
-from golden.cases import golden
-from golden.data import chats, config, one_dataset, pairs
+from golden.batches import CACHED, load
+from golden.cases import golden, is_to_be_kept
 
 RUN = Path(__file__).parent / "saved" / "run.zip"
 MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1)
@@ -22,25 +22,9 @@ STEPS, KEPT_STEPS = 6, 3
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 
 DATA: dict[str, Callable[[Path], PipelineConfig]] = {
-    "pretrain": lambda d: config(d, mix=mixed(), pack=pack("first_fit"), load=load()),
-    "sft_lora": lambda d: config(
-        d,
-        datasets=one_dataset(d / "chat.jsonl", chats(40), content_field="messages", train_on="assistant"),
-        pack=pack("first_fit", seq_length=CHAT_ROW),
-        load=load(),
-    ),
-    "preferences": lambda d: config(
-        d,
-        datasets=one_dataset(
-            d / "pairs.jsonl",
-            pairs(40),
-            prompt=PromptConfig(
-                format_type="prompt_completion", input_columns=["prompt"], label_column="chosen", rejected_column="rejected"
-            ),
-        ),
-        pack=pack("first_fit", oversize="drop"),
-        load=load(num_epochs=None),
-    ),
+    "pretrain": CACHED["first_fit"],
+    "sft_lora": CACHED["chat_whole"],
+    "preferences": lambda d: dataclasses.replace(CACHED["preferences"](d), load=load(num_epochs=None)),
 }
 MORE: dict[str, dict[str, Any]] = {"sft_lora": {"lora": LoraConfig(rank=4)}, "preferences": {"preference": PreferenceConfig()}}
 
@@ -55,7 +39,7 @@ def losses(folder: Path, name: str) -> Any:
 @golden("a_kept_run_goes_on")
 def kept_run(folder: Path, _: str) -> Any:
     """Model, optimizer and loader state of a run that was stopped after three steps then, continued now."""
-    if not RUN.exists():  # kept once, with the digests
+    if is_to_be_kept(RUN):
         run = _run(DATA["pretrain"](folder), folder / "first", steps=KEPT_STEPS)
         train(run)
         for picture in (folder / "first").rglob("*.png"):
