@@ -1,4 +1,6 @@
-"""Every check of this repository as a session: `nox -s tests`, `nox -s lint types docs`, `nox -s bench -- tokenizing`."""
+"""Every check of this repository as a session: `nox -s tests`, `nox -s lint types docs`, `nox -s
+bench -- tokenizing`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "types", "tests"]
 nox.options.error_on_missing_interpreters = True
 
-# One jax line per Python: 0.10 is the last for 3.11, accelerator machines in use run 0.11, and 0.12 is what pip resolves today.
+# One jax line per Python: 0.10 is the last for 3.11, accelerator machines in use run 0.11, and 0.12
+# is what pip resolves today.
 JAX_LINES = [("3.11", "0.10"), ("3.12", "0.11"), ("3.13", "0.12")]
 PLACES = ["src", "tests", "benchmarks", "docs", "noxfile.py"]
 TEST_ENV = {
@@ -41,34 +44,52 @@ def tests_all(session: nox.Session, jax: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Rules and format."""
-    session.install(*nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["lint"])
+    session.install(
+        *nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["lint"]
+    )
     session.run("ruff", "check", *PLACES)
     session.run("ruff", "format", "--check", *PLACES)
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Pyright: strict for the core, standard for the rest (see pyproject.toml); then over a script of a user's, in which it has to find
-    what is wrong and nothing else."""
+    """Pyright: strict for the core, standard for the rest (see pyproject.toml); then over a script
+    of a user's, in which it has to find what is wrong and nothing else."""
     session.install(".[types]")
     session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
-    session.run("pytest", "--noconftest", "tests/test_user_types.py", env={"EASYPIPE_TYPES": "required"})
+    session.run(
+        "pytest", "--noconftest", "tests/test_user_types.py", env={"EASYPIPE_TYPES": "required"}
+    )
 
 
 @nox.session
 def laws(session: nox.Session) -> None:
-    """Only the test files that call the checks of tests/laws.py, with ten times the Hypothesis examples."""
+    """Only the test files that call the checks of tests/laws.py, with ten times the Hypothesis
+    examples.
+    """
     session.install(".[test]")
     imports_laws = re.compile(r"^\s*(from|import) laws\b", re.MULTILINE)
-    files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if imports_laws.search(path.read_text())]
+    files = [
+        str(path)
+        for path in sorted(Path("tests").rglob("test_*.py"))
+        if imports_laws.search(path.read_text())
+    ]
     if not files:
         session.error("no test file imports tests/laws.py")
-    session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_EXAMPLES": "10"})
+    session.run(
+        "pytest",
+        "-n",
+        "logical",
+        *files,
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_EXAMPLES": "10"},
+    )
 
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """Puts known faults into a copy of the code, one by one, and looks whether the tests of their rooms fail: about half a minute each.
+    """Puts known faults into a copy of the code, one by one, and looks whether the tests of their
+    rooms fail: about half a minute each.
 
     Words after `--` choose among them by file or name.
     """
@@ -78,46 +99,82 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(python="3.12")
 def aot_gpu(session: nox.Session) -> None:
-    """Compiles loss and attention for an H200 on a machine without one: the jax of the H200 machines, and 4.4 GB of CUDA wheels."""
+    """Compiles loss and attention for an H200 on a machine without one: the jax of the H200
+    machines, and 4.4 GB of CUDA wheels.
+    """
     session.install(".[test,cuda13]", "jax==0.11.2")
-    # Without a GPU nothing can be tried out; cuBLAS is what autotuning chooses for products of this size.
+    # Without a GPU nothing can be tried out; cuBLAS is what autotuning chooses for products of this
+    # size.
     flags = {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
-    session.run("pytest", "-s", "-q", "tests/kernels/test_aot_gpu.py", *session.posargs, env=TEST_ENV | flags)
+    session.run(
+        "pytest",
+        "-s",
+        "-q",
+        "tests/kernels/test_aot_gpu.py",
+        *session.posargs,
+        env=TEST_ENV | flags,
+    )
 
 
 @nox.session
 def aot_tpu(session: nox.Session) -> None:
-    """Loss and attention compiled for every TPU generation, and an 8 B model for 64 chips, by libtpu. The normal run compiles a few."""
+    """Loss and attention compiled for every TPU generation, and an 8 B model for 64 chips, by
+    libtpu. The normal run compiles a few.
+    """
     session.install(".[test]")
-    files = ("tests/kernels/test_aot_tpu.py", "tests/train/test_attention.py", "tests/train/test_plan_step.py")
-    session.run("pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_AOT": "all"})
+    files = (
+        "tests/kernels/test_aot_tpu.py",
+        "tests/train/test_attention.py",
+        "tests/train/test_plan_step.py",
+    )
+    session.run(
+        "pytest", "-n", "logical", *files, *session.posargs, env=TEST_ENV | {"EASYPIPE_AOT": "all"}
+    )
 
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Every model family against torch, both ways, and loaders under torch's DataLoader. The normal run has no torch: it compares with what
-    torch gave once (tests/train/goldens).
+    """Every model family against torch, both ways, and loaders under torch's DataLoader. The normal
+    run has no torch: it compares with what torch gave once (tests/train/goldens).
     """
     session.install(".[parity]")
-    session.run("pytest", "tests/train/test_hf_torch.py", "tests/interop/test_torch.py", "tests/faces", *session.posargs, env=TEST_ENV)
+    session.run(
+        "pytest",
+        "tests/train/test_hf_torch.py",
+        "tests/interop/test_torch.py",
+        "tests/faces",
+        *session.posargs,
+        env=TEST_ENV,
+    )
 
 
 @nox.session
 def html(session: nox.Session) -> None:
-    """The page of `easypipe preview` in a headless Chromium: the one of this machine, else one that playwright downloads."""
+    """The page of `easypipe preview` in a headless Chromium: the one of this machine, else one that
+    playwright downloads.
+    """
     session.install(".[test]")
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    browser = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if browser is None:
         session.install("playwright")
         session.run("playwright", "install", "--with-deps", "chromium")
         where = "from playwright.sync_api import sync_playwright as p; print(p().start().chromium.executable_path)"
         browser = str(session.run("python", "-c", where, silent=True)).strip()
-    session.run("pytest", "tests/test_preview.py", *session.posargs, env=TEST_ENV | {"EASYPIPE_CHROMIUM": browser})
+    session.run(
+        "pytest",
+        "tests/test_preview.py",
+        *session.posargs,
+        env=TEST_ENV | {"EASYPIPE_CHROMIUM": browser},
+    )
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Builds the site into site/, offline; a warning is an error. The examples in it are run by tests/test_docs.py."""
+    """Builds the site into site/, offline; a warning is an error. The examples in it are run by
+    tests/test_docs.py.
+    """
     session.install(".[docs]")
     session.run("mkdocs", "build", "--strict", *session.posargs)
 
@@ -126,11 +183,23 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """All benchmarks, or `nox -s bench -- tokenizing --megabytes 20` for one with its options."""
     session.install(".[bench]")
-    named = [Path("benchmarks") / f"{session.posargs[0]}.py"] if session.posargs else sorted(Path("benchmarks").glob("[!_]*.py"))
+    named = (
+        [Path("benchmarks") / f"{session.posargs[0]}.py"]
+        if session.posargs
+        else sorted(Path("benchmarks").glob("[!_]*.py"))
+    )
     for script in named:
         session.run("python", str(script), *session.posargs[1:], env={"JAX_PLATFORMS": "cpu"})
 
 
 def _pytest(session: nox.Session) -> None:
-    arguments = session.posargs or ["-n", "logical", "--dist", "loadfile", "--no-loadscope-reorder", "--durations", "15"]
+    arguments = session.posargs or [
+        "-n",
+        "logical",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        "--durations",
+        "15",
+    ]
     session.run("pytest", *arguments, env=TEST_ENV)

@@ -1,7 +1,8 @@
 """What all benchmarks share: real text, fair timing, one way to print.
 
-Law (fair timing): every contender of a comparison runs in this process (or is started by it), in alternation, so that a busy or throttled
-machine hits all alike; one untimed round first, then medians of the timed ones; the ratio is of medians.
+Law (fair timing): every contender of a comparison runs in this process (or is started by it), in
+alternation, so that a busy or throttled machine hits all alike; one untimed round first, then
+medians of the timed ones; the ratio is of medians.
 """
 
 from __future__ import annotations
@@ -32,16 +33,26 @@ SHARED = REPOSITORY.parent / "shared" / "data"
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--text", type=Path, help="a folder or file of text to use (default: ../shared/data and the standard library)")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="a folder or file of text to use (default: ../shared/data and the standard library)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "out", help="where the JSON goes")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "benchmarks" / "out", help="where the JSON goes"
+    )
     return parser
 
 
 @dataclass
 class Report:
-    """Contenders and what they did. `rows` hold the timed rounds, so that a reader can judge the spread."""
+    """Contenders and what they did. `rows` hold the timed rounds, so that a reader can judge the
+    spread.
+    """
 
     name: str
     unit: str  # of a rate: "MB/s", "tokens/s", or "s" where the figure is a time
@@ -59,7 +70,9 @@ class Report:
         a, b = self.figure(ours), self.figure(theirs)
         return b / a if self.unit == "s" else a / b
 
-    def target(self, what: str, value: float, *, at_least: float | None = None, below: float | None = None) -> None:
+    def target(
+        self, what: str, value: float, *, at_least: float | None = None, below: float | None = None
+    ) -> None:
         met = (at_least is None or value >= at_least) and (below is None or value < below)
         wanted = f"≥ {at_least:g}" if at_least is not None else f"< {below:g}"
         self.targets.append({"what": what, "value": value, "wanted": wanted, "met": met})
@@ -67,7 +80,11 @@ class Report:
     def finish(self, folder: Path) -> None:
         """Prints the tables and writes `NAME.json`."""
         peers = {
-            name: {"median": self.figure(name), "seconds": self.seconds[name], "spread": _spread(self.seconds[name])}
+            name: {
+                "median": self.figure(name),
+                "seconds": self.seconds[name],
+                "spread": _spread(self.seconds[name]),
+            }
             for name in self.seconds
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,12 +99,18 @@ class Report:
         }
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if peers:
-            rows = [(name, _short(p["median"]), f"±{p['spread']:.0%}", len(p["seconds"])) for name, p in peers.items()]
+            rows = [
+                (name, _short(p["median"]), f"±{p['spread']:.0%}", len(p["seconds"]))
+                for name, p in peers.items()
+            ]
             table((self.name, self.unit, "spread", "rounds"), rows)
         if self.targets:
             table(
                 ("target", "measured", "wanted", ""),
-                [(t["what"], _short(t["value"]), t["wanted"], "met" if t["met"] else "MISSED") for t in self.targets],
+                [
+                    (t["what"], _short(t["value"]), t["wanted"], "met" if t["met"] else "MISSED")
+                    for t in self.targets
+                ],
             )
         for key, value in self.facts.items():
             print(f"{key}: {_short(value) if isinstance(value, float) else value}")
@@ -102,10 +125,13 @@ def alternate(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Runs all contenders once untimed, then `rounds` times in alternation, in an order that turns from round to round.
+    """Runs all contenders once untimed, then `rounds` times in alternation, in an order that turns
+    from round to round.
 
-    A contender returns how much work it did, in the unit of the report without its "/s". clear: called with its name before each, untimed.
-    clock: `time.process_time` counts what all threads and the kernel do for this process, and no waiting.
+    A contender returns how much work it did, in the unit of the report without its "/s". clear:
+    called with its name before each, untimed.
+    clock: `time.process_time` counts what all threads and the kernel do for this process, and no
+    waiting.
     """
     names = list(contenders)
     for turn in range(-1, rounds):
@@ -119,7 +145,10 @@ def alternate(
             if turn >= 0:
                 report.seconds.setdefault(name, []).append(elapsed)
                 report.work[name] = done
-            print(f"  {'warm-up' if turn < 0 else f'round {turn + 1}'}: {name} {elapsed:.3f} s", file=sys.stderr)
+            print(
+                f"  {'warm-up' if turn < 0 else f'round {turn + 1}'}: {name} {elapsed:.3f} s",
+                file=sys.stderr,
+            )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -127,25 +156,47 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     print()
     for number, row in enumerate(cells):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        print(
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            + " |"
+        )
         if number == 0:
             print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
     print()
 
 
 def machine() -> dict[str, Any]:
-    packages = ("easypipe", "jax", "numpy", "pyarrow", "tokenizers", "gigatoken", "numba", "datasets", "grain", "torch")
+    packages = (
+        "easypipe",
+        "jax",
+        "numpy",
+        "pyarrow",
+        "tokenizers",
+        "gigatoken",
+        "numba",
+        "datasets",
+        "grain",
+        "torch",
+    )
     versions = {}
     for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None  # a peer that this benchmark does not need
-    return {"python": platform.python_version(), "cores": os.cpu_count(), "cpu": _cpu(), "versions": versions}
+    return {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "cpu": _cpu(),
+        "versions": versions,
+    }
 
 
 class AnonymousMemory(threading.Thread):
-    """Samples RssAnon of this process: memory that is really held, unlike pages of mapped files, which the kernel takes back at will."""
+    """Samples RssAnon of this process: memory that is really held, unlike pages of mapped files,
+    which the kernel takes back at will.
+    """
 
     def __init__(self, every_s: float = 0.05) -> None:
         super().__init__(daemon=True)
@@ -179,7 +230,9 @@ def anonymous_bytes() -> int:
 
 
 def documents(path: Path | None) -> list[str]:
-    """Real documents, each once: of `path`, or of the shared data where it is, with the standard library's sources."""
+    """Real documents, each once: of `path`, or of the shared data where it is, with the standard
+    library's sources.
+    """
     if path is not None:
         if not path.exists():
             raise SystemExit(f"--text {path}: no such file or folder")
@@ -188,7 +241,12 @@ def documents(path: Path | None) -> list[str]:
     else:
         texts = [text for file in sorted((SHARED / "text").glob("*")) for text in _texts(file)]
         library = Path(sysconfig.get_paths()["stdlib"])
-        texts += [text for file in sorted(library.rglob("*.py")) if "site-packages" not in file.parts for text in _texts(file)]
+        texts += [
+            text
+            for file in sorted(library.rglob("*.py"))
+            if "site-packages" not in file.parts
+            for text in _texts(file)
+        ]
     texts = [text for text in texts if text.strip()]
     if not texts:
         raise SystemExit("no text found; give a folder of text files with --text")
@@ -196,8 +254,12 @@ def documents(path: Path | None) -> list[str]:
     return [texts[i] for i in order]
 
 
-def text_parquet(folder: Path, texts: Sequence[str], num_bytes: int, *, files: int = 4) -> list[Path]:
-    """`files` parquet files of together about `num_bytes` of text. Where the real text runs out, it is repeated."""
+def text_parquet(
+    folder: Path, texts: Sequence[str], num_bytes: int, *, files: int = 4
+) -> list[Path]:
+    """`files` parquet files of together about `num_bytes` of text. Where the real text runs out, it
+    is repeated.
+    """
     paths = []
     stream = _forever(texts)
     for number in range(files):
@@ -207,19 +269,33 @@ def text_parquet(folder: Path, texts: Sequence[str], num_bytes: int, *, files: i
             chunk.append(text)
             size += len(text.encode())
         path = folder / f"text-{number:03d}.parquet"
-        pq.write_table(pa.table({"text": pa.array(chunk, pa.large_string())}), path, row_group_size=512, compression="zstd")
+        pq.write_table(
+            pa.table({"text": pa.array(chunk, pa.large_string())}),
+            path,
+            row_group_size=512,
+            compression="zstd",
+        )
         paths.append(path)
     return paths
 
 
 def one_parquet(folder: Path, texts: Sequence[str]) -> Path:
     path = folder / "documents.parquet"
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path, row_group_size=4096, compression="zstd")
+    pq.write_table(
+        pa.table({"text": pa.array(texts, pa.large_string())}),
+        path,
+        row_group_size=4096,
+        compression="zstd",
+    )
     return path
 
 
-def packed_loader(file: Path, tokenizer: Path, seq_length: int, *, strategy: str = "first_fit", **load: Any) -> Any:
-    """The public path from a parquet file of documents to a loader over packed rows; tokens come from the cache when they are there."""
+def packed_loader(
+    file: Path, tokenizer: Path, seq_length: int, *, strategy: str = "first_fit", **load: Any
+) -> Any:
+    """The public path from a parquet file of documents to a loader over packed rows; tokens come
+    from the cache when they are there.
+    """
     from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
 
     config = PipelineConfig(
@@ -232,14 +308,22 @@ def packed_loader(file: Path, tokenizer: Path, seq_length: int, *, strategy: str
     return Pipeline.from_config(config).source().tokenize().pack().load().build()
 
 
-def cut_documents(texts: Sequence[str], count: int, median_chars: int, sigma: float = 0.8) -> list[str]:
+def cut_documents(
+    texts: Sequence[str], count: int, median_chars: int, sigma: float = 0.8
+) -> list[str]:
     """`count` documents of real text whose lengths are lognormal around `median_chars`."""
-    lengths = np.random.Generator(np.random.PCG64(1)).lognormal(np.log(median_chars), sigma, count).astype(int).clip(16, 40 * median_chars)
+    lengths = (
+        np.random.Generator(np.random.PCG64(1))
+        .lognormal(np.log(median_chars), sigma, count)
+        .astype(int)
+        .clip(16, 40 * median_chars)
+    )
     joined = "\n".join(texts)
     result, at = [], 0
     for length in lengths.tolist():
         if at + length > len(joined):
-            at = (at + length) % 9973  # wrap to another offset, so that a repeat is not the same document
+            # wrap to another offset, so that a repeat is not the same document
+            at = (at + length) % 9973
         result.append(joined[at : at + length])
         at += length
     return result
@@ -252,7 +336,9 @@ def gpt2_tokenizer() -> Path | None:
 
 
 def tokenizer_folder(scratch: Path, texts: Sequence[str]) -> Path:
-    """GPT-2's tokenizer where the shared data has it, else a byte-level BPE of 32k trained on `texts`."""
+    """GPT-2's tokenizer where the shared data has it, else a byte-level BPE of 32k trained on
+    `texts`.
+    """
     found = gpt2_tokenizer()
     if found is not None:
         return found

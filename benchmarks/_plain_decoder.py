@@ -1,4 +1,5 @@
-"""Training loops written by hand: the same model, batch and update as the quickstart's, with jax and optax and nothing around.
+"""Training loops written by hand: the same model, batch and update as the quickstart's, with jax
+and optax and nothing around.
 
 B batch · S sequence · D width · H query heads · K key heads · h head width · V vocabulary
 """
@@ -14,7 +15,9 @@ import optax
 
 
 def make_step(config: Any, transformation: optax.GradientTransformation) -> Callable[..., Any]:
-    """`(params, moments, batch) -> (params, moments, loss)`, compiled; what is given is consumed."""
+    """`(params, moments, batch) -> (params, moments, loss)`, compiled; what is given is
+    consumed.
+    """
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_width
 
     def norm(x: Any, scale: Any) -> Any:
@@ -22,7 +25,9 @@ def make_step(config: Any, transformation: optax.GradientTransformation) -> Call
 
     def rotate(x: Any, angle: Any) -> Any:
         a, b = jnp.split(x, 2, -1)
-        return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1)
+        return jnp.concatenate(
+            [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)], -1
+        )
 
     def mean_loss(params: Any, batch: Any) -> Any:
         ids, segments, labels = batch["input_ids"], batch["segment_ids"], batch["labels"]
@@ -32,7 +37,9 @@ def make_step(config: Any, transformation: optax.GradientTransformation) -> Call
         seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tri(size[1], dtype=bool)
         x = params["embedding"][ids]
         for number in range(config.num_layers):
-            at = {name: value[number] for name, value in params.items() if name.startswith("layers.")}
+            at = {
+                name: value[number] for name, value in params.items() if name.startswith("layers.")
+            }
             y = norm(x, at["layers.attention_norm.scale"])
             query = rotate((y @ at["layers.query.kernel"]).reshape(*size, heads, width), angle)
             key = rotate((y @ at["layers.key.kernel"]).reshape(*size, kv_heads, width), angle)
@@ -40,7 +47,11 @@ def make_step(config: Any, transformation: optax.GradientTransformation) -> Call
             mixed = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
             x = x + mixed.reshape(*size, heads * width) @ at["layers.output.kernel"]
             y = norm(x, at["layers.mlp_norm.scale"])
-            x = x + (jax.nn.silu(y @ at["layers.gate.kernel"]) * (y @ at["layers.up.kernel"])) @ at["layers.down.kernel"]
+            x = (
+                x
+                + (jax.nn.silu(y @ at["layers.gate.kernel"]) * (y @ at["layers.up.kernel"]))
+                @ at["layers.down.kernel"]
+            )
         logits = norm(x, params["norm.scale"]) @ params["head.kernel"]
         log_p = jax.nn.log_softmax(logits)
         picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
@@ -49,7 +60,9 @@ def make_step(config: Any, transformation: optax.GradientTransformation) -> Call
     return descend(mean_loss, transformation)
 
 
-def descend(mean_loss: Callable[[Any, Any], Any], transformation: optax.GradientTransformation) -> Callable[..., Any]:
+def descend(
+    mean_loss: Callable[[Any, Any], Any], transformation: optax.GradientTransformation
+) -> Callable[..., Any]:
     """The compiled step of any `(params, batch) -> loss`."""
 
     def step(params: Any, moments: Any, batch: Any) -> Any:

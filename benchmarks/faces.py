@@ -1,8 +1,9 @@
-"""What a training loop waits for the loaders of the faces: the time spent in `next(batches)`, as a share of all of it.
+"""What a training loop waits for the loaders of the faces: the time spent in `next(batches)`, as a
+share of all of it.
 
-The step is a sleep, as a device that computes leaves its host idle; 10 ms is what document 004 simulates. Each loader is read for one
-pass, with one worker thread. `images` are encoded PNGs that are decoded, resized and normalised; `arrays` are
-32 x 32 RGB images as they are.
+The step is a sleep, as a device that computes leaves its host idle; 10 ms is what document 004
+simulates. Each loader is read for one pass, with one worker thread. `images` are encoded PNGs that
+are decoded, resized and normalised; `arrays` are 32 x 32 RGB images as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def text(folder: Path, texts: list[str]) -> Any:
         "version": "1.0",
         "dataset": {"name": str(one_parquet(folder, cut_documents(texts, 4000, 1300)))},
         "tokenizer": {"name_or_path": str(tokenizer_folder(folder, texts)), "max_length": 512},
-        "prompt_template": {"format_type": "custom", "template": "Read.\n{text}", "label_column": "text"},
+        "prompt_template": {
+            "format_type": "custom",
+            "template": "Read.\n{text}",
+            "label_column": "text",
+        },
         "dataloader": {"batch_size": 16, "num_workers": 1, "seed": 1},
     }
     return DataPipeline.from_config(config).unwrap().get_dataloader("train", shuffle=True).unwrap()
@@ -40,7 +45,9 @@ def rows_of_tokens(folder: Path, texts: list[str]) -> Any:
     from easypipe import UniversalDataModule
 
     tokens = np.random.Generator(np.random.PCG64(1)).integers(0, 1000, (4000, 512))
-    return UniversalDataModule(list(tokens), batch_size=16, seed=1, num_workers=1).train_dataloader()
+    return UniversalDataModule(
+        list(tokens), batch_size=16, seed=1, num_workers=1
+    ).train_dataloader()
 
 
 def arrays(folder: Path, texts: list[str]) -> Any:
@@ -48,7 +55,9 @@ def arrays(folder: Path, texts: list[str]) -> Any:
 
     pixels = np.random.Generator(np.random.PCG64(1)).integers(0, 256, (16_000, 32, 32, 3), np.uint8)
     data = [{"pixel_values": image, "labels": i % 10} for i, image in enumerate(pixels)]
-    return UniversalDataModule(data, task_spec=TaskSpec.vision_tiny(), batch_size=64, seed=1, num_workers=1).train_dataloader()
+    return UniversalDataModule(
+        data, task_spec=TaskSpec.vision_tiny(), batch_size=64, seed=1, num_workers=1
+    ).train_dataloader()
 
 
 def images(folder: Path, texts: list[str]) -> Any:
@@ -63,15 +72,26 @@ def images(folder: Path, texts: list[str]) -> Any:
         Image.fromarray(generator.integers(0, 256, (48, 48, 3), np.uint8)).save(out, "PNG")
         encoded.append(out.getvalue())
     data = [{"image": encoded[i % 64], "label": i % 10} for i in range(4000)]
-    task = TaskSpec(name="images", modality="vision", task_type="classification", options={"image_size": 32})
-    return UniversalDataModule(data, task_spec=task, batch_size=16, seed=1, num_workers=1).train_dataloader()
+    task = TaskSpec(
+        name="images", modality="vision", task_type="classification", options={"image_size": 32}
+    )
+    return UniversalDataModule(
+        data, task_spec=task, batch_size=16, seed=1, num_workers=1
+    ).train_dataloader()
 
 
-CASES: dict[str, Callable[[Path, list[str]], Any]] = {"text": text, "rows of tokens": rows_of_tokens, "arrays": arrays, "images": images}
+CASES: dict[str, Callable[[Path, list[str]], Any]] = {
+    "text": text,
+    "rows of tokens": rows_of_tokens,
+    "arrays": arrays,
+    "images": images,
+}
 
 
 def waited(loader: Any, step_s: float) -> tuple[float, float]:
-    """(seconds in `next`, seconds in all) of one pass, behind its first batch, which starts the thread."""
+    """(seconds in `next`, seconds in all) of one pass, behind its first batch, which starts the
+    thread.
+    """
     batches = iter(loader)
     next(batches)
     spent, begin = 0.0, time.perf_counter()
@@ -101,7 +121,11 @@ def main() -> None:
                 spent, total = waited(loader, options.step_ms / 1e3)
                 report.seconds.setdefault(name, []).append(spent / (len(loader) - 1))
                 shares.append(spent / total)
-            report.target(f"{name}: share of a {options.step_ms:g} ms step, median", float(np.median(shares)), below=0.02)
+            report.target(
+                f"{name}: share of a {options.step_ms:g} ms step, median",
+                float(np.median(shares)),
+                below=0.02,
+            )
     report.finish(options.out)
 
 

@@ -1,7 +1,8 @@
 """How soon the first batch comes of a token cache of 10 GB, in process and with imports warm.
 
-The cache is synthetic and sparse: a manifest over some 2,400 token files of 4 MB, as 20 GB of text make, whose tokens are holes on disk
-(zeros when they are read) and whose lengths, offsets and row numbers are there. Timed from Pipeline to the first batch of packed rows, for
+The cache is synthetic and sparse: a manifest over some 2,400 token files of 4 MB, as 20 GB of text
+make, whose tokens are holes on disk (zeros when they are read) and whose lengths, offsets and row
+numbers are there. Timed from Pipeline to the first batch of packed rows, for
 
 first open   nobody has planned these rows before
 later        the plan's checkpoints lie beside the cache
@@ -21,7 +22,14 @@ import numpy as np
 import pyarrow as pa
 
 from _common import Report, arguments
-from easypipe import BaseStage, DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig
+from easypipe import (
+    BaseStage,
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+)
 from easypipe.core.protocols import ShardedDataSource
 from easypipe.sources.cache import TokenCache, cache_schema
 from easypipe.sources.manifest import Counts, Manifest, Part, TokenizerIdentity, write_manifest
@@ -63,17 +71,31 @@ def sparse_cache(folder: Path, num_bytes: int) -> Path:
                 file.seek(at)
                 file.write(run)
             file.truncate(data.size)
-        parts.append(Part(shard=0, start=number * docs, stop=(number + 1) * docs, docs=docs, tokens=tokens, file=name, num_bytes=data.size))
+        parts.append(
+            Part(
+                shard=0,
+                start=number * docs,
+                stop=(number + 1) * docs,
+                docs=docs,
+                tokens=tokens,
+                file=name,
+                num_bytes=data.size,
+            )
+        )
     rows = len(parts) * docs
     manifest = Manifest(
         dataset="text",
         key="sparse",
         content_field="text",
-        tokenizer=TokenizerIdentity(name="none", fingerprint="none", vocab_size=VOCAB, eos_token_id=EOS),
+        tokenizer=TokenizerIdentity(
+            name="none", fingerprint="none", vocab_size=VOCAB, eos_token_id=EOS
+        ),
         shard_names=("text",),
         shard_rows=(rows,),
         parts=tuple(parts),
-        counts=Counts(rows=rows, docs=rows, encoded=len(parts) * tokens, tokens=len(parts) * tokens),
+        counts=Counts(
+            rows=rows, docs=rows, encoded=len(parts) * tokens, tokens=len(parts) * tokens
+        ),
         fingerprint=f"sparse {len(parts)}",
     )
     path = folder / "manifests" / "sparse.json"
@@ -102,7 +124,12 @@ class OpenCache(BaseStage):
 
 def first_batch(folder: Path, seq_length: int, batch_size: int) -> float:
     config = PipelineConfig(
-        datasets=[DatasetConfig(name="text", data_files=[{"text": "stands in for the files that the cache was made of"}])],
+        datasets=[
+            DatasetConfig(
+                name="text",
+                data_files=[{"text": "stands in for the files that the cache was made of"}],
+            )
+        ],
         seed=1,
         cache_dir=folder,
         pack=PackStageConfig(seq_length=seq_length, strategy="first_fit", eos_token_id=EOS),
@@ -129,9 +156,17 @@ def main() -> None:
         whole, tenth = Path(scratch) / "whole", Path(scratch) / "tenth"
         for folder, size in ((whole, options.gigabytes), (tenth, options.gigabytes / 10)):
             cache = TokenCache(sparse_cache(folder, int(size * 1e9)))
-            report.facts[f"{folder.name}: token files, documents, tokens"] = [len(cache.manifest.parts), cache.num_docs, cache.total_tokens]
+            report.facts[f"{folder.name}: token files, documents, tokens"] = [
+                len(cache.manifest.parts),
+                cache.num_docs,
+                cache.total_tokens,
+            ]
             del cache
-        cases = {"first open": (whole, True), "later": (whole, False), "first open of a tenth": (tenth, True)}
+        cases = {
+            "first open": (whole, True),
+            "later": (whole, False),
+            "first open of a tenth": (tenth, True),
+        }
         for turn in range(-1, options.rounds):
             for name, (folder, fresh) in cases.items():
                 if fresh:
@@ -139,8 +174,14 @@ def main() -> None:
                 elapsed = first_batch(folder, options.seq_length, options.batch_size)
                 if turn >= 0:
                     report.seconds.setdefault(name, []).append(elapsed)
-    report.target("first batch, first open, seconds", statistics.median(report.seconds["first open"]), below=0.3)
-    report.target("first batch, later, seconds", statistics.median(report.seconds["later"]), below=0.3)
+    report.target(
+        "first batch, first open, seconds",
+        statistics.median(report.seconds["first open"]),
+        below=0.3,
+    )
+    report.target(
+        "first batch, later, seconds", statistics.median(report.seconds["later"]), below=0.3
+    )
     report.finish(options.out)
 
 

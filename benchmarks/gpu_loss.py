@@ -1,16 +1,20 @@
-"""The loss of a language model on a GPU, bf16: parity, time of forward and of forward + backward, and memory, beside the peers' kernels.
+"""The loss of a language model on a GPU, bf16: parity, time of forward and of forward + backward,
+and memory, beside the peers' kernels.
 
     python benchmarks/gpu_loss.py            # the issue's four shapes on a GPU; small ones where there is none
     python benchmarks/gpu_loss.py --only easypipe,naive --shape 4096 4096 128256
 
-Every contender runs in a process of its own, started by this one, so that none sees the memory, the caches or the compiler of another.
-Parity is the error of the loss, of 256 rows of d_hidden and of 256 rows of the head's gradient against our float32 program. Memory is what
-stands beside arguments and results: the compiler's figure for jax, the allocator's peak for torch.
+Every contender runs in a process of its own, started by this one, so that none sees the memory, the
+caches or the compiler of another. Parity is the error of the loss, of 256 rows of d_hidden and of
+256 rows of the head's gradient against our float32 program. Memory is what stands beside arguments
+and results: the compiler's figure for jax, the allocator's peak for torch.
 
-On a machine that reaches no network, carry the peers as wheels, unpacked by `pip install --no-deps --no-index --target DIR`, with DIR on
-PYTHONPATH. Pure Python, below 1 MB each: liger-kernel, cut-cross-entropy, quack-kernels; tokamax 2.8 MB, with einshape, qwix,
-immutabledict, tensorboardx and what of jaxtyping, pydantic, absl-py and tqdm is missing (its xprof is for profiles only). QuACK and Liger's
-Hopper kernels want nvidia-cutlass-dsl, apache-tvm-ffi, torch-c-dlpack-ext and einops besides: look at the sizes before carrying them.
+On a machine that reaches no network, carry the peers as wheels, unpacked by `pip install --no-deps
+--no-index --target DIR`, with DIR on PYTHONPATH. Pure Python, below 1 MB each: liger-kernel,
+cut-cross-entropy, quack-kernels; tokamax 2.8 MB, with einshape, qwix, immutabledict, tensorboardx
+and what of jaxtyping, pydantic, absl-py and tqdm is missing (its xprof is for profiles only). QuACK
+and Liger's Hopper kernels want nvidia-cutlass-dsl, apache-tvm-ffi, torch-c-dlpack-ext and einops
+besides: look at the sizes before carrying them.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ import numpy as np
 
 from _common import REPOSITORY, machine, table
 
-SHAPES = [(4096, 4096, 128256), (16384, 2048, 248320), (32768, 4096, 128256), (8192, 2048, 32768)]  # tokens, width, vocabulary
+# tokens, width, vocabulary
+SHAPES = [(4096, 4096, 128256), (16384, 2048, 248320), (32768, 4096, 128256), (8192, 2048, 32768)]
 SMALL = [(64, 32, 512), (48, 16, 257)]
 SAMPLE = 256  # rows of each gradient that are compared
 
@@ -53,14 +58,22 @@ class Steps(NamedTuple):
 
 
 def arrays(tokens: int, width: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same for every process: hidden [T, D] and head [V, D] in float32, labels with a tenth ignored."""
+    """The same for every process: hidden [T, D] and head [V, D] in float32, labels with a tenth
+    ignored.
+    """
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(1_048_573, np.float32)  # a prime, so that no two rows are alike
     labels = np.where(rng.random(tokens) < 0.1, -100, rng.integers(0, vocab, tokens))
-    return np.resize(noise, (tokens, width)) / width**0.5, np.resize(noise[::-1], (vocab, width)), labels
+    return (
+        np.resize(noise, (tokens, width)) / width**0.5,
+        np.resize(noise[::-1], (vocab, width)),
+        labels,
+    )
 
 
-def in_jax(loss: Callable[..., Any], *, dtype: str = "bfloat16", transposed: bool = False) -> Callable[[int, int, int], Steps]:
+def in_jax(
+    loss: Callable[..., Any], *, dtype: str = "bfloat16", transposed: bool = False
+) -> Callable[[int, int, int], Steps]:
     """loss(hidden, head, labels, weights) -> scalar; transposed: it wants the head as [D, V]."""
 
     def made(tokens: int, width: int, vocab: int) -> Steps:
@@ -68,7 +81,11 @@ def in_jax(loss: Callable[..., Any], *, dtype: str = "bfloat16", transposed: boo
         import jax.numpy as jnp
 
         hidden, head, labels = arrays(tokens, width, vocab)
-        given = jnp.asarray(hidden, dtype), jnp.asarray(head.T if transposed else head, dtype), jnp.asarray(labels, jnp.int32)
+        given = (
+            jnp.asarray(hidden, dtype),
+            jnp.asarray(head.T if transposed else head, dtype),
+            jnp.asarray(labels, jnp.int32),
+        )
         forward = jax.jit(loss).lower(*given).compile()
         both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*given).compile()
 
@@ -77,7 +94,12 @@ def in_jax(loss: Callable[..., Any], *, dtype: str = "bfloat16", transposed: boo
             return value, d_hidden, d_head
 
         memory: Any = both.memory_analysis()
-        return Steps(lambda: forward(*given), gradients, jax.block_until_ready, lambda: memory.temp_size_in_bytes)
+        return Steps(
+            lambda: forward(*given),
+            gradients,
+            jax.block_until_ready,
+            lambda: memory.temp_size_in_bytes,
+        )
 
     return made
 
@@ -89,7 +111,10 @@ def in_torch(loss: Callable[..., Any]) -> Callable[[int, int, int], Steps]:
         torch = _module("torch")
         if not torch.cuda.is_available():
             raise Unavailable("needs a CUDA device")
-        hidden, head, labels = (torch.from_numpy(np.ascontiguousarray(array)).cuda() for array in arrays(tokens, width, vocab))
+        hidden, head, labels = (
+            torch.from_numpy(np.ascontiguousarray(array)).cuda()
+            for array in arrays(tokens, width, vocab)
+        )
         hidden, head = (array.bfloat16().requires_grad_() for array in (hidden, head))
 
         def both() -> tuple[Any, Any, Any]:
@@ -107,7 +132,12 @@ def in_torch(loss: Callable[..., Any]) -> Callable[[int, int, int], Steps]:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - before - d_hidden.nbytes - d_head.nbytes
 
-        return Steps(lambda: loss(hidden, head, labels), both, lambda _: torch.cuda.synchronize(), temporaries)
+        return Steps(
+            lambda: loss(hidden, head, labels),
+            both,
+            lambda _: torch.cuda.synchronize(),
+            temporaries,
+        )
 
     return made
 
@@ -146,14 +176,20 @@ def naive(hidden: Any, head: Any, labels: Any) -> Any:
 
 
 def tokamax(hidden: Any, head: Any, labels: Any) -> Any:
-    """It knows no ignored labels: they are given one, so its value differs and its gradients are not compared."""
+    """It knows no ignored labels: they are given one, so its value differs and its gradients are
+    not compared.
+    """
     import jax.numpy as jnp
 
-    return _module("tokamax").linear_softmax_cross_entropy_loss(hidden, jnp.maximum(labels, 0), head, reduction="mean")
+    return _module("tokamax").linear_softmax_cross_entropy_loss(
+        hidden, jnp.maximum(labels, 0), head, reduction="mean"
+    )
 
 
 def liger(hidden: Any, head: Any, labels: Any) -> Any:
-    return _module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply(hidden, head, labels)[0]
+    return _module(
+        "liger_kernel.ops.fused_linear_cross_entropy"
+    ).LigerFusedLinearCrossEntropyFunction.apply(hidden, head, labels)[0]
 
 
 def liger_sm90(hidden: Any, head: Any, labels: Any) -> Any:
@@ -186,7 +222,9 @@ CONTENDERS: dict[str, Callable[[int, int, int], Steps]] = {
 
 
 def child(name: str, shapes: Sequence[tuple[int, ...]], rounds: int, result: Path) -> None:
-    """Runs one contender at every shape and writes what it found; a shape that fails is written down with its error."""
+    """Runs one contender at every shape and writes what it found; a shape that fails is written
+    down with its error.
+    """
     found: list[dict[str, Any]] = []
     for shape in shapes:
         try:
@@ -203,7 +241,14 @@ def _measured(name: str, shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
     tokens, width, vocab = shape
     steps = CONTENDERS[name](tokens, width, vocab)
     loss, d_hidden, d_head = steps.both()
-    sample = [np.asarray(_host(array[:SAMPLE]), np.float64).ravel().tolist() for array in (d_hidden, d_head)] if name != "tokamax" else None
+    sample = (
+        [
+            np.asarray(_host(array[:SAMPLE]), np.float64).ravel().tolist()
+            for array in (d_hidden, d_head)
+        ]
+        if name != "tokamax"
+        else None
+    )
     numbers = {"loss": float(_host(loss)), "sample": sample}
     del loss, d_hidden, d_head
     if name == "exact":
@@ -213,7 +258,8 @@ def _measured(name: str, shape: tuple[int, ...], rounds: int) -> dict[str, Any]:
         steps.wait(run())
         start = time.perf_counter()
         steps.wait(run())
-        repeats = max(1, min(20, int(0.2 / (time.perf_counter() - start))))  # a round takes a fifth of a second
+        # a round takes a fifth of a second
+        repeats = max(1, min(20, int(0.2 / (time.perf_counter() - start))))
         seconds = []
         for _ in range(rounds):
             last, start = None, time.perf_counter()
@@ -231,16 +277,33 @@ def _host(array: Any) -> Any:
 
 def device_name() -> str | None:
     """The first GPU's, asked of a process that ends: it must hold no memory here."""
-    program = "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 and done.stdout.strip() else None
+    program = (
+        "import jax; print(next((d.device_kind for d in jax.devices() if d.platform == 'gpu'), ''))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    return (
+        done.stdout.strip().splitlines()[-1]
+        if done.returncode == 0 and done.stdout.strip()
+        else None
+    )
 
 
 def measured(name: str, shapes: Sequence[tuple[int, ...]], rounds: int) -> list[dict[str, Any]]:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--child", name, "--rounds", str(rounds), "--result", str(result)]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            name,
+            "--rounds",
+            str(rounds),
+            "--result",
+            str(result),
+        ]
         for shape in shapes:
             command += ["--shape", *map(str, shape)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -260,7 +323,10 @@ def row(name: str, found: dict[str, Any], wanted: dict[str, Any], flops: float) 
         return [name, why.replace("|", "/").replace("\n", " ")[:100], *[""] * 6]
     errors = ["", ""]
     if found["sample"] and wanted.get("sample"):
-        found["errors"] = [error(mine, theirs) for mine, theirs in zip(found["sample"], wanted["sample"], strict=True)]
+        found["errors"] = [
+            error(mine, theirs)
+            for mine, theirs in zip(found["sample"], wanted["sample"], strict=True)
+        ]
         errors = [f"{value:.2e}" for value in found["errors"]]
     forward, both = (1e3 * statistics.median(found[f"{what}_s"]) for what in ("forward", "both"))
     rate = f"{1e-9 * flops / both:.0f}"
@@ -268,7 +334,9 @@ def row(name: str, found: dict[str, Any], wanted: dict[str, Any], flops: float) 
     return [name, f"{found['loss']:.5f}", f"{forward:.3f}", f"{both:.3f}", rate, memory, *errors]
 
 
-def targets(results: dict[str, list[dict[str, Any]]], shapes: Sequence[tuple[int, ...]]) -> list[list[str]]:
+def targets(
+    results: dict[str, list[dict[str, Any]]], shapes: Sequence[tuple[int, ...]]
+) -> list[list[str]]:
     """What issue 4 asks of an H200."""
 
     def both(name: str, at: int) -> float | None:
@@ -282,41 +350,90 @@ def targets(results: dict[str, list[dict[str, Any]]], shapes: Sequence[tuple[int
         for name, limit in limits.items():
             value = both(name, at)
             if value is not None:
-                rows.append([f"{name}, {where}, ms", f"{value:.2f}", f"≤ {limit}", "met" if value <= limit else "MISSED"])
+                rows.append(
+                    [
+                        f"{name}, {where}, ms",
+                        f"{value:.2f}",
+                        f"≤ {limit}",
+                        "met" if value <= limit else "MISSED",
+                    ]
+                )
         for peer, least in (("tokamax", 1.35), ("naive", 1.0)):
             mine, theirs = both("easypipe", at), both(peer, at)
             if mine is not None and theirs is not None:
                 ratio = theirs / mine
-                rows.append([f"easypipe against {peer}, {where}", f"{ratio:.2f}", f"≥ {least}", "met" if ratio >= least else "MISSED"])
+                rows.append(
+                    [
+                        f"easypipe against {peer}, {where}",
+                        f"{ratio:.2f}",
+                        f"≥ {least}",
+                        "met" if ratio >= least else "MISSED",
+                    ]
+                )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="small shapes, to see that everything runs; the default without a GPU")
-    parser.add_argument("--shape", type=int, nargs=3, action="append", metavar=("TOKENS", "WIDTH", "VOCAB"))
-    parser.add_argument("--only", help="contenders, separated by commas; the float32 program always runs")
-    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of each; the table shows their medians")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="small shapes, to see that everything runs; the default without a GPU",
+    )
+    parser.add_argument(
+        "--shape", type=int, nargs=3, action="append", metavar=("TOKENS", "WIDTH", "VOCAB")
+    )
+    parser.add_argument(
+        "--only", help="contenders, separated by commas; the float32 program always runs"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="timed rounds of each; the table shows their medians"
+    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child, [tuple(shape) for shape in options.shape], options.rounds, options.result)
+        child(
+            options.child, [tuple(shape) for shape in options.shape], options.rounds, options.result
+        )
         return
     names = options.only.split(",") if options.only else list(CONTENDERS)
     if unknown := sorted(set(names) - set(CONTENDERS)):
-        parser.error(f"--only: no contender named {', '.join(unknown)} (have: {', '.join(CONTENDERS)})")
+        parser.error(
+            f"--only: no contender named {', '.join(unknown)} (have: {', '.join(CONTENDERS)})"
+        )
     device = device_name()
-    shapes = [tuple(shape) for shape in options.shape or (SMALL if options.small or device is None else SHAPES)]
-    results = {name: measured(name, shapes, options.rounds) for name in dict.fromkeys(["exact", *names])}
+    shapes = [
+        tuple(shape)
+        for shape in options.shape or (SMALL if options.small or device is None else SHAPES)
+    ]
+    results = {
+        name: measured(name, shapes, options.rounds) for name in dict.fromkeys(["exact", *names])
+    }
 
-    lines = [f"# Loss kernels on {device or 'the CPU (small shapes: that everything runs, no figure to quote)'}", ""]
-    head = ["contender", "loss", "forward, ms", "forward + backward, ms", "TFLOP/s of 6·T·D·V", "temporaries, MiB"]
+    lines = [
+        f"# Loss kernels on {device or 'the CPU (small shapes: that everything runs, no figure to quote)'}",
+        "",
+    ]
+    head = [
+        "contender",
+        "loss",
+        "forward, ms",
+        "forward + backward, ms",
+        "TFLOP/s of 6·T·D·V",
+        "temporaries, MiB",
+    ]
     head += ["error d_hidden", "error d_head"]
     for at, (tokens, width, vocab) in enumerate(shapes):
         flops = 6.0 * tokens * width * vocab
-        rows = [row(name, found[at], results["exact"][at], flops) for name, found in results.items() if name != "exact"]
+        rows = [
+            row(name, found[at], results["exact"][at], flops)
+            for name, found in results.items()
+            if name != "exact"
+        ]
         lines += [f"## {tokens} tokens x {width} x {vocab}, bf16", "", *_markdown(head, rows), ""]
         print(f"\n{tokens} x {width} x {vocab}")
         table(head, rows)
@@ -330,7 +447,13 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"gpu_loss_{re.sub(r'[^a-z0-9]+', '_', (device or 'cpu').lower())}"
     stem.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
-    document = {"device": device, "shapes": shapes, "results": results, "targets": judged, "machine": machine()}
+    document = {
+        "device": device,
+        "shapes": shapes,
+        "results": results,
+        "targets": judged,
+        "machine": machine(),
+    }
     stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"written to {stem}.md and .json")
 

@@ -1,15 +1,19 @@
-"""Training a Llama-style decoder of 1.2 billion parameters, bf16 over float32 masters, rows of 4,096 tokens: tokens a second, MFU, beside
-Hugging Face Trainer with Liger's kernels, and a compiled torch loop with SDPA. Same shape, same rows, same AdamW and clipping.
+"""Training a Llama-style decoder of 1.2 billion parameters, bf16 over float32 masters, rows of
+4,096 tokens: tokens a second, MFU, beside Hugging Face Trainer with Liger's kernels, and a compiled
+torch loop with SDPA. Same shape, same rows, same AdamW and clipping.
 
     python benchmarks/gpu_train.py           # on one GPU
     python benchmarks/gpu_train.py --tiny    # small shapes, any machine: shows that all of it runs, its figures mean nothing
 
-Every contender runs in a process of its own, started by this one, in alternation; the first steps (compilation, tuning) are not counted.
-Rows are full and, by default, one document each: what a peer without segments attends to is then what easypipe attends to. With
-`--documents N` easypipe keeps documents apart, Hugging Face is given position ids that restart, and the torch loop sees whole rows.
-MFU is of the device's dense bfloat16 peak in the PaLM convention for all (flops.py), so that ratios are those of tokens a second.
+Every contender runs in a process of its own, started by this one, in alternation; the first steps
+(compilation, tuning) are not counted. Rows are full and, by default, one document each: what a peer
+without segments attends to is then what easypipe attends to. With `--documents N` easypipe keeps
+documents apart, Hugging Face is given position ids that restart, and the torch loop sees whole
+rows. MFU is of the device's dense bfloat16 peak in the PaLM convention for all (flops.py), so that
+ratios are those of tokens a second.
 
-On a machine that reaches no network, carry transformers, accelerate and liger-kernel (pure Python) unpacked on PYTHONPATH.
+On a machine that reaches no network, carry transformers, accelerate and liger-kernel (pure Python)
+unpacked on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -55,16 +59,27 @@ NAMES = ("easypipe", "hf+liger", "torch compiled")
 
 
 def rows(preset: Preset, documents: int) -> Iterator[dict[str, np.ndarray]]:
-    """The same batches for every contender, without end: ids that can be learnt, in `documents` equal pieces a row."""
+    """The same batches for every contender, without end: ids that can be learnt, in `documents`
+    equal pieces a row.
+    """
     random = np.random.default_rng(0)
     piece = preset.length // documents
     for _ in itertools.count():
         start = random.integers(0, preset.vocab, (preset.batch, 1))
-        ids = ((start + np.arange(preset.length) * random.integers(1, 5, (preset.batch, 1))) % preset.vocab).astype(np.int32)
-        segments = np.broadcast_to(np.minimum(np.arange(preset.length) // piece, documents - 1) + 1, ids.shape).astype(np.int32)
-        ends = np.concatenate([segments[:, 1:] != segments[:, :-1], np.ones((preset.batch, 1), bool)], axis=1)
+        ids = (
+            (start + np.arange(preset.length) * random.integers(1, 5, (preset.batch, 1)))
+            % preset.vocab
+        ).astype(np.int32)
+        segments = np.broadcast_to(
+            np.minimum(np.arange(preset.length) // piece, documents - 1) + 1, ids.shape
+        ).astype(np.int32)
+        ends = np.concatenate(
+            [segments[:, 1:] != segments[:, :-1], np.ones((preset.batch, 1), bool)], axis=1
+        )
         labels = np.where(ends, -100, np.roll(ids, -1, 1)).astype(np.int32)
-        starts = np.maximum.accumulate(np.where(np.roll(ends, 1, 1), np.arange(preset.length), 0), axis=1)
+        starts = np.maximum.accumulate(
+            np.where(np.roll(ends, 1, 1), np.arange(preset.length), 0), axis=1
+        )
         places = (np.arange(preset.length) - starts).astype(np.int32)
         yield {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": places}
 
@@ -119,7 +134,9 @@ def easypipe(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
         "losses": [records[0]["loss"], records[-1]["loss"]],
         "peak_bytes": records[-1]["peak_memory"],
         "peak_flops": peak_flops(jax.devices()[0]),
-        "notes": [f"attention {trainer.origin.config.attention or 'by platform'}, remat {options.remat}"],  # type: ignore[union-attr]
+        "notes": [
+            f"attention {trainer.origin.config.attention or 'by platform'}, remat {options.remat}"
+        ],  # type: ignore[union-attr]
     }
 
 
@@ -182,7 +199,9 @@ def hf_trainer(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
                     torch.cuda.synchronize()
                 times[state.global_step] = time.perf_counter()
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any
+        ) -> None:
             if logs and "loss" in logs:
                 losses.append(float(logs["loss"]))
 
@@ -193,7 +212,9 @@ def hf_trainer(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
                     ids = torch.from_numpy(batch["input_ids"][i].astype(np.int64))
                     one = {"input_ids": ids, "labels": ids.clone()}  # the model shifts them
                     if options.documents > 1:
-                        one["position_ids"] = torch.from_numpy(batch["position_ids"][i].astype(np.int64))
+                        one["position_ids"] = torch.from_numpy(
+                            batch["position_ids"][i].astype(np.int64)
+                        )
                     yield one
 
     with tempfile.TemporaryDirectory() as folder:
@@ -216,8 +237,14 @@ def hf_trainer(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
             disable_tqdm=True,
             dataloader_pin_memory=cuda,
         )
-        Trainer(model=llama(preset, options), args=settings, train_dataset=Rows(), callbacks=[Clock()]).train()
-    note = "Liger's kernels" if liger else "without Liger: " + ("it is not installed" if cuda else "its kernels need a GPU")
+        Trainer(
+            model=llama(preset, options), args=settings, train_dataset=Rows(), callbacks=[Clock()]
+        ).train()
+    note = (
+        "Liger's kernels"
+        if liger
+        else "without Liger: " + ("it is not installed" if cuda else "its kernels need a GPU")
+    )
     return {
         "seconds": (times[preset.steps] - times[preset.warm]) / (preset.steps - preset.warm),
         "losses": [losses[0], losses[-1]],
@@ -233,9 +260,13 @@ def torch_loop(preset: Preset, options: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if cuda else "cpu"
     model = llama(preset, options).to(device).train()
     run = torch.compile(model) if cuda else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     losses, unread, began = [], None, 0.0
-    for step, batch in zip(range(1, preset.steps + 1), rows(preset, options.documents), strict=False):
+    for step, batch in zip(
+        range(1, preset.steps + 1), rows(preset, options.documents), strict=False
+    ):
         ids = torch.from_numpy(batch["input_ids"].astype(np.int64)).to(device, non_blocking=True)
         with torch.autocast(device, torch.bfloat16):
             loss = run(input_ids=ids, labels=ids).loss
@@ -276,7 +307,11 @@ def child(name: str, preset: Preset, options: argparse.Namespace) -> None:
 def measure(name: str, arguments: list[str]) -> dict[str, Any]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [sys.executable, __file__, *arguments, "--child", name], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, __file__, *arguments, "--child", name],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -285,13 +320,18 @@ def measure(name: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--batch", type=int, help="rows of a batch")
     parser.add_argument("--steps", type=int, help="in all; a quarter of them is not counted")
     parser.add_argument("--documents", type=int, default=1, help="in a row")
     parser.add_argument(
-        "--remat", choices=["none", "dots", "full"], default="none", help="for the peers: anything but none is checkpointing"
+        "--remat",
+        choices=["none", "dots", "full"],
+        default="none",
+        help="for the peers: anything but none is checkpointing",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default=",".join(NAMES), help="contenders, by name")
@@ -338,9 +378,13 @@ def main() -> None:
     for name in NAMES[1:]:
         if "easypipe" in report.seconds and name in report.seconds:
             if options.tiny:
-                report.facts[f"tokens a second over {name}, which means nothing here"] = report.ratio("easypipe", name)
+                report.facts[f"tokens a second over {name}, which means nothing here"] = (
+                    report.ratio("easypipe", name)
+                )
             else:
-                report.target(f"tokens a second over {name}", report.ratio("easypipe", name), at_least=1.1)
+                report.target(
+                    f"tokens a second over {name}", report.ratio("easypipe", name), at_least=1.1
+                )
     report.finish(options.out)
 
 

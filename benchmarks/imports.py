@@ -1,4 +1,6 @@
-"""How long `import easypipe` takes, beside the peers that one would import for the same job. Fresh processes, warm disk."""
+"""How long `import easypipe` takes, beside the peers that one would import for the same job. Fresh
+processes, warm disk.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ PEERS = ("easypipe", "datasets", "grain", "torch", "jax")
 
 def seconds_to_import(module: str) -> tuple[float, bool]:
     code = f"import sys, time; s = time.perf_counter(); import {module}; print(time.perf_counter() - s, 'jax' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     return float(printed[0]), printed[1] == "True"
 
 
@@ -29,7 +33,9 @@ def main() -> None:
                 report.seconds.setdefault(f"import {module}", []).append(seconds)
     loads_jax = seconds_to_import("easypipe")[1]
     report.facts["easypipe loads jax"] = loads_jax
-    report.target("import easypipe, seconds", statistics.median(report.seconds["import easypipe"]), below=0.3)
+    report.target(
+        "import easypipe, seconds", statistics.median(report.seconds["import easypipe"]), below=0.3
+    )
     report.target("jax loaded with it", float(loads_jax), below=1)
     report.finish(options.out)
 

@@ -1,9 +1,12 @@
-"""Anonymous memory of every stage on 100 MB and on 2 GB of text: peaks of RssAnon, which must not follow the data.
+"""Anonymous memory of every stage on 100 MB and on 2 GB of text: peaks of RssAnon, which must not
+follow the data.
 
-Each stage runs in a process of its own, on real text and on text without repetitions (high entropy): prepare (text to the token cache),
-save (the cache to packed parquet), load (a pass over packed rows of the cache, in batches) and streaming (a pass over the text itself).
-`row-group` is real text in one parquet row group, `long-line` real text in JSON lines of which one has 60 MB. Text is repeated where there
-is too little of it. Needs four times the largest size in the temporary folder, and gives it back.
+Each stage runs in a process of its own, on real text and on text without repetitions (high
+entropy): prepare (text to the token cache), save (the cache to packed parquet), load (a pass over
+packed rows of the cache, in batches) and streaming (a pass over the text itself). `row-group` is
+real text in one parquet row group, `long-line` real text in JSON lines of which one has 60 MB. Text
+is repeated where there is too little of it. Needs four times the largest size in the temporary
+folder, and gives it back.
 """
 
 from __future__ import annotations
@@ -23,13 +26,24 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from _common import AnonymousMemory, Report, anonymous_bytes, arguments, documents, table, text_parquet, tokenizer_folder
+from _common import (
+    AnonymousMemory,
+    Report,
+    anonymous_bytes,
+    arguments,
+    documents,
+    table,
+    text_parquet,
+    tokenizer_folder,
+)
 from tokenizing import high_entropy
 
 STAGES = ("prepare", "save", "load", "streaming")
 SEQ_LENGTH = 2048
 LONG_LINE = 60_000_000  # characters
-MOST_MORE = 256.0  # MB that the larger size may take more: an encoder is made anew after 256 MB of text, so 100 MB do not fill its caches
+# MB that the larger size may take more: an encoder is made anew after 256 MB of text, so 100 MB do
+# not fill its caches
+MOST_MORE = 256.0
 
 
 def config(task: dict[str, Any], **more: Any) -> Any:
@@ -37,7 +51,9 @@ def config(task: dict[str, Any], **more: Any) -> Any:
 
     made = Path(task["made"])
     return PipelineConfig(
-        datasets=(DatasetConfig(name="text", data_files=task["files"], tokenizer=task["tokenizer"]),),
+        datasets=(
+            DatasetConfig(name="text", data_files=task["files"], tokenizer=task["tokenizer"]),
+        ),
         seed=1,
         cache_dir=made / "cache",
         pack=PackStageConfig(seq_length=SEQ_LENGTH),
@@ -57,7 +73,9 @@ def run(stage: str, task: dict[str, Any]) -> int:
         return Pipeline(config(task)).source().tokenize().pack().save(save).build().num_rows
     if stage == "load":
         return sum(1 for _ in Pipeline(config(task)).source().tokenize().pack().load().build())
-    return sum(1 for _ in Pipeline(config(task, streaming=True)).source().tokenize().pack().load().build())
+    return sum(
+        1 for _ in Pipeline(config(task, streaming=True)).source().tokenize().pack().load().build()
+    )
 
 
 def child(task: dict[str, Any]) -> None:
@@ -67,11 +85,20 @@ def child(task: dict[str, Any]) -> None:
     with AnonymousMemory() as held:
         count = run(task["stage"], task)
     seconds = time.perf_counter() - start
-    print(json.dumps({"peak": held.peak / 1e6, "base": base / 1e6, "seconds": seconds, "count": count}))
+    print(
+        json.dumps(
+            {"peak": held.peak / 1e6, "base": base / 1e6, "seconds": seconds, "count": count}
+        )
+    )
 
 
 def measured(task: dict[str, Any]) -> dict[str, float]:
-    done = subprocess.run([sys.executable, __file__, "--child", json.dumps(task)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", json.dumps(task)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -82,7 +109,9 @@ def one_row_group(folder: Path, texts: Sequence[str], num_bytes: int) -> list[Pa
     file = folder / "one.parquet"
     parts = text_parquet(folder, texts, num_bytes, files=8)
     with pq.ParquetWriter(file, pq.read_schema(parts[0])) as writer:
-        writer.write_table(pa.concat_tables([pq.read_table(part) for part in parts]), row_group_size=1 << 40)
+        writer.write_table(
+            pa.concat_tables([pq.read_table(part) for part in parts]), row_group_size=1 << 40
+        )
     for part in parts:
         part.unlink()
     assert pq.ParquetFile(file).metadata.num_row_groups == 1
@@ -94,7 +123,12 @@ def one_long_line(folder: Path, texts: Sequence[str], num_bytes: int) -> list[Pa
     with file.open("w", encoding="utf-8") as lines:
         for number, text in enumerate(itertools.cycle(texts)):
             if number == 100:
-                text = " ".join(itertools.islice(itertools.cycle(texts), 1 + LONG_LINE // (sum(map(len, texts)) // len(texts))))[:LONG_LINE]
+                text = " ".join(
+                    itertools.islice(
+                        itertools.cycle(texts),
+                        1 + LONG_LINE // (sum(map(len, texts)) // len(texts)),
+                    )
+                )[:LONG_LINE]
             written += lines.write(json.dumps({"text": text}) + "\n")
             if written >= num_bytes:
                 return [file]
@@ -103,7 +137,9 @@ def one_long_line(folder: Path, texts: Sequence[str], num_bytes: int) -> list[Pa
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--sizes", type=int, nargs=2, default=(100, 2000), metavar="MB", help="of text")
+    parser.add_argument(
+        "--sizes", type=int, nargs=2, default=(100, 2000), metavar="MB", help="of text"
+    )
     kinds = ("real", "high-entropy", "row-group", "long-line")
     parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES)
@@ -130,16 +166,32 @@ def main() -> None:
                 data.mkdir()
                 files = [str(file) for file in writers[kind](data, num_bytes=megabytes * 1_000_000)]
                 for stage in options.stages:
-                    task = {"stage": stage, "files": files, "tokenizer": str(tokenizer), "made": str(data / "made")}
+                    task = {
+                        "stage": stage,
+                        "files": files,
+                        "tokenizer": str(tokenizer),
+                        "made": str(data / "made"),
+                    }
                     result = measured(task)
                     peaks.setdefault(stage, []).append(result["peak"])
                     report.seconds[f"{stage}, {megabytes} MB of {kind} text"] = [result["seconds"]]
-                    print(kind, megabytes, stage, {key: round(value, 2) for key, value in result.items()}, file=sys.stderr, flush=True)
+                    print(
+                        kind,
+                        megabytes,
+                        stage,
+                        {key: round(value, 2) for key, value in result.items()},
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 shutil.rmtree(data)
             for stage, (small, large) in peaks.items():
                 lines.append((kind, stage, f"{small:.0f}", f"{large:.0f}", f"{large - small:+.0f}"))
                 report.facts[f"{stage}, {kind} text: peak MB"] = [round(small), round(large)]
-                report.target(f"MB that {options.sizes[1]} MB of {kind} text take more, {stage}", large - small, below=MOST_MORE)
+                report.target(
+                    f"MB that {options.sizes[1]} MB of {kind} text take more, {stage}",
+                    large - small,
+                    below=MOST_MORE,
+                )
     report.finish(options.out)
     table(("text", "stage", *(f"{size} MB" for size in options.sizes), "difference"), lines)
 

@@ -1,7 +1,9 @@
-"""Planning alone: mix, order and pack from lengths, in documents per second of processor time, on one thread.
+"""Planning alone: mix, order and pack from lengths, in documents per second of processor time, on
+one thread.
 
-Lengths are log-normal with a median of 400 tokens, rows hold 2,048. "ramp" changes its weights all the time, in windows of 1/64 of it,
-along a line by rows and along half a cosine wave by tokens. The last line says whether every mode reaches what it must.
+Lengths are log-normal with a median of 400 tokens, rows hold 2,048. "ramp" changes its weights all
+the time, in windows of 1/64 of it, along a line by rows and along half a cosine wave by tokens. The
+last line says whether every mode reaches what it must.
 """
 
 from __future__ import annotations
@@ -18,8 +20,15 @@ from easypipe.plan.windows import Plan, PlanDataset, PlanSpec
 
 
 def dataset(name: str, seed: int, documents: int) -> PlanDataset:
-    lengths = np.random.default_rng(seed).lognormal(np.log(400), 1.0, documents).clip(1, 100_000).astype(np.int32)
-    return PlanDataset(name, documents, int(lengths.sum(dtype=np.int64)), name, lambda docs: lengths[docs])
+    lengths = (
+        np.random.default_rng(seed)
+        .lognormal(np.log(400), 1.0, documents)
+        .clip(1, 100_000)
+        .astype(np.int32)
+    )
+    return PlanDataset(
+        name, documents, int(lengths.sum(dtype=np.int64)), name, lambda docs: lengths[docs]
+    )
 
 
 AT_LEAST = 5.0  # million documents per CPU second, in every mode
@@ -52,7 +61,9 @@ def main() -> None:
         for count in (2, 60):
             datasets = [dataset(f"d{i}", i, 20_000) for i in range(count)]
             some, others = (tuple(1 + (i * k) % 7 for i in range(count)) for k in (1, 3))
-            static = PlanSpec(seed=0, weights=some, stop="restart", window_docs=65_536, num_epochs=None, pack=pack)
+            static = PlanSpec(
+                seed=0, weights=some, stop="restart", window_docs=65_536, num_epochs=None, pack=pack
+            )
             flat = Schedule(((0, some),), "step", ((0, 64),))
             ramp = Schedule(((0, some), (40_000, others)), "linear", ((0, 64),))
             specs = {
@@ -60,7 +71,9 @@ def main() -> None:
                 "schedule, between points": dataclasses.replace(static, schedule=flat),
                 "schedule, on a ramp": dataclasses.replace(static, schedule=ramp),
                 "shares of tokens": dataclasses.replace(static, unit="tokens"),
-                "tokens, on a ramp": dataclasses.replace(static, unit="tokens", schedule=dataclasses.replace(ramp, kind="cosine")),
+                "tokens, on a ramp": dataclasses.replace(
+                    static, unit="tokens", schedule=dataclasses.replace(ramp, kind="cosine")
+                ),
             }
             for name, spec in specs.items():
                 lines.setdefault(name, []).append(rate(datasets, spec, windows) / 1e6)
@@ -68,7 +81,9 @@ def main() -> None:
         for name, values in lines.items():
             print(f"  {name:<26}" + "".join(f"{value:>14.2f}" for value in values))
             slowest = min(slowest, (min(values), f"{strategy or 'not packed'}, {name}"))
-    print(f"slowest: {slowest[0]:.2f} ({slowest[1]}); at least {AT_LEAST:g}: {'met' if slowest[0] >= AT_LEAST else 'MISSED'}")
+    print(
+        f"slowest: {slowest[0]:.2f} ({slowest[1]}); at least {AT_LEAST:g}: {'met' if slowest[0] >= AT_LEAST else 'MISSED'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""How soon the first batch comes, and how soon a restored loader goes on: at batch 100,000 of a run, from 4 KiB of JSON.
+"""How soon the first batch comes, and how soon a restored loader goes on: at batch 100,000 of a
+run, from 4 KiB of JSON.
 
-The state is taken by a loader that really got there. Each timed restore has a new loader, and ends with the next batch, which is
-compared with the batch that the uninterrupted run gave. Grain's packing iterator is restored beside it, from a place that it reaches in
-seconds.
+The state is taken by a loader that really got there. Each timed restore has a new loader, and ends
+with the next batch, which is compared with the batch that the uninterrupted run gave. Grain's
+packing iterator is restored beside it, from a place that it reaches in seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from _common import Report, arguments, cut_documents, documents, one_parquet, packed_loader, tokenizer_folder
+from _common import (
+    Report,
+    arguments,
+    cut_documents,
+    documents,
+    one_parquet,
+    packed_loader,
+    tokenizer_folder,
+)
 
 BATCH = 8
 
@@ -37,16 +46,28 @@ def first_batch_of_a_process(tokenizer: Path, seq_length: int, file: Path) -> fl
     return time.perf_counter() - start
 
 
-def grain_restore(texts: list[str], tokenizer: Path, seq_length: int, at: int, rounds: int) -> list[float]:
+def grain_restore(
+    texts: list[str], tokenizer: Path, seq_length: int, at: int, rounds: int
+) -> list[float]:
     import grain
     from tokenizers import Tokenizer
 
     reference = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    docs = [{"inputs": np.array(e.ids[:seq_length], np.int32)} for e in reference.encode_batch_fast(texts[:4000])]
+    docs = [
+        {"inputs": np.array(e.ids[:seq_length], np.int32)}
+        for e in reference.encode_batch_fast(texts[:4000])
+    ]
 
     def make() -> Any:
-        stream = grain.MapDataset.source(docs).shuffle(seed=1).repeat().to_iter_dataset(grain.ReadOptions(num_threads=0))
-        packed = grain.experimental.FirstFitPackIterDataset(stream, length_struct={"inputs": seq_length}, num_packing_bins=64)
+        stream = (
+            grain.MapDataset.source(docs)
+            .shuffle(seed=1)
+            .repeat()
+            .to_iter_dataset(grain.ReadOptions(num_threads=0))
+        )
+        packed = grain.experimental.FirstFitPackIterDataset(
+            stream, length_struct={"inputs": seq_length}, num_packing_bins=64
+        )
         return iter(packed.batch(BATCH))
 
     iterator = make()
@@ -69,7 +90,9 @@ def grain_restore(texts: list[str], tokenizer: Path, seq_length: int, at: int, r
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--at", type=int, default=100_000, help="the batch to restore at")
-    parser.add_argument("--peer-at", type=int, default=1000, help="the batch to restore Grain's packing iterator at")
+    parser.add_argument(
+        "--peer-at", type=int, default=1000, help="the batch to restore Grain's packing iterator at"
+    )
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--seq-length", type=int, default=512)
     options = parser.parse_args()
@@ -82,7 +105,9 @@ def main() -> None:
         file = one_parquet(Path(folder), docs)
 
         def loader() -> Any:
-            return packed_loader(file, tokenizer, options.seq_length, batch_size=BATCH, num_epochs=None)
+            return packed_loader(
+                file, tokenizer, options.seq_length, batch_size=BATCH, num_epochs=None
+            )
 
         seconds = report.seconds
         for turn in range(-1, options.rounds):
@@ -90,7 +115,9 @@ def main() -> None:
             batches = iter(loader())
             next(batches)
             if turn >= 0:
-                seconds.setdefault("first batch, warm cache", []).append(time.perf_counter() - start)
+                seconds.setdefault("first batch, warm cache", []).append(
+                    time.perf_counter() - start
+                )
             batches.close()
 
         running = loader()
@@ -115,21 +142,31 @@ def main() -> None:
             over = time.perf_counter()
             batches.close()
             if turn >= 0:
-                seconds.setdefault(f"restore at batch {options.at:,} to the next batch", []).append(over - start)
+                seconds.setdefault(f"restore at batch {options.at:,} to the next batch", []).append(
+                    over - start
+                )
                 seconds.setdefault("the same with building the pipeline", []).append(over - opening)
             for column, values in wanted.items():
                 if not np.array_equal(values, batch[column]):
-                    raise SystemExit(f"batch {options.at}, column {column}: the restored loader gave another batch")
+                    raise SystemExit(
+                        f"batch {options.at}, column {column}: the restored loader gave another batch"
+                    )
 
         for turn in range(-1, min(3, options.rounds)):
             elapsed = first_batch_of_a_process(tokenizer, options.seq_length, file)
             if turn >= 0:
-                seconds.setdefault("first batch of a fresh process, imports included", []).append(elapsed)
+                seconds.setdefault("first batch of a fresh process, imports included", []).append(
+                    elapsed
+                )
         seconds[f"grain FirstFit: restore at batch {options.peer_at:,}"] = grain_restore(
             docs, tokenizer, options.seq_length, options.peer_at, options.rounds
         )
     report.facts["state, bytes"] = len(text.encode())
-    report.target("restore, seconds", statistics.median(seconds[f"restore at batch {options.at:,} to the next batch"]), below=0.2)
+    report.target(
+        "restore, seconds",
+        statistics.median(seconds[f"restore at batch {options.at:,} to the next batch"]),
+        below=0.2,
+    )
     report.target("state, bytes", len(text.encode()), below=4097)
     report.finish(options.out)
 

@@ -1,8 +1,9 @@
 """The constants of docs/scale.md, measured, and what 15 T tokens cost by them.
 
-Done for real: 100 M documents of 1,000 tokens on average (`--documents`), whose lengths are computed, are planned as a mixture of two, in
-memory that must not follow them; a row far out is found again; a token cache of `--parts` sparse files is opened. The rest is
-multiplication, and is marked so.
+Done for real: 100 M documents of 1,000 tokens on average (`--documents`), whose lengths are
+computed, are planned as a mixture of two, in memory that must not follow them; a row far out is
+found again; a token cache of `--parts` sparse files is opened. The rest is multiplication, and is
+marked so.
 """
 
 from __future__ import annotations
@@ -22,21 +23,34 @@ from easypipe.plan.windows import MARK_EVERY, Plan, PlanDataset, PlanSpec
 
 TOKENS = 15_000_000_000_000
 MEAN, SEQ_LENGTH, STEP, BATCH = 1000, 4096, 1_000_000, 8
-RANGE_TOKENS = 2 << 20  # of one file of the token cache: 4 to 8 MB of text at rest become about so many
-PREPARED = 60e6  # bytes of text a second and core, benchmarks/tokenizing.py; a token is about 4.3 of them
+# of one file of the token cache: 4 to 8 MB of text at rest become about so many
+RANGE_TOKENS = 2 << 20
+# bytes of text a second and core, benchmarks/tokenizing.py; a token is about 4.3 of them
+PREPARED = 60e6
 TEXT_PER_TOKEN = 4.3
 
 
 def dataset(name: str, documents: int) -> PlanDataset:
     """Lengths from 1 to 2 * MEAN - 1 that follow from the number alone: nothing is held."""
-    return PlanDataset(name, documents, documents * MEAN, name, lambda docs: (docs * 7919 % (2 * MEAN - 1) + 1).astype(np.int32))
+    return PlanDataset(
+        name,
+        documents,
+        documents * MEAN,
+        name,
+        lambda docs: (docs * 7919 % (2 * MEAN - 1) + 1).astype(np.int32),
+    )
 
 
 def planned(report: Report, documents: int) -> dict[str, float]:
     datasets, weights = [dataset("a", documents), dataset("b", documents // 3)], (3, 1)
     pack = PackSpec(SEQ_LENGTH, "first_fit")
     spec = PlanSpec(
-        seed=0, weights=weights, stop="restart", num_epochs=None, window_docs=window_docs(datasets, weights, SEQ_LENGTH), pack=pack
+        seed=0,
+        weights=weights,
+        stop="restart",
+        num_epochs=None,
+        window_docs=window_docs(datasets, weights, SEQ_LENGTH),
+        pack=pack,
     )
     plan = Plan(datasets, spec)
     plan.locate(1000)
@@ -49,8 +63,16 @@ def planned(report: Report, documents: int) -> dict[str, float]:
     seconds = time.process_time() - began
     marks = plan.checkpoints()
     text = json.dumps([mark.to_json() for mark in marks])
-    # The row of the step, or rather the last one before the next checkpoint: all windows since the one before are planned for it.
-    far = next(mark.first_row for mark in marks if mark.first_row > min(STEP * BATCH, marks[-2].first_row)) - 1
+    # The row of the step, or rather the last one before the next checkpoint: all windows since the
+    # one before are planned for it.
+    far = (
+        next(
+            mark.first_row
+            for mark in marks
+            if mark.first_row > min(STEP * BATCH, marks[-2].first_row)
+        )
+        - 1
+    )
     later = Plan(datasets, spec, marks)
     later.locate(5)
     began = time.perf_counter()
@@ -66,7 +88,10 @@ def planned(report: Report, documents: int) -> dict[str, float]:
         "documents planned": done,
         "tokens planned": done * MEAN,
         "documents a second of processor time": done / seconds,
-        "RssAnon growth over all but the first tenth, MB": (max(held) - max(held[: len(held) // 10 + 1])) / 1e6,
+        "RssAnon growth over all but the first tenth, MB": (
+            max(held) - max(held[: len(held) // 10 + 1])
+        )
+        / 1e6,
         "RssAnon growth in all, MB": (max(held) - before) / 1e6,
         "documents for each checkpoint": done / len(marks),
         "bytes of a checkpoint (2 datasets)": len(text) / len(marks),
@@ -75,8 +100,16 @@ def planned(report: Report, documents: int) -> dict[str, float]:
         "bytes of the state": len(json.dumps(dataclasses.asdict(state))),
     }
     report.facts.update(facts)
-    report.target("million documents planned a second", facts["documents a second of processor time"] / 1e6, at_least=5)
-    report.target("RssAnon in MB that 9 times the documents add", facts["RssAnon growth over all but the first tenth, MB"], below=8)
+    report.target(
+        "million documents planned a second",
+        facts["documents a second of processor time"] / 1e6,
+        at_least=5,
+    )
+    report.target(
+        "RssAnon in MB that 9 times the documents add",
+        facts["RssAnon growth over all but the first tenth, MB"],
+        below=8,
+    )
     report.target(f"resume at row {found.row}, s", resume, below=0.2)
     return facts
 
@@ -103,7 +136,9 @@ def opened(report: Report, parts: int) -> dict[str, float]:
         docs = rng.integers(0, cache.num_docs, 1 << 20)
         began = time.process_time()
         cache.lengths(docs)
-        facts["random lengths a second (in the page cache)"] = docs.size / (time.process_time() - began)
+        facts["random lengths a second (in the page cache)"] = docs.size / (
+            time.process_time() - began
+        )
         del warm
     report.facts.update(facts)
     return facts
@@ -121,18 +156,36 @@ def main() -> None:
     core_hours = TOKENS * TEXT_PER_TOKEN / PREPARED / 3600
     lines = [
         ("documents", f"{documents / 1e9:.0f} G of {MEAN} tokens"),
-        ("tokens on disk, uint16 / uint32", f"{TOKENS * 2 / 1e12:.0f} / {TOKENS * 4 / 1e12:.0f} TB"),
-        ("offsets, row numbers and EOS marks on disk, 17 bytes a document", f"{documents * 17 / 1e9:.0f} GB"),
-        ("files of the cache", f"{files / 1e6:.1f} M, manifest {files * cache['bytes of the manifest for each'] / 1e9:.1f} GB"),
+        (
+            "tokens on disk, uint16 / uint32",
+            f"{TOKENS * 2 / 1e12:.0f} / {TOKENS * 4 / 1e12:.0f} TB",
+        ),
+        (
+            "offsets, row numbers and EOS marks on disk, 17 bytes a document",
+            f"{documents * 17 / 1e9:.0f} GB",
+        ),
+        (
+            "files of the cache",
+            f"{files / 1e6:.1f} M, manifest {files * cache['bytes of the manifest for each'] / 1e9:.1f} GB",
+        ),
         (
             "opening them, and RssAnon for it",
             f"{files * cache['ms of processor time to open each'] / 60e3:.0f} min, {files * cache['RssAnon of each, bytes'] / 1e9:.1f} GB",
         ),
         ("windows, checkpoints", f"{windows / 1e3:.0f} k, {windows / MARK_EVERY / 1e3:.1f} k"),
-        ("checkpoints on disk", f"{windows / MARK_EVERY * plan['bytes of a checkpoint (2 datasets)'] / 1e6:.1f} MB"),
-        ("planning all of it, one core", f"{documents / plan['documents a second of processor time'] / 60:.0f} min"),
+        (
+            "checkpoints on disk",
+            f"{windows / MARK_EVERY * plan['bytes of a checkpoint (2 datasets)'] / 1e6:.1f} MB",
+        ),
+        (
+            "planning all of it, one core",
+            f"{documents / plan['documents a second of processor time'] / 60:.0f} min",
+        ),
         ("preparing, one core", f"{core_hours:,.0f} h"),
-        *((f"preparing, {hosts} hosts of 64 cores", f"{core_hours / hosts / 64:,.2f} h") for hosts in (1, 16)),
+        *(
+            (f"preparing, {hosts} hosts of 64 cores", f"{core_hours / hosts / 64:,.2f} h")
+            for hosts in (1, 16)
+        ),
     ]
     report.finish(options.out)
     table((f"{TOKENS / 1e12:.0f} T tokens by these constants", "extrapolated"), lines)

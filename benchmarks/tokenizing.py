@@ -1,14 +1,16 @@
-"""Parquet text → tokenized parquet (zstd): `tokenize_and_save` against `datasets.map(batched, num_proc=2)` + `to_parquet`, same files.
+"""Parquet text → tokenized parquet (zstd): `tokenize_and_save` against `datasets.map(batched,
+num_proc=2)` + `to_parquet`, same files.
 
-easypipe's time runs from parquet files to a committed folder (synced, checksummed) that `load_saved` reads back; it starts every round
-without tokens in its cache. The peer keeps its Arrow copy of the text between rounds (its first, untimed round makes it). Encoding alone,
-from Arrow memory and into nothing, is timed in the same rounds: what no pipeline around that tokenizer can pass. So is the shortest
-pipeline there is, in three threads, which checks and keeps nothing.
+easypipe's time runs from parquet files to a committed folder (synced, checksummed) that
+`load_saved` reads back; it starts every round without tokens in its cache. The peer keeps its Arrow
+copy of the text between rounds (its first, untimed round makes it). Encoding alone, from Arrow
+memory and into nothing, is timed in the same rounds: what no pipeline around that tokenizer can
+pass. So is the shortest pipeline there is, in three threads, which checks and keeps nothing.
 
---tokenizer: gpt2, which gigatoken encodes, or wordpiece, which only `tokenizers` supports, trained here on the text.
---cold: one run each in a new process, imports and proofs included, with no cache but the system's.
---floor: processor time instead, of the whole and of what it cannot do without, each alone.
---memory 1000: RssAnon instead, on real text and on text without repetitions.
+--tokenizer: gpt2, which gigatoken encodes, or wordpiece, which only `tokenizers` supports, trained
+here on the text. --cold: one run each in a new process, imports and proofs included, with no cache
+but the system's. --floor: processor time instead, of the whole and of what it cannot do without,
+each alone. --memory 1000: RssAnon instead, on real text and on text without repetitions.
 """
 
 from __future__ import annotations
@@ -32,12 +34,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from _common import AnonymousMemory, Report, alternate, arguments, documents, text_parquet, tokenizer_folder
+from _common import (
+    AnonymousMemory,
+    Report,
+    alternate,
+    arguments,
+    documents,
+    text_parquet,
+    tokenizer_folder,
+)
 
 WORKERS = 2
 HIGH_ENTROPY_BYTES = 20_000  # per document: base64 of random bytes, in words of random length
 DOCUMENTED = "datasets.map with transformers' tokenizer"
-MADE = ("out", "cache/tokens", "cache/ranges", "cache/manifests")  # by a run of easypipe, beside the proof of the tokenizer
+# by a run of easypipe, beside the proof of the tokenizer
+MADE = ("out", "cache/tokens", "cache/ranges", "cache/manifests")
 LIGHT = "easypipe, lz4"  # a codec of the weight of the peer's
 BARE = "three threads alone"
 
@@ -47,23 +58,46 @@ def ours(files: list[Path], tokenizer: Path, scratch: Path, compression: Any = N
 
     os.environ["EASYPIPE_CACHE"] = str(scratch / "cache")
     tokenize_and_save(
-        data_files=[str(file) for file in files], tokenizer=str(tokenizer), output_path=str(scratch / "out"), compression=compression
+        data_files=[str(file) for file in files],
+        tokenizer=str(tokenizer),
+        output_path=str(scratch / "out"),
+        compression=compression,
     )
 
 
-def theirs(files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path, call: Any = None) -> None:
-    """call: what encodes a batch; default: `tokenizers` bare, the fastest that users of this library write."""
+def theirs(
+    files: list[Path], tokenizer: Path, scratch: Path, arrow_copy: Path, call: Any = None
+) -> None:
+    """call: what encodes a batch; default: `tokenizers` bare, the fastest that users of this
+    library write.
+    """
     import datasets
 
-    rows = datasets.load_dataset("parquet", data_files=[str(file) for file in files], split="train", cache_dir=str(arrow_copy))
+    rows = datasets.load_dataset(
+        "parquet",
+        data_files=[str(file) for file in files],
+        split="train",
+        cache_dir=str(arrow_copy),
+    )
     encode = functools.partial(call or _encode, path=str(tokenizer / "tokenizer.json"))
     scratch.mkdir(parents=True)
-    mapped = rows.map(encode, batched=True, num_proc=WORKERS, remove_columns=["text"], cache_file_name=str(scratch / "mapped.arrow"))
-    mapped.to_parquet(str(scratch / "out.parquet"))  # it refuses a compression of ours: its own is lighter than zstd
+    mapped = rows.map(
+        encode,
+        batched=True,
+        num_proc=WORKERS,
+        remove_columns=["text"],
+        cache_file_name=str(scratch / "mapped.arrow"),
+    )
+    # it refuses a compression of ours: its own is lighter than zstd
+    mapped.to_parquet(str(scratch / "out.parquet"))
 
 
 def _encode(batch: dict[str, Any], path: str) -> dict[str, Any]:
-    return {"input_ids": [encoding.ids for encoding in _reference(path).encode_batch_fast(batch["text"])]}
+    return {
+        "input_ids": [
+            encoding.ids for encoding in _reference(path).encode_batch_fast(batch["text"])
+        ]
+    }
 
 
 def _encode_as_documented(batch: dict[str, Any], path: str) -> dict[str, Any]:
@@ -98,8 +132,12 @@ def ours_ids(out: Path) -> pa.ChunkedArray:
     return pq.read_table(sorted(out.rglob("*.parquet")), columns=["input_ids"]).column(0)
 
 
-def encode_alone(columns: list[pa.LargeStringArray], tokenizer: Path, fast: bool, threads: int) -> None:
-    """Every column to ids in memory, by the tokenizer's own library. gigatoken: a tokenizer for each thread; `tokenizers` has its own."""
+def encode_alone(
+    columns: list[pa.LargeStringArray], tokenizer: Path, fast: bool, threads: int
+) -> None:
+    """Every column to ids in memory, by the tokenizer's own library. gigatoken: a tokenizer for
+    each thread; `tokenizers` has its own.
+    """
     if not fast:
         encoder = _parallel(str(tokenizer / "tokenizer.json"))
         for column in columns:
@@ -131,7 +169,9 @@ def _engine(path: str, number: int) -> Any:
 
 
 def bare(files: list[Path], tokenizer: Path, out: Path) -> None:
-    """Reader, encoder and writer in a thread each, and nothing else: no cache, no check, no sync, no second file, ids of 32 bits."""
+    """Reader, encoder and writer in a thread each, and nothing else: no cache, no check, no sync,
+    no second file, ids of 32 bits.
+    """
     engine = _engine(str(tokenizer / "tokenizer.json"), 0)
     texts: queue.Queue[Any] = queue.Queue(4)
     tokens: queue.Queue[Any] = queue.Queue(4)
@@ -140,7 +180,9 @@ def bare(files: list[Path], tokenizer: Path, out: Path) -> None:
         for file in files:
             opened = pq.ParquetFile(file)
             for group in range(opened.num_row_groups):
-                texts.put(opened.read_row_group(group, columns=["text"], use_threads=False).column(0))
+                texts.put(
+                    opened.read_row_group(group, columns=["text"], use_threads=False).column(0)
+                )
         texts.put(None)
 
     def encode() -> None:
@@ -153,10 +195,16 @@ def bare(files: list[Path], tokenizer: Path, out: Path) -> None:
     for thread in threads:
         thread.start()
     schema = pa.schema([pa.field("input_ids", pa.large_list(pa.uint32()))])
-    with pq.ParquetWriter(out, schema, compression="zstd", use_dictionary=False, write_statistics=False) as writer:
+    with pq.ParquetWriter(
+        out, schema, compression="zstd", use_dictionary=False, write_statistics=False
+    ) as writer:
         while (made := tokens.get()) is not None:
             offsets, ids = made
-            writer.write_batch(pa.record_batch([pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids))], schema=schema))
+            writer.write_batch(
+                pa.record_batch(
+                    [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids))], schema=schema
+                )
+            )
     for thread in threads:
         thread.join()
 
@@ -166,8 +214,14 @@ def wordpiece(scratch: Path, texts: list[str]) -> Path:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator(texts[:2000], trainers.WordPieceTrainer(vocab_size=30_000, special_tokens=["[UNK]"], show_progress=False))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = (
+        normalizers.BertNormalizer(),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    tokenizer.train_from_iterator(
+        texts[:2000],
+        trainers.WordPieceTrainer(vocab_size=30_000, special_tokens=["[UNK]"], show_progress=False),
+    )
     folder = scratch / "wordpiece"
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -177,7 +231,11 @@ def wordpiece(scratch: Path, texts: list[str]) -> Path:
 def prepared(options: Any, scratch: Path) -> tuple[list[str], Path, list[Path], float]:
     """(documents, tokenizer, parquet files, megabytes of text)."""
     texts = documents(options.text)
-    tokenizer = tokenizer_folder(scratch, texts) if options.tokenizer == "gpt2" else wordpiece(scratch, texts)
+    tokenizer = (
+        tokenizer_folder(scratch, texts)
+        if options.tokenizer == "gpt2"
+        else wordpiece(scratch, texts)
+    )
     files = text_parquet(scratch, texts, options.megabytes * 1_000_000)
     return texts, tokenizer, files, sum(_text_bytes(file) for file in files) / 1e6
 
@@ -191,7 +249,11 @@ def compare(options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         texts, tokenizer, files, megabytes = prepared(options, scratch)
-        columns = [chunk.cast(pa.large_string()) for file in files for chunk in pq.read_table(file).column("text").chunks]
+        columns = [
+            chunk.cast(pa.large_string())
+            for file in files
+            for chunk in pq.read_table(file).column("text").chunks
+        ]
         unique = sum(len(text.encode()) for text in texts) / 1e6
 
         def run_ours() -> float:
@@ -207,10 +269,14 @@ def compare(options: Any) -> None:
             return megabytes
 
         def run_documented() -> float:
-            theirs(files, tokenizer, scratch / "documented", scratch / "arrow", _encode_as_documented)
+            theirs(
+                files, tokenizer, scratch / "documented", scratch / "arrow", _encode_as_documented
+            )
             return megabytes
 
-        made = {  # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the text
+        # the proof of the tokenizer, made once, stays, and so does the peer's Arrow copy of the
+        # text
+        made = {
             "easypipe": tuple(f"ours/{folder}" for folder in MADE),
             LIGHT: tuple(f"light/{folder}" for folder in MADE),
             "datasets.map + to_parquet": ("theirs",),
@@ -229,22 +295,41 @@ def compare(options: Any) -> None:
             bare(files, tokenizer, scratch / "bare.parquet")
             return megabytes
 
-        own: dict[str, Any] = {f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n) for n in (1, 2)} if fast else {}
+        own: dict[str, Any] = (
+            {
+                f"gigatoken alone, {n} thread{'s'[: n - 1]}": functools.partial(alone, n)
+                for n in (1, 2)
+            }
+            if fast
+            else {}
+        )
         own = own or {"encode_batch_fast alone, all cores": functools.partial(alone, 0)}
         if importlib.util.find_spec("transformers"):
             own[DOCUMENTED] = run_documented
-        contenders = {"easypipe": run_ours, LIGHT: run_light, "datasets.map + to_parquet": run_theirs, **own}
+        contenders = {
+            "easypipe": run_ours,
+            LIGHT: run_light,
+            "datasets.map + to_parquet": run_theirs,
+            **own,
+        }
         if fast:
             contenders[BARE] = run_bare
         alternate(report, contenders, options.rounds, clear)
-        mine, other = ours_ids(scratch / "ours" / "out"), pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids")
+        mine, other = (
+            ours_ids(scratch / "ours" / "out"),
+            pq.read_table(scratch / "theirs" / "out.parquet").column("input_ids"),
+        )
         report.facts |= {
             "text MB": round(megabytes, 1),
             "of it different MB": round(min(unique, megabytes), 1),
             "tokenizer": tokenizer.name,
             "same tokens as the peer": _same(mine, other),
         }
-    report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=40 if fast else 1.3)
+    report.target(
+        "times datasets.map",
+        report.ratio("easypipe", "datasets.map + to_parquet"),
+        at_least=40 if fast else 1.3,
+    )
     report.facts[f"times datasets.map, {LIGHT}"] = report.ratio(LIGHT, "datasets.map + to_parquet")
     if own.pop(DOCUMENTED, None):
         report.facts[f"times {DOCUMENTED}"] = report.ratio("easypipe", DOCUMENTED)
@@ -266,29 +351,58 @@ def cold(options: Any) -> None:
         _, tokenizer, files, megabytes = prepared(options, scratch)
 
         def run(peer: bool) -> float:
-            task = {"files": [str(file) for file in files], "tokenizer": str(tokenizer), "scratch": str(scratch / "run"), "peer": peer}
-            done = subprocess.run([sys.executable, __file__, "--child", json.dumps(task)], capture_output=True, text=True, check=False)
+            task = {
+                "files": [str(file) for file in files],
+                "tokenizer": str(tokenizer),
+                "scratch": str(scratch / "run"),
+                "peer": peer,
+            }
+            done = subprocess.run(
+                [sys.executable, __file__, "--child", json.dumps(task)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             if done.returncode:
                 raise SystemExit(done.stderr)
             return megabytes
 
-        contenders = {"easypipe": functools.partial(run, False), "datasets.map + to_parquet": functools.partial(run, True)}
-        alternate(report, contenders, options.rounds, lambda name: shutil.rmtree(scratch / "run", ignore_errors=True))
-    report.target("times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=10)
+        contenders = {
+            "easypipe": functools.partial(run, False),
+            "datasets.map + to_parquet": functools.partial(run, True),
+        }
+        alternate(
+            report,
+            contenders,
+            options.rounds,
+            lambda name: shutil.rmtree(scratch / "run", ignore_errors=True),
+        )
+    report.target(
+        "times datasets.map", report.ratio("easypipe", "datasets.map + to_parquet"), at_least=10
+    )
     report.finish(options.out)
 
 
 def floor(options: Any) -> None:
-    """Processor seconds of user and kernel, all threads: the sum of the parts is what no arrangement of them can pass."""
+    """Processor seconds of user and kernel, all threads: the sum of the parts is what no
+    arrangement of them can pass.
+    """
     from easypipe.stages.shard_writer import open_writer
 
     report = Report("tokenizing_floor", "s")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         _, tokenizer, files, megabytes = prepared(options, scratch)
-        columns = [chunk.cast(pa.large_string()) for file in files for chunk in pq.read_table(file).column("text").chunks]
+        columns = [
+            chunk.cast(pa.large_string())
+            for file in files
+            for chunk in pq.read_table(file).column("text").chunks
+        ]
         ours(files, tokenizer, scratch / "ours")
-        stored = [pa.ipc.open_file(file).get_batch(0) for file in sorted((scratch / "ours" / "cache" / "tokens").rglob("*.arrow"))]
+        stored = [
+            pa.ipc.open_file(file).get_batch(0)
+            for file in sorted((scratch / "ours" / "cache" / "tokens").rglob("*.arrow"))
+        ]
         saved = [batch.select(["input_ids"]) for batch in stored]
 
         def write_arrow() -> None:
@@ -300,11 +414,15 @@ def floor(options: Any) -> None:
 
         def write_parquet() -> None:
             for number, batch in enumerate(saved):
-                with open_writer(scratch / f"{number}.parquet", "parquet", "zstd", batch.schema) as write:
+                with open_writer(
+                    scratch / f"{number}.parquet", "parquet", "zstd", batch.schema
+                ) as write:
                     write(batch)
 
         parts = {
-            "parquet to text, pyarrow": lambda: [pq.ParquetFile(file).read(columns=["text"], use_threads=False) for file in files],
+            "parquet to text, pyarrow": lambda: [
+                pq.ParquetFile(file).read(columns=["text"], use_threads=False) for file in files
+            ],
             f"text to tokens, {'gigatoken' if options.tokenizer == 'gpt2' else 'tokenizers'}": functools.partial(
                 encode_alone, columns, tokenizer, options.tokenizer == "gpt2", 1
             ),
@@ -336,18 +454,27 @@ def floor(options: Any) -> None:
 
 
 def _same(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> bool:
-    """Document by document, in order; easypipe's rows may end with the tokenizer's EOS column apart, never in the ids."""
+    """Document by document, in order; easypipe's rows may end with the tokenizer's EOS column
+    apart, never in the ids.
+    """
     if len(mine) != len(other):
         return False
     flat_mine, flat_other = mine.combine_chunks(), other.combine_chunks()
-    same_ids = np.array_equal(flat_mine.values.to_numpy().astype(np.int64), flat_other.values.to_numpy().astype(np.int64))
-    same_cuts = np.array_equal(np.asarray(flat_mine.offsets).astype(np.int64), np.asarray(flat_other.offsets).astype(np.int64))
+    same_ids = np.array_equal(
+        flat_mine.values.to_numpy().astype(np.int64), flat_other.values.to_numpy().astype(np.int64)
+    )
+    same_cuts = np.array_equal(
+        np.asarray(flat_mine.offsets).astype(np.int64),
+        np.asarray(flat_other.offsets).astype(np.int64),
+    )
     return bool(same_ids and same_cuts)
 
 
 def _text_bytes(file: Path) -> int:
     text = pq.read_table(file).column("text").combine_chunks()
-    offsets = np.frombuffer(text.buffers()[1], np.int64 if pa.types.is_large_string(text.type) else np.int32)
+    offsets = np.frombuffer(
+        text.buffers()[1], np.int64 if pa.types.is_large_string(text.type) else np.int32
+    )
     return int(offsets[len(text)] - offsets[0])
 
 
@@ -364,7 +491,12 @@ def high_entropy(folder: Path, num_bytes: int, files: int = 8) -> list[Path]:
                     raw[space] = 32
             rows.append(raw.decode())
         path = folder / f"entropy-{number:03d}.parquet"
-        pq.write_table(pa.table({"text": pa.array(rows, pa.large_string())}), path, row_group_size=512, compression="none")
+        pq.write_table(
+            pa.table({"text": pa.array(rows, pa.large_string())}),
+            path,
+            row_group_size=512,
+            compression="none",
+        )
         paths.append(path)
     return paths
 
@@ -376,10 +508,14 @@ def memory(options: Any) -> None:
         scratch = Path(folder)
         texts = documents(options.text)
         tokenizer = tokenizer_folder(scratch, texts)
-        kinds = {"real text": functools.partial(text_parquet, texts=texts, files=8), "high-entropy text": high_entropy}
+        kinds = {
+            "real text": functools.partial(text_parquet, texts=texts, files=8),
+            "high-entropy text": high_entropy,
+        }
         for kind, write in kinds.items():
             peaks = []
-            for megabytes in (options.memory // 2, options.memory):  # memory that follows the data shows between the two
+            # memory that follows the data shows between the two
+            for megabytes in (options.memory // 2, options.memory):
                 folder_of = scratch / f"{kind}-{megabytes}"
                 folder_of.mkdir()
                 files = write(folder_of, num_bytes=megabytes * 1_000_000)
@@ -389,14 +525,24 @@ def memory(options: Any) -> None:
                 report.seconds[f"{kind}, {megabytes} MB"] = [result["seconds"]]
                 report.facts[f"{kind}, {megabytes} MB: peak GB"] = result["peak_rss_anon_gb"]
             report.target(f"peak RssAnon in GB, {options.memory} MB of {kind}", peaks[1], below=1)
-            report.target(f"that over the peak of half as much, {kind}", peaks[1] / peaks[0], below=1.25)
+            report.target(
+                f"that over the peak of half as much, {kind}", peaks[1] / peaks[0], below=1.25
+            )
     report.finish(options.out)
 
 
 def measured(files: list[Path], tokenizer: Path, scratch: Path) -> dict[str, Any]:
     """`ours` in a process of its own."""
-    task = json.dumps({"files": [str(file) for file in files], "tokenizer": str(tokenizer), "scratch": str(scratch)})
-    done = subprocess.run([sys.executable, __file__, "--child", task], capture_output=True, text=True, check=False)
+    task = json.dumps(
+        {
+            "files": [str(file) for file in files],
+            "tokenizer": str(tokenizer),
+            "scratch": str(scratch),
+        }
+    )
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", task], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -404,7 +550,11 @@ def measured(files: list[Path], tokenizer: Path, scratch: Path) -> dict[str, Any
 
 def child(task: dict[str, Any]) -> None:
     start = time.perf_counter()
-    files, tokenizer, scratch = [Path(file) for file in task["files"]], Path(task["tokenizer"]), Path(task["scratch"])
+    files, tokenizer, scratch = (
+        [Path(file) for file in task["files"]],
+        Path(task["tokenizer"]),
+        Path(task["scratch"]),
+    )
     with AnonymousMemory() as held:
         if task.get("peer"):
             theirs(files, tokenizer, scratch / "theirs", scratch / "arrow")
@@ -423,10 +573,16 @@ def child(task: dict[str, Any]) -> None:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--megabytes", type=int, default=100, help="text to tokenize")
-    parser.add_argument("--tokenizer", choices=["gpt2", "wordpiece"], default="gpt2", help="which tokenizer")
+    parser.add_argument(
+        "--tokenizer", choices=["gpt2", "wordpiece"], default="gpt2", help="which tokenizer"
+    )
     parser.add_argument("--cold", action="store_true", help="new processes, imports included")
-    parser.add_argument("--floor", action="store_true", help="processor time of the whole and of its parts")
-    parser.add_argument("--memory", type=int, metavar="MB", help="measure memory on so much text instead of speed")
+    parser.add_argument(
+        "--floor", action="store_true", help="processor time of the whole and of its parts"
+    )
+    parser.add_argument(
+        "--memory", type=int, metavar="MB", help="measure memory on so much text instead of speed"
+    )
     parser.add_argument("--child", help="used by --memory and --cold for the process they measure")
     options = parser.parse_args()
     if options.child:

@@ -1,9 +1,13 @@
-"""What the Trainer costs around the step: against a loop written by hand, waiting for data, and saving while it trains.
+"""What the Trainer costs around the step: against a loop written by hand, waiting for data, and
+saving while it trains.
 
-1. The quickstart's model and batch: blocks of steps by the Trainer and by loops written by hand, in alternation, from the same parameters:
-   one over easypipe's decoder and loss, so that what differs is the Trainer, and one whose model is written by hand too.
+1. The quickstart's model and batch: blocks of steps by the Trainer and by loops written by hand, in
+  alternation, from the same parameters:
+   one over easypipe's decoder and loss, so that what differs is the Trainer, and one whose model is
+   written by hand too.
 2. `next(loader)` while a step of 50 ms sleeps.
-3. Saving a state of 1 GB while steps of 50 ms sleep: they hold no core, as on an accelerator, but take the state and give it back,
+3. Saving a state of 1 GB while steps of 50 ms sleep: they hold no core, as on an accelerator, but
+  take the state and give it back,
    donated, as any step does.
 """
 
@@ -26,7 +30,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from _common import Report, arguments, cut_documents, documents, one_parquet, packed_loader, tokenizer_folder
+from _common import (
+    Report,
+    arguments,
+    cut_documents,
+    documents,
+    one_parquet,
+    packed_loader,
+    tokenizer_folder,
+)
 from _plain_decoder import descend, make_step
 from easypipe.train import state as states
 from easypipe.train.config import CheckpointConfig, OptimizerConfig, TrainingConfig
@@ -36,7 +48,13 @@ from easypipe.train.optim import make_optimizer
 from easypipe.train.trainer import Trainer
 
 QUICKSTART = ModelConfig(
-    vocab_size=8192, hidden_size=192, intermediate_size=512, num_layers=4, num_heads=6, num_kv_heads=2, scan_layers=False
+    vocab_size=8192,
+    hidden_size=192,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    scan_layers=False,
 )
 BATCH, LENGTH = 8, 256
 SLEEP_S = 0.05
@@ -77,23 +95,42 @@ def packed_batch(vocab: int) -> dict[str, np.ndarray]:
     labels = np.full_like(ids, -100)
     labels[:, :-1] = np.where(same, ids[:, 1:], -100)
     starts = np.concatenate([np.ones((BATCH, 1), bool), ~same], axis=1)
-    place = np.arange(LENGTH) - np.maximum.accumulate(np.where(starts, np.arange(LENGTH), 0), axis=1)
-    return {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": place.astype(np.int32)}
+    place = np.arange(LENGTH) - np.maximum.accumulate(
+        np.where(starts, np.arange(LENGTH), 0), axis=1
+    )
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "segment_ids": segments,
+        "position_ids": place.astype(np.int32),
+    }
 
 
 def against_a_plain_loop(report: Report, folder: Path, rounds: int, block: int) -> None:
     batch = packed_batch(QUICKSTART.vocab_size or 0)
     steps = (rounds + 1) * block
     optimizer = OptimizerConfig(learning_rate=2e-3, warmup_steps=20)
-    config = TrainingConfig(output_dir=folder / "run", steps=max(steps, 30), optimizer=optimizer, checkpoint=CheckpointConfig(every=None))
+    config = TrainingConfig(
+        output_dir=folder / "run",
+        steps=max(steps, 30),
+        optimizer=optimizer,
+        checkpoint=CheckpointConfig(every=None),
+    )
     loader = Same(batch)
     losses: list[float] = []
-    trainer = Trainer(QUICKSTART, config, loader, listener=lambda e: losses.append(e.record["loss"]) if e.kind == "step" else None)
+    trainer = Trainer(
+        QUICKSTART,
+        config,
+        loader,
+        listener=lambda e: losses.append(e.record["loss"]) if e.kind == "step" else None,
+    )
     with states.on(trainer.mesh):
         begun = trainer.fresh()
     transformation = make_optimizer(optimizer, trainer.steps, trainer.layout.decays).transformation
     loops = {
-        "a plain loop": descend(functools.partial(mean_loss, trainer.layout, begun.rest), transformation),
+        "a plain loop": descend(
+            functools.partial(mean_loss, trainer.layout, begun.rest), transformation
+        ),
         "a plain loop and model": make_step(QUICKSTART, transformation),
     }
     kept = {}
@@ -139,11 +176,15 @@ def against_a_plain_loop(report: Report, folder: Path, rounds: int, block: int) 
             if turn:  # the first block compiles
                 report.seconds.setdefault(name, []).append((time.perf_counter() - began) / block)
     for name in loops:
-        ratios = [a / b for a, b in zip(report.seconds["easypipe"], report.seconds[name], strict=True)]
+        ratios = [
+            a / b for a, b in zip(report.seconds["easypipe"], report.seconds[name], strict=True)
+        ]
         report.facts[f"losses differ from those of {name} by at most"] = max(
             abs(a - b) for a, b in zip(losses, plain_losses[name], strict=False)
         )
-        report.target(f"step time over that of {name}, median of pairs", statistics.median(ratios), below=1.03)
+        report.target(
+            f"step time over that of {name}, median of pairs", statistics.median(ratios), below=1.03
+        )
     loader.allow(trainer.steps - steps)
     running.join()
 
@@ -156,7 +197,14 @@ def mean_loss(layout: Any, rest: Any, params: Any, batch: Any) -> Any:
 def waiting_for_data(report: Report, folder: Path, texts: list[str]) -> None:
     os.environ["EASYPIPE_CACHE"] = str(folder / "cache")
     file = one_parquet(folder, cut_documents(texts, 6000, 1050))
-    loader = packed_loader(file, tokenizer_folder(folder, texts), 2048, batch_size=BATCH, mesh={"data": 1}, num_epochs=None)
+    loader = packed_loader(
+        file,
+        tokenizer_folder(folder, texts),
+        2048,
+        batch_size=BATCH,
+        mesh={"data": 1},
+        num_epochs=None,
+    )
     waits, batches = [], iter(loader)
     next(batches)
     for _ in range(60):
@@ -166,14 +214,18 @@ def waiting_for_data(report: Report, folder: Path, texts: list[str]) -> None:
         waits.append((time.perf_counter() - began) * 1e6)
     batches.close()
     report.facts["next(loader) in µs, worst of 60"] = max(waits)
-    report.target("median next(loader) in µs while a step of 50 ms runs", statistics.median(waits), below=250)
+    report.target(
+        "median next(loader) in µs while a step of 50 ms runs", statistics.median(waits), below=250
+    )
 
 
 class Large(nnx.Module):
     """1 GB of parameters, of which a step touches nothing."""
 
     def __init__(self, rngs: nnx.Rngs, parts: int = 16) -> None:
-        self.parts = nnx.List([nnx.Param(jnp.zeros((1 << 22, 4), jnp.float32)) for _ in range(parts)])
+        self.parts = nnx.List(
+            [nnx.Param(jnp.zeros((1 << 22, 4), jnp.float32)) for _ in range(parts)]
+        )
 
 
 def nothing(module: Any, batch: Any) -> LossOutput:
@@ -181,15 +233,27 @@ def nothing(module: Any, batch: Any) -> LossOutput:
 
 
 def saving(report: Report, folder: Path, every: int, saves: int) -> None:
-    config = TrainingConfig(output_dir=folder / "saving", steps=every * (saves + 1), checkpoint=CheckpointConfig(every=every, keep=1))
+    config = TrainingConfig(
+        output_dir=folder / "saving",
+        steps=every * (saves + 1),
+        checkpoint=CheckpointConfig(every=every, keep=1),
+    )
     loader = Same(packed_batch(16), gated=False)
-    trainer = Trainer(lambda rngs: Large(rngs), config, loader, loss=nothing, optimizer=optax.identity())
+    trainer = Trainer(
+        lambda rngs: Large(rngs), config, loader, loss=nothing, optimizer=optax.identity()
+    )
     with states.on(trainer.mesh):
-        measured = jax.eval_shape(trainer.train_step, states.abstract_state(trainer.layout, trainer.optimizer), trainer_batch(loader))[1]
+        measured = jax.eval_shape(
+            trainer.train_step,
+            states.abstract_state(trainer.layout, trainer.optimizer),
+            trainer_batch(loader),
+        )[1]
     told = {name: jnp.ones(value.shape, value.dtype) for name, value in measured.items()}
 
     def sleep(state: Any, batch: Any) -> Any:
-        waited = jax.pure_callback(lambda: (time.sleep(SLEEP_S), np.int32(1))[1], jax.ShapeDtypeStruct((), jnp.int32))
+        waited = jax.pure_callback(
+            lambda: (time.sleep(SLEEP_S), np.int32(1))[1], jax.ShapeDtypeStruct((), jnp.int32)
+        )
         return state._replace(step=state.step + waited), told | {"updates": state.step + waited}
 
     slept, calls, dispatched, committed = jax.jit(sleep, donate_argnums=0), [], [], []
@@ -216,18 +280,35 @@ def saving(report: Report, folder: Path, every: int, saves: int) -> None:
     size = sum(array.size * 4 for array in trainer.layout.params.values()) / 1e9
     steps = [(a, b - a) for a, b in itertools.pairwise(dispatched)]
     spans = [(call[0], end) for call, end in zip(calls, committed, strict=False)][:saves]
-    during = [took for at, took in steps if any(began <= at + took and at <= end for began, end in spans)]
-    apart = [took for at, took in steps[2:] if not any(began <= at + took and at <= end for began, end in spans)]
+    during = [
+        took for at, took in steps if any(began <= at + took and at <= end for began, end in spans)
+    ]
+    apart = [
+        took
+        for at, took in steps[2:]
+        if not any(began <= at + took and at <= end for began, end in spans)
+    ]
     report.facts["state in GB"] = size
     report.facts["steps during a save, and apart"] = f"{len(during)}, {len(apart)}"
     report.facts["a save takes s"] = statistics.median(end - began for began, end in spans)
     report.facts["step apart from saves in ms"] = statistics.median(apart) * 1e3
-    worst = [max((took for at, took in steps if began <= at + took and at <= end), default=0) * 1e3 for began, end in spans]
+    worst = [
+        max((took for at, took in steps if began <= at + took and at <= end), default=0) * 1e3
+        for began, end in spans
+    ]
     report.facts["step during a save in ms, median, and the slowest of each"] = (
         f"{statistics.median(during) * 1e3:.1f}; {', '.join(f'{one:.0f}' for one in worst)}"
     )
-    report.target("the save call returns in ms, worst", max(end - began for began, end in calls[:saves]) * 1e3, below=50)
-    report.target("median step during a save over one apart", statistics.median(during) / statistics.median(apart), below=1.1)
+    report.target(
+        "the save call returns in ms, worst",
+        max(end - began for began, end in calls[:saves]) * 1e3,
+        below=50,
+    )
+    report.target(
+        "median step during a save over one apart",
+        statistics.median(during) / statistics.median(apart),
+        below=1.1,
+    )
 
 
 def trainer_batch(loader: Same) -> dict[str, Any]:

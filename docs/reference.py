@@ -1,7 +1,8 @@
-"""The generated pages of the site, as a mkdocs hook: every config class with its keys, every public name with its docstring.
+"""The generated pages of the site, as a mkdocs hook: every config class with its keys, every public
+name with its docstring.
 
-Nothing is written by hand that the code already says: keys, types and defaults come from the classes, the words from their docstrings and
-from the comments beside the fields.
+Nothing is written by hand that the code already says: keys, types and defaults come from the
+classes, the words from their docstrings and from the comments beside the fields.
 """
 
 from __future__ import annotations
@@ -25,17 +26,34 @@ import easypipe
 from easypipe.core.config import is_config
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("run", "pipeline", "faces", "stages", "sources", "transforms", "plan", "loader", "train", "kernels", "core")
+ROOMS = (
+    "run",
+    "pipeline",
+    "faces",
+    "stages",
+    "sources",
+    "transforms",
+    "plan",
+    "loader",
+    "train",
+    "kernels",
+    "core",
+)
 
 
 def on_files(files: Any, config: Any) -> Any:
     """mkdocs calls this before it reads the pages."""
-    from mkdocs.structure.files import File  # here, so that the tests import this file without mkdocs
+    # here, so that the tests import this file without mkdocs
+    from mkdocs.structure.files import File
 
     files.append(File.generated(config, "reference/config.md", content=config_page()))
     files.append(File.generated(config, "reference/options.md", content=options_page()))
     files.append(File.generated(config, "reference/api.md", content=api_page()))
-    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    files.append(
+        File.generated(
+            config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+        )
+    )
     return files
 
 
@@ -44,10 +62,15 @@ def config_classes() -> list[type]:
     """Every `@config` class of the package, in the order of the rooms."""
     found: dict[str, type] = {}
     for module in pkgutil.walk_packages(easypipe.__path__, "easypipe."):
-        if module.name.startswith("easypipe.interop."):  # needs what may not be installed, and configures nothing
+        # needs what may not be installed, and configures nothing
+        if module.name.startswith("easypipe.interop."):
             continue
         for value in vars(importlib.import_module(module.name)).values():
-            if is_config(value) and value.__module__ == module.name and not value.__name__.startswith("_"):
+            if (
+                is_config(value)
+                and value.__module__ == module.name
+                and not value.__name__.startswith("_")
+            ):
                 found[f"{module.name}.{value.__name__}"] = value
     return sorted(found.values(), key=lambda cls: (_room(cls.__module__), cls.__module__))
 
@@ -66,13 +89,17 @@ def config_page() -> str:
         for field in dataclasses.fields(cls):
             annotation = _annotation(cls, field)
             said = words.get(field.name) or _links(annotation)
-            rows.append(f"| `{field.name}` | {_code(annotation)} | {_default(field)} | {_cell(said)} |")
+            rows.append(
+                f"| `{field.name}` | {_code(annotation)} | {_default(field)} | {_cell(said)} |"
+            )
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
 def options_page() -> str:
-    """From tests/option_effects.py and its neighbours for runs and faces, which the tests hold to the classes."""
+    """From tests/option_effects.py and its neighbours for runs and faces, which the tests hold to
+    the classes.
+    """
     parts = [
         "# What every option does\n",
         "Of every option of a pipeline: what can be observed of it, what it means where tokens are cached, and what with\n"
@@ -83,11 +110,18 @@ def options_page() -> str:
     for cls, options in _effects("option_effects").items():
         rows = ["| option | effect | cached | streaming |", "| --- | --- | --- | --- |"]
         for option, entry in options.items():
-            rows.append(f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | {_cell(entry.streaming)} |")
+            rows.append(
+                f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} | {_cell(entry.streaming)} |"
+            )
         parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
-    for cls, options in (_effects("train_option_effects") | _effects("face_option_effects")).items():
+    for cls, options in (
+        _effects("train_option_effects") | _effects("face_option_effects")
+    ).items():
         rows = ["| option | effect | |", "| --- | --- | --- |"]
-        rows += [f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} |" for option, entry in options.items()]
+        rows += [
+            f"| `{option}` | {entry.effect.replace('+', ', ')} | {_cell(entry.cached)} |"
+            for option, entry in options.items()
+        ]
         parts.append(f"## {cls}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
@@ -101,7 +135,10 @@ def _effects(module: str) -> dict[str, Any]:
 
 
 def api_page() -> str:
-    parts = ["# Python API\n", "What `from easypipe import ...` offers, generated from docstrings.\n"]
+    parts = [
+        "# Python API\n",
+        "What `from easypipe import ...` offers, generated from docstrings.\n",
+    ]
     homes: dict[str, list[str]] = {}
     for name in easypipe.__all__:
         home = easypipe._HOME.get(name)
@@ -109,14 +146,19 @@ def api_page() -> str:
             homes.setdefault(home, []).append(name)
     for home in sorted(homes, key=_room):
         parts.append(f"## {home.removeprefix('easypipe.')}\n")
-        parts += [f"::: {home}.{_real_name(home, name)}\n    options:\n      heading_level: 3\n" for name in homes[home]]
+        parts += [
+            f"::: {home}.{_real_name(home, name)}\n    options:\n      heading_level: 3\n"
+            for name in homes[home]
+        ]
     return "\n".join(parts)
 
 
 def _links(annotation: str) -> str:
     """Where the keys of a nested config are explained."""
     names = {cls.__name__ for cls in config_classes()}
-    return ", ".join(f"[{word}](#{word.lower()})" for word in re.findall(r"\w+", annotation) if word in names)
+    return ", ".join(
+        f"[{word}](#{word.lower()})" for word in re.findall(r"\w+", annotation) if word in names
+    )
 
 
 def field_names(cls: type) -> list[str]:
@@ -124,7 +166,9 @@ def field_names(cls: type) -> list[str]:
 
 
 def docstring_parts(cls: type) -> tuple[str, dict[str, str]]:
-    """The prose of a class docstring, and what its `field: words` (or `field, field: words`) lines say, continuation lines included."""
+    """The prose of a class docstring, and what its `field: words` (or `field, field: words`) lines
+    say, continuation lines included.
+    """
     names = set(field_names(cls))
     prose: list[str] = []
     words: dict[str, str] = {}
@@ -137,7 +181,8 @@ def docstring_parts(cls: type) -> tuple[str, dict[str, str]]:
         elif current and line.startswith("    "):
             words |= {name: f"{words[name]} {line.strip()}" for name in current}
         else:
-            if current and line.strip():  # the sentence goes on without indentation: it was prose that begins with a key
+            # the sentence goes on without indentation: it was prose that begins with a key
+            if current and line.strip():
                 prose.append(f"{', '.join(current)}: {words[current[0]]}")
                 words = {name: said for name, said in words.items() if name not in current}
             current = []
@@ -146,7 +191,9 @@ def docstring_parts(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """Field name -> the comment at the end of its line, else the whole-line comments right above it."""
+    """Field name -> the comment at the end of its line, else the whole-line comments right above
+    it.
+    """
     source = textwrap.dedent(inspect.getsource(cls))
     comments = {
         token.start[0]: (token.start[1], token.string.lstrip("# ").strip())
@@ -162,8 +209,13 @@ def field_comments(cls: type) -> dict[str, str]:
         if node.end_lineno in comments:
             words = [comments[node.end_lineno][1]]
             line = node.end_lineno + 1
-            while line in comments and lines[line - 1].lstrip().startswith("#") and comments[line][0] == comments[node.end_lineno][0]:
-                words.append(comments[line][1])  # a comment that goes on below, aligned with its beginning
+            while (
+                line in comments
+                and lines[line - 1].lstrip().startswith("#")
+                and comments[line][0] == comments[node.end_lineno][0]
+            ):
+                # a comment that goes on below, aligned with its beginning
+                words.append(comments[line][1])
                 line += 1
         else:
             words, line = [], node.lineno - 1

@@ -1,6 +1,7 @@
 """Programs compiled for TPUs that are not there, and what can be read in them.
 
-libtpu compiles without hardware. `pip install jax[tpu]` brings the version that belongs to the jax line; the tests need it and say so.
+libtpu compiles without hardware. `pip install jax[tpu]` brings the version that belongs to the jax
+line; the tests need it and say so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from easypipe.core.errors import ConfigError
 from easypipe.train.hlo import BYTES, arrays, result
 from easypipe.train.topology import topology
 
-GENERATIONS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}  # at least four devices each
+# at least four devices each
+GENERATIONS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 
 def tpu_mesh(generation: str, **axes: int) -> Mesh:
@@ -36,7 +38,9 @@ def tpu_mesh(generation: str, **axes: int) -> Mesh:
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.ShapeDtypeStruct(
+        shape, jax.numpy.dtype(dtype), sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
 
 
 class Program(NamedTuple):
@@ -63,19 +67,27 @@ class Program(NamedTuple):
 
 
 def compiled(function: Callable[..., Any], mesh: Mesh, *arguments: Any, **options: Any) -> Program:
-    """For TPUs. `memory_analysis().temp_size_in_bytes` counts VMEM as well (251 MiB too many on a v5e), so the compiler's own assignment of
-    buffers is read: its temporaries without a colour lie in HBM; VMEM is colour 1, SMEM and semaphores are others."""
+    """For TPUs. `memory_analysis().temp_size_in_bytes` counts VMEM as well (251 MiB too many on a
+    v5e), so the compiler's own assignment of buffers is read: its temporaries without a colour lie
+    in HBM; VMEM is colour 1, SMEM and semaphores are others."""
     with jax.set_mesh(mesh):
         lowered = jax.jit(function, **options).lower(*arguments)
     with tempfile.TemporaryDirectory() as folder:
-        program = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        program = lowered.compile(
+            compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        )
         (assignment,) = Path(folder).glob("*after_optimizations-buffer-assignment.txt")
-        temporaries = re.findall(r"^allocation \d+: size (\d+), (?:page \d+, )?preallocated-temp", assignment.read_text(), re.MULTILINE)
+        temporaries = re.findall(
+            r"^allocation \d+: size (\d+), (?:page \d+, )?preallocated-temp",
+            assignment.read_text(),
+            re.MULTILINE,
+        )
     return Program(program.as_text(), sum(map(int, temporaries)))
 
 
 def check_collectives(program: Program, shape: tuple[int, int, int], shards: int) -> None:
-    """What the shards of the vocabulary send each other: 16 bytes per token and shard, and the hidden states' gradient, to be summed.
+    """What the shards of the vocabulary send each other: 16 bytes per token and shard, and the
+    hidden states' gradient, to be summed.
 
     shape: (tokens, width, vocabulary). A loop of them stands once in the text.
     """
@@ -84,6 +96,9 @@ def check_collectives(program: Program, shape: tuple[int, int, int], shards: int
         assert program.collectives == []
         return
     assert sorted(kind for kind, _ in program.collectives) == ["all-gather", "all-reduce"]
-    gathered, summed = dict(program.collectives)["all-gather"], dict(program.collectives)["all-reduce"]
+    gathered, summed = (
+        dict(program.collectives)["all-gather"],
+        dict(program.collectives)["all-reduce"],
+    )
     assert tokens * 16 * shards % gathered == 0
     assert tokens * width * 2 % summed == 0

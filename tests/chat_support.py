@@ -17,7 +17,9 @@ import pytest
 from easypipe.transforms.bpe import train_bpe
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not (SHARED / "templates").is_dir(), reason="needs ../shared/data/templates")
+needs_shared = pytest.mark.skipif(
+    not (SHARED / "templates").is_dir(), reason="needs ../shared/data/templates"
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -28,7 +30,8 @@ MARKED = (
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
     "{% else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
 )
-# As Qwen3's: reasoning of turns before the last question is not printed, an empty thought is printed in the last one.
+# As Qwen3's: reasoning of turns before the last question is not printed, an empty thought is
+# printed in the last one.
 REASONING = """{%- set ns = namespace(last=messages|length - 1) %}
 {%- for message in messages[::-1] %}{%- if ns.last == messages|length - 1 and message.role == 'user' %}
 {%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}{%- endfor %}
@@ -47,10 +50,16 @@ REASONING = """{%- set ns = namespace(last=messages|length - 1) %}
 
 # name -> (a template that goes too far, what the error says of it)
 HOSTILE = {
-    "nested loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "processor time",
+    ),
     "a huge range": ("{% for a in range(10**9) %}x{% endfor %}", "too much"),
     "a giant string": ("{{ 'a' * 10**10 }}", "memory"),
-    "doubling": ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "memory|processor"),
+    "doubling": (
+        "{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "memory|processor",
+    ),
     "a wide format": ("{{ '{:>9999999999}'.format(1) }}", "memory"),
     "endless output": ("{% for a in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "characters"),
     "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox"),
@@ -63,12 +72,22 @@ HOSTILE = {
     "deep nesting": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "deeply"),
 }
 
-WORDS = ["What is two and two?", "Four.", "Sure?", " Yes, I am sure. ", "the quick brown fox", "naïve 日本 😀", '{"a": 1}']
+WORDS = [
+    "What is two and two?",
+    "Four.",
+    "Sure?",
+    " Yes, I am sure. ",
+    "the quick brown fox",
+    "naïve 日本 😀",
+    '{"a": 1}',
+]
 
 
 @contextmanager
 def processor_time_of_workers(most: float) -> Iterator[None]:
-    """Fails where worker processes that ended meanwhile have used more seconds of processor time, whatever a clock says."""
+    """Fails where worker processes that ended meanwhile have used more seconds of processor time,
+    whatever a clock says.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     yield
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -77,7 +96,9 @@ def processor_time_of_workers(most: float) -> Iterator[None]:
 
 @functools.cache
 def chat_tokenizer() -> str:
-    """A folder: byte-level BPE of 400 tokens with <|im_start|> and <|im_end|> (its EOS) and ChatML as its chat template."""
+    """A folder: byte-level BPE of 400 tokens with <|im_start|> and <|im_end|> (its EOS) and ChatML
+    as its chat template.
+    """
     folder = Path(tempfile.mkdtemp(prefix="easypipe-test-chat-")) / "tokenizer"
     train_bpe([word + "\n" for word in WORDS] * 20, 400, ["<|im_start|>", "<|im_end|>"], folder)
     path = folder / "tokenizer_config.json"
@@ -90,7 +111,15 @@ def without_template(folder: Path) -> str:
     """The same tokenizer with no chat template."""
     shutil.copytree(chat_tokenizer(), folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "chat_template"}))
+    path.write_text(
+        json.dumps(
+            {
+                key: value
+                for key, value in json.loads(path.read_text()).items()
+                if key != "chat_template"
+            }
+        )
+    )
     return str(folder)
 
 
@@ -106,7 +135,8 @@ def talks(count: int) -> list[dict[str, Any]]:
     return [
         {
             "messages": talk(
-                *(f"{WORDS[(i * k + k) % len(WORDS)]} {i}" for k in range(2 + i % 6)), system="Be brief." if i % 3 == 0 else None
+                *(f"{WORDS[(i * k + k) % len(WORDS)]} {i}" for k in range(2 + i % 6)),
+                system="Be brief." if i % 3 == 0 else None,
             )
         }
         for i in range(count)

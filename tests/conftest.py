@@ -14,7 +14,10 @@ from strategies import examples
 pytest_plugins = ["stores"]
 
 settings.register_profile(
-    "easypipe", examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    "easypipe",
+    examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("easypipe")
 
@@ -22,14 +25,18 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: handed out file by file (see noxfile.py), none of them is what one worker ends with alone."""
+    """Files with slow tests come first: handed out file by file (see noxfile.py), none of them is
+    what one worker ends with alone.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real text, chat rows and tokenizers beside the checkout; the tests that need them skip where they are absent."""
+    """Real text, chat rows and tokenizers beside the checkout; the tests that need them skip where
+    they are absent.
+    """
     if not (SHARED / "README.md").is_file():
         pytest.skip("needs ../shared/data beside the checkout")
     return SHARED
@@ -37,12 +44,14 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def shares_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a process that takes what it compiles from the other processes of this run: all workers', and what they start.
+    """Environment of a process that takes what it compiles from the other processes of this run:
+    all workers', and what they start.
 
-    Jax names a program by its code, its options, its devices and its compiler. One that is read while it is written is compiled again,
-    with a warning.
+    Jax names a program by its code, its options, its devices and its compiler. One that is read
+    while it is written is compiled again, with a warning.
     """
-    base = tmp_path_factory.getbasetemp()  # of this run, or of one of its workers, beside those of the others
+    # of this run, or of one of its workers, beside those of the others
+    base = tmp_path_factory.getbasetemp()
     run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     return {
         "JAX_COMPILATION_CACHE_DIR": str(run / "programs"),
@@ -53,7 +62,9 @@ def shares_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def compiled_once(shares_programs: dict[str, str]) -> Iterator[None]:
-    """Every Trainer compiles its own step; mostly they are the same ones. `pytestmark = pytest.mark.usefixtures("compiled_once")`."""
+    """Every Trainer compiles its own step; mostly they are the same ones. `pytestmark =
+    pytest.mark.usefixtures("compiled_once")`.
+    """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 

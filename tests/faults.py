@@ -3,14 +3,16 @@
     python tests/faults.py                 # puts every fault in, one after another, and runs the tests that must fail
     python tests/faults.py remote mix      # those whose name or file holds one of the words
 
-Each fault is one change of one file, put into a copy of `src`. It dies where a test of its room fails, and lives where all pass; exit
-code 1 where more than `MAY_LIVE` live. `nox -s faults` runs them all (tests/test_faults.py asserts that each still fits the code).
+Each fault is one change of one file, put into a copy of `src`. It dies where a test of its room
+fails, and lives where all pass; exit code 1 where more than `MAY_LIVE` live. `nox -s faults` runs
+them all (tests/test_faults.py asserts that each still fits the code).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -38,7 +40,21 @@ class Fault:
 
     @property
     def fits(self) -> bool:
-        return (PACKAGE / self.file).read_text(encoding="utf-8").count(self.old) == 1
+        return len(self.places.findall((PACKAGE / self.file).read_text(encoding="utf-8"))) == 1
+
+    @property
+    def places(self) -> re.Pattern[str]:
+        """Matches `old` however a formatter breaks its lines."""
+        body = self.old.strip()
+        indent, end = self.old.split(body) if body else (self.old, "")
+        pattern = "".join(
+            r"\s+" if part.isspace() else re.escape(part)
+            for part in re.split(r"(\s+)", body)
+            if part
+        )
+        pattern = re.sub(r"(\\[(\[{])", r"\1\\s*", pattern)
+        pattern = re.sub(r"(\\[)\]}])", r",?\\s*\1", pattern)
+        return re.compile(re.escape(indent) + pattern + re.escape(end))
 
 
 def fault(name: str, file: str, tests: str, old: str, new: str) -> Fault:
@@ -276,30 +292,55 @@ FAULTS = [
 
 
 def dies(one: Fault, copy: Path, kernels: Path) -> str:
-    """ "dies", "lives", or what went wrong with the trial itself. kernels: where Numba keeps what it compiled of the copy."""
+    """ "dies", "lives", or what went wrong with the trial itself. kernels: where Numba keeps what
+    it compiled of the copy.
+    """
     file = copy / "easypipe" / one.file
     whole = file.read_text(encoding="utf-8")
-    file.write_text(whole.replace(one.old, one.new), encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    # Numba looks only at a kernel's own file: kernels that call one of this file, compiled before or after, would be wrong.
-    environment["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(dir=kernels) if "@jit" in whole else str(kernels)
+    file.write_text(one.places.sub(lambda _: one.new, whole), encoding="utf-8")
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
+    # Numba looks only at a kernel's own file: kernels that call one of this file, compiled before
+    # or after, would be wrong.
+    environment["NUMBA_CACHE_DIR"] = (
+        tempfile.mkdtemp(dir=kernels) if "@jit" in whole else str(kernels)
+    )
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *one.tests]
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return "dies"
     finally:
         file.write_text(whole, encoding="utf-8")
     if done.returncode in (0, 1):
         return "lives" if done.returncode == 0 else "dies"
-    return f"NOT TRIED (pytest's exit code {done.returncode}): {done.stdout.strip().splitlines()[-1:]}"
+    return (
+        f"NOT TRIED (pytest's exit code {done.returncode}): {done.stdout.strip().splitlines()[-1:]}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*")
     words = parser.parse_args().words
-    chosen = [one for one in FAULTS if not words or any(word in f"{one.file} {one.name}" for word in words)]
+    chosen = [
+        one
+        for one in FAULTS
+        if not words or any(word in f"{one.file} {one.name}" for word in words)
+    ]
     stale = [one.name for one in chosen if not one.fits]
     if stale:
         print(f"these faults no longer fit the code: {stale}")
@@ -314,7 +355,9 @@ def main() -> int:
             started = time.monotonic()
             found = dies(one, copy, kernels)
             wrong += [] if found == "dies" else [one]
-            print(f"{found:5} {time.monotonic() - started:5.0f} s  {one.file}: {one.name}", flush=True)
+            print(
+                f"{found:5} {time.monotonic() - started:5.0f} s  {one.file}: {one.name}", flush=True
+            )
     print(f"{len(chosen) - len(wrong)} of {len(chosen)} faults die")
     return int(len(wrong) > MAY_LIVE)
 

@@ -1,5 +1,6 @@
-"""gcp-storage-emulator in a process of its own, with the precondition that it leaves out: `ifGenerationMatch=0` on an object that is there
-answers 412, as https://cloud.google.com/storage/docs/request-preconditions says.
+"""gcp-storage-emulator in a process of its own, with the precondition that it leaves out:
+`ifGenerationMatch=0` on an object that is there answers 412, as
+https://cloud.google.com/storage/docs/request-preconditions says.
 
 python gcs_emulator.py PORT BUCKET
 """

@@ -16,12 +16,22 @@ MAIN = "a" * 40
 
 
 def publish(
-    server: WebServer, repo: str, files: dict[str, bytes], *, commit: str = MAIN, revisions: tuple[str, ...] = ("main",), **info
+    server: WebServer,
+    repo: str,
+    files: dict[str, bytes],
+    *,
+    commit: str = MAIN,
+    revisions: tuple[str, ...] = ("main",),
+    **info,
 ) -> None:
     siblings = []
     for name, data in files.items():
         sha = hashlib.sha256(data).hexdigest()
-        lfs = {"lfs": {"sha256": sha, "size": len(data), "pointerSize": 100}} if name.endswith((".parquet", ".gz")) else {}
+        lfs = (
+            {"lfs": {"sha256": sha, "size": len(data), "pointerSize": 100}}
+            if name.endswith((".parquet", ".gz"))
+            else {}
+        )
         siblings.append({"rfilename": name, "size": len(data), "blobId": sha[:40], **lfs})
         path = f"/datasets/{repo}/resolve/{commit}/{name}"
         server.files[path] = data
@@ -53,6 +63,14 @@ def hub_mirror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WebS
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        remote.set_retry_policy(remote.RetryPolicy(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, attempt_timeout_s=5, deadline_s=10))
+        remote.set_retry_policy(
+            remote.RetryPolicy(
+                attempts=4,
+                first_wait_s=0.01,
+                longest_wait_s=0.02,
+                attempt_timeout_s=5,
+                deadline_s=10,
+            )
+        )
         yield server
         remote.set_retry_policy(None)

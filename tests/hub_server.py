@@ -1,4 +1,6 @@
-"""A server on loopback that speaks as much of the Hub's API as its client needs to create, list, upload, commit and read datasets."""
+"""A server on loopback that speaks as much of the Hub's API as its client needs to create, list,
+upload, commit and read datasets.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Repo:
 
 @dataclass
 class Hub:
-    """tokens: those that may write; readers: those that may not. fail: (method, part of the path) -> status, once each."""
+    """tokens: those that may write; readers: those that may not. fail: (method, part of the path)
+    -> status, once each.
+    """
 
     tokens: set[str]
     readers: set[str] = field(default_factory=set)
@@ -67,7 +71,9 @@ class Hub:
         path, method = unquote(urlsplit(request.path).path), request.command
         with self.lock:
             self.requests.append((method, path))
-            status, headers, content = self._route(method, path, parse_qs(urlsplit(request.path).query), body, request.headers)
+            status, headers, content = self._route(
+                method, path, parse_qs(urlsplit(request.path).query), body, request.headers
+            )
         request.send_response(status)
         headers.setdefault("Content-Length", str(len(content)))
         for name, value in headers.items():
@@ -76,7 +82,9 @@ class Hub:
         if method != "HEAD":
             request.wfile.write(content)
 
-    def _route(self, method: str, path: str, query: dict, body: bytes, headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def _route(
+        self, method: str, path: str, query: dict, body: bytes, headers: Any
+    ) -> tuple[int, dict[str, str], bytes]:
         for (of, part), status in list(self.fail.items()):
             if of == method and part in path:
                 del self.fail[of, part]
@@ -90,7 +98,12 @@ class Hub:
         token = (headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in self.tokens | self.readers:
             return said(401, {"error": "Invalid username or password."})
-        if token in self.readers and method != "GET" and method != "HEAD" and "paths-info" not in path:
+        if (
+            token in self.readers
+            and method != "GET"
+            and method != "HEAD"
+            and "paths-info" not in path
+        ):
             return said(403, {"error": "You don't have the required permissions."})
         if path == "/api/validate-yaml":
             return said(200, {"errors": [], "warnings": []})
@@ -98,34 +111,56 @@ class Hub:
             wanted = json.loads(body)
             name = f"{wanted['organization']}/{wanted['name']}"
             if name in self.repos:
-                return said(409, {"error": "You already created this dataset repo", "url": f"{self.url}/datasets/{name}"})
+                return said(
+                    409,
+                    {
+                        "error": "You already created this dataset repo",
+                        "url": f"{self.url}/datasets/{name}",
+                    },
+                )
             private = wanted.get("private", wanted.get("visibility") == "private")
             self.repos[name] = Repo(private=private)
             return said(200, {"url": f"{self.url}/datasets/{name}"})
         found = re.match(r"(?:/api)?/datasets/([^/]+/[^/.]+)(?:\.git)?(?:/(.*))?$", path)
         if found is None or found[1] not in self.repos:
             return said(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        return self._in_repo(method, found[1], self.repos[found[1]], (found[2] or "").split("/"), body, headers)
+        return self._in_repo(
+            method, found[1], self.repos[found[1]], (found[2] or "").split("/"), body, headers
+        )
 
-    def _in_repo(self, method: str, name: str, repo: Repo, rest: list[str], body: bytes, headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def _in_repo(
+        self, method: str, name: str, repo: Repo, rest: list[str], body: bytes, headers: Any
+    ) -> tuple[int, dict[str, str], bytes]:
         what, branch, below = rest[0], rest[1] if len(rest) > 1 else "main", "/".join(rest[2:])
         if what == "info":  # .git/info/lfs/objects/batch
             wanted = json.loads(body)["objects"]
             missing = {"upload": {"href": None}}
             objects = [
-                o if o["oid"] in self.objects else o | {"actions": {k: {"href": f"{self.url}/lfs/{o['oid']}"} for k in missing}}
+                o
+                if o["oid"] in self.objects
+                else o | {"actions": {k: {"href": f"{self.url}/lfs/{o['oid']}"} for k in missing}}
                 for o in wanted
             ]
             return said(200, {"transfer": "basic", "objects": objects})
         if what in ("", "revision"):
             if branch not in repo.branches:
                 return said(404, {"error": "no revision"}, {"X-Error-Code": "RevisionNotFound"})
-            info = {"id": name, "private": repo.private, "sha": repo.heads[branch], "siblings": [], "tags": [], "downloads": 0}
+            info = {
+                "id": name,
+                "private": repo.private,
+                "sha": repo.heads[branch],
+                "siblings": [],
+                "tags": [],
+                "downloads": 0,
+            }
             return said(200, info)
         if what == "branch":
             if branch in repo.branches:
                 return said(409, {"error": "Reference already exists"})
-            repo.branches[branch], repo.heads[branch] = dict(repo.branches["main"]), repo.heads["main"]
+            repo.branches[branch], repo.heads[branch] = (
+                dict(repo.branches["main"]),
+                repo.heads["main"],
+            )
             return said(200, {})
         branch = next((b for b, head in repo.heads.items() if head == branch), branch)
         if branch not in repo.branches:
@@ -134,7 +169,12 @@ class Hub:
         if what == "preupload":
             asked = json.loads(body)["files"]
             modes = [
-                {"path": f["path"], "uploadMode": "lfs" if f["size"] >= LARGE else "regular", "shouldIgnore": False, "oid": None}
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["size"] >= LARGE else "regular",
+                    "shouldIgnore": False,
+                    "oid": None,
+                }
                 for f in asked
             ]
             return said(200, {"files": modes})
@@ -149,17 +189,32 @@ class Hub:
                 elif entry["key"] == "deletedFile":
                     del files[value["path"]]
             repo.heads[branch] = hashlib.sha1(body + repo.heads[branch].encode()).hexdigest()
-            return said(200, {"commitUrl": f"{self.url}/datasets/{name}/commit/{repo.heads[branch]}", "commitOid": repo.heads[branch]})
+            return said(
+                200,
+                {
+                    "commitUrl": f"{self.url}/datasets/{name}/commit/{repo.heads[branch]}",
+                    "commitOid": repo.heads[branch],
+                },
+            )
         if what == "tree":
-            return said(200, [item for item in listing(files, recursive=True) if item["path"].startswith(below)])
+            return said(
+                200,
+                [item for item in listing(files, recursive=True) if item["path"].startswith(below)],
+            )
         if what == "paths-info":
-            asked = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
-            return said(200, [item for item in listing(files, recursive=True) if item["path"] in asked])
+            asked = (
+                json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
+            )
+            return said(
+                200, [item for item in listing(files, recursive=True) if item["path"] in asked]
+            )
         if what == "resolve":
             return self._resolve(files, below, repo.heads[branch], headers)
         return said(404, {"error": f"unknown: {method} {rest}"})
 
-    def _resolve(self, files: dict[str, bytes], name: str, head: str, headers: Any) -> tuple[int, dict[str, str], bytes]:
+    def _resolve(
+        self, files: dict[str, bytes], name: str, head: str, headers: Any
+    ) -> tuple[int, dict[str, str], bytes]:
         if name not in files:
             return said(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
         data, status, extra = files[name], 200, {}
@@ -168,16 +223,38 @@ class Hub:
             extra = {"Content-Range": f"bytes {start}-{end}/{len(data)}"}
             data, status = data[start : end + 1], 206
         etag = hashlib.sha1(files[name]).hexdigest()
-        return status, {"ETag": f'"{etag}"', "X-Repo-Commit": head, "Content-Type": "application/octet-stream", **extra}, data
+        return (
+            status,
+            {
+                "ETag": f'"{etag}"',
+                "X-Repo-Commit": head,
+                "Content-Type": "application/octet-stream",
+                **extra,
+            },
+            data,
+        )
 
 
-def said(status: int, value: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str], bytes]:
-    return status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(value).encode()
+def said(
+    status: int, value: Any, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    return (
+        status,
+        {"Content-Type": "application/json", **(headers or {})},
+        json.dumps(value).encode(),
+    )
 
 
 def listing(files: dict[str, bytes], *, recursive: bool) -> list[dict[str, Any]]:
-    folders = {"/".join(name.split("/")[:depth]) for name in files for depth in range(1, name.count("/") + 1)}
+    folders = {
+        "/".join(name.split("/")[:depth])
+        for name in files
+        for depth in range(1, name.count("/") + 1)
+    }
     entries = [
-        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for name, data in sorted(files.items())
+        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+        for name, data in sorted(files.items())
     ]
-    return entries + [{"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(folders)]
+    return entries + [
+        {"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(folders)
+    ]

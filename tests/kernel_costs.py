@@ -1,7 +1,8 @@
 """Bytes and FLOPs of Pallas kernels, counted from their grids, BlockSpecs, index maps and bodies.
 
-A block is moved where its index changes from one step of the grid to the next, once for each core. What is copied by hand counts as often
-as it is done. (`cost_analysis` cannot be asked: Pallas kernels declare their own costs.)
+A block is moved where its index changes from one step of the grid to the next, once for each core.
+What is copied by hand counts as often as it is done. (`cost_analysis` cannot be asked: Pallas
+kernels declare their own costs.)
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ class Cost(NamedTuple):
 
 
 def cost(function: Any, *arguments: Any) -> Cost:
-    """Of all Pallas kernels in `function`; loops around them must have a known length. XLA's own fills of matrices are added.
+    """Of all Pallas kernels in `function`; loops around them must have a known length. XLA's own
+    fills of matrices are added.
 
-    In a loop around them, the last round alone may be cut short by the end of an array. In a grid of three dimensions, what stands under
-    a condition in the body and has a product in it is taken to run in the first step of the last dimension.
+    In a loop around them, the last round alone may be cut short by the end of an array. In a grid
+    of three dimensions, what stands under a condition in the body and has a product in it is taken
+    to run in the first step of the last dimension.
     """
     moved = flops = 0
     for call, times in _calls(jax.make_jaxpr(function)(*arguments).jaxpr, 1):
@@ -63,7 +66,8 @@ def _inner(equation: Any) -> Iterator[Any]:
 
 def _moved(call: Any, group: int) -> int:
     mapping = call.params["grid_mapping"]
-    points = np.indices(mapping.grid).reshape(len(mapping.grid), -1).T  # [steps, dimensions of the grid], in order
+    # [steps, dimensions of the grid], in order
+    points = np.indices(mapping.grid).reshape(len(mapping.grid), -1).T
     semantics = call.params["compiler_params"].dimension_semantics
     cores = mapping.grid[0] if str(semantics[0]).endswith("parallel") else 1
     scalars = [jnp.full(1, group, jnp.int32)] * mapping.num_index_operands
@@ -71,12 +75,18 @@ def _moved(call: Any, group: int) -> int:
     for block in mapping.block_mappings:
         shape = [getattr(size, "block_size", size) for size in block.block_shape]
         whole = block.array_aval.shape
-        if block.index_map_jaxpr.jaxpr.outvars and str(getattr(block.transformed_block_aval, "memory_space", "")) in ("any", "hbm"):
+        if block.index_map_jaxpr.jaxpr.outvars and str(
+            getattr(block.transformed_block_aval, "memory_space", "")
+        ) in ("any", "hbm"):
             continue  # copied by hand, where at all
-        starts = jax.vmap(lambda *at, block=block: jnp.stack(block.compute_start_indices_interpret(at, *scalars)))(*jnp.asarray(points.T))
+        starts = jax.vmap(
+            lambda *at, block=block: jnp.stack(block.compute_start_indices_interpret(at, *scalars))
+        )(*jnp.asarray(points.T))
         starts = np.asarray(starts).reshape(len(points), -1)
         changes = np.any(starts[1:] != starts[:-1], axis=1)
-        first_of_core = points[1:, 0] != points[:-1, 0] if cores > 1 else np.zeros(len(points) - 1, bool)
+        first_of_core = (
+            points[1:, 0] != points[:-1, 0] if cores > 1 else np.zeros(len(points) - 1, bool)
+        )
         fetched = np.concatenate([[True], changes | first_of_core])
         sizes = np.minimum(np.array(shape), np.array(whole) - starts[fetched])
         total += int(np.prod(sizes, axis=1).sum()) * block.array_aval.dtype.itemsize
@@ -99,7 +109,11 @@ def _flops(jaxpr: Any) -> tuple[int, int]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (over, _), _ = equation.params["dimension_numbers"]
-            always += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(equation.invars[0].aval.shape[axis] for axis in over)
+            always += (
+                2
+                * math.prod(equation.outvars[0].aval.shape)
+                * math.prod(equation.invars[0].aval.shape[axis] for axis in over)
+            )
             continue
         length = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         inner = [sum(_flops(one)) for one in _inner(equation)]

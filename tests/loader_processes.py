@@ -14,9 +14,16 @@ HERE = Path(__file__).parent
 def python(script: str, *arguments: object, devices: int = 1) -> subprocess.Popen[str]:
     """`tests/loader/SCRIPT` with so many CPU devices."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(HERE)}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(HERE),
+    }
     command = [sys.executable, str(HERE / "loader" / script), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:

@@ -10,7 +10,16 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.config import digest
-from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_BREAK, SEGMENT_IDS, token_dtype
+from easypipe.core.schema import (
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_BREAK,
+    SEGMENT_IDS,
+    token_dtype,
+)
 from easypipe.loader.rows import PlannedRows
 from easypipe.plan.mix import integer_weights
 from easypipe.plan.order import OrderSpec
@@ -22,19 +31,31 @@ EOS, PAD = 1, 0
 
 
 class MemoryCache:
-    """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0 and 1 each (of pairs, a 2), or None."""
+    """What a loader uses of a TokenCache, over arrays in several parts. docs: ids each; masks: 0
+    and 1 each (of pairs, a 2), or None.
+    """
 
     comes_and_goes = False
     pending = False
 
     def __init__(
-        self, docs: Sequence[np.ndarray], *, vocab_size: int = 1000, masks: Sequence[np.ndarray] | None = None, parts: int = 3
+        self,
+        docs: Sequence[np.ndarray],
+        *,
+        vocab_size: int = 1000,
+        masks: Sequence[np.ndarray] | None = None,
+        parts: int = 3,
     ) -> None:
         self.docs, self.masks = [np.asarray(d) for d in docs], masks
         self.vocab_size = vocab_size
         self.num_docs = len(docs)
-        self.pairs = masks is not None and any((np.asarray(mask) == SEGMENT_BREAK).any() for mask in masks)
-        self.fingerprint = digest([d.tolist() for d in self.docs], None if masks is None else [np.asarray(m).tolist() for m in masks])
+        self.pairs = masks is not None and any(
+            (np.asarray(mask) == SEGMENT_BREAK).any() for mask in masks
+        )
+        self.fingerprint = digest(
+            [d.tolist() for d in self.docs],
+            None if masks is None else [np.asarray(m).tolist() for m in masks],
+        )
         self.tokenizer_fingerprint = "words"
         self.eos_token_id = EOS
         edges = sorted({0, self.num_docs, *(self.num_docs * i // parts for i in range(parts))})
@@ -43,9 +64,21 @@ class MemoryCache:
         ids, offsets, flags, eos = [], [], [], []
         for a, b in itertools.pairwise(edges):
             here = self.docs[a:b]
-            ids.append(self._keep(np.concatenate(here).astype(dtype) if here else np.empty(0, dtype)))
-            offsets.append(self._keep(np.concatenate([[0], np.cumsum([len(d) for d in here])]).astype(np.int64)))
-            flags.append(0 if masks is None else self._keep(np.concatenate([np.asarray(m) for m in masks[a:b]]).astype(np.uint8)))
+            ids.append(
+                self._keep(np.concatenate(here).astype(dtype) if here else np.empty(0, dtype))
+            )
+            offsets.append(
+                self._keep(
+                    np.concatenate([[0], np.cumsum([len(d) for d in here])]).astype(np.int64)
+                )
+            )
+            flags.append(
+                0
+                if masks is None
+                else self._keep(
+                    np.concatenate([np.asarray(m) for m in masks[a:b]]).astype(np.uint8)
+                )
+            )
             eos.append(self._keep(np.array([len(d) > 0 and d[-1] == EOS for d in here], np.uint8)))
         self._buffers = Buffers(
             first_doc=np.array(edges, np.int64),
@@ -79,7 +112,9 @@ class MemoryCache:
         return "memory.jsonl", doc
 
 
-def some_docs(lengths: Sequence[int], *, seed: int = 0, vocab_size: int = 1000, eos_every: int = 4) -> list[np.ndarray]:
+def some_docs(
+    lengths: Sequence[int], *, seed: int = 0, vocab_size: int = 1000, eos_every: int = 4
+) -> list[np.ndarray]:
     """Ids from 2 up; every `eos_every`-th document ends with EOS already."""
     random = np.random.Generator(np.random.PCG64(seed))
     docs = [random.integers(2, vocab_size, n) for n in lengths]
@@ -105,7 +140,9 @@ def plan_rows(
     train_continued: bool = False,
 ) -> PlannedRows:
     def lengths(cache: Any):
-        return lambda docs: cache.lengths(docs) + (0 if eos is None else (~cache.has_eos(docs)).astype(np.int32))
+        return lambda docs: (
+            cache.lengths(docs) + (0 if eos is None else (~cache.has_eos(docs)).astype(np.int32))
+        )
 
     names = [f"d{i}" for i in range(len(caches))]
     counted = [lengths(cache) for cache in caches]
@@ -120,7 +157,9 @@ def plan_rows(
         stop=stop,
         num_epochs=num_epochs,
         order=OrderSpec(shuffle=shuffle),
-        pack=None if seq_length is None else PackSpec(seq_length=seq_length, strategy=strategy, shuffle_rows=shuffle_packed),
+        pack=None
+        if seq_length is None
+        else PackSpec(seq_length=seq_length, strategy=strategy, shuffle_rows=shuffle_packed),
         window_docs=window,
     )
     options = {"seq_length": seq_length, "joined": joined, "train_continued": train_continued}
@@ -128,7 +167,9 @@ def plan_rows(
 
 
 def slow_rows(rows: PlannedRows, numbers: Sequence[int], width: int) -> dict[str, np.ndarray]:
-    """The oracle of PlannedRows.gather: one token at a time, from the plan's own address of each row."""
+    """The oracle of PlannedRows.gather: one token at a time, from the plan's own address of each
+    row.
+    """
     names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS, LOSS_MASK)
     out = {name: np.zeros((len(numbers), width), np.int32) for name in names}
     out[INPUT_IDS][:] = PAD
@@ -140,7 +181,11 @@ def slow_rows(rows: PlannedRows, numbers: Sequence[int], width: int) -> dict[str
             cache = rows._caches[pieces.dataset[n]]
             doc = int(pieces.doc[n])
             ids = [*cache.docs[doc].tolist(), EOS]
-            flags = [1] * len(cache.docs[doc]) if cache.masks is None else [int(f) for f in cache.masks[doc]]
+            flags = (
+                [1] * len(cache.docs[doc])
+                if cache.masks is None
+                else [int(f) for f in cache.masks[doc]]
+            )
             flags.append(flags[-1] if flags else 1)
             if rows.hold and pieces.start[n] > 0 and flags[0] == 0:
                 flags = [0] * len(flags)
@@ -158,9 +203,22 @@ def slow_labels(rows: dict[str, np.ndarray]) -> np.ndarray:
     labels = np.full_like(ids, IGNORE)
     for r in range(ids.shape[0]):
         for t in range(ids.shape[1] - 1):
-            if segments[r, t] and segments[r, t] == segments[r, t + 1] and rows[LOSS_MASK][r, t + 1]:
+            if (
+                segments[r, t]
+                and segments[r, t] == segments[r, t + 1]
+                and rows[LOSS_MASK][r, t + 1]
+            ):
                 labels[r, t] = ids[r, t + 1]
     return labels
 
 
-__all__ = ["EOS", "LABELS", "PAD", "MemoryCache", "plan_rows", "slow_labels", "slow_rows", "some_docs"]
+__all__ = [
+    "EOS",
+    "LABELS",
+    "PAD",
+    "MemoryCache",
+    "plan_rows",
+    "slow_labels",
+    "slow_rows",
+    "some_docs",
+]

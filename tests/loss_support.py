@@ -1,4 +1,6 @@
-"""What tests of the loss kernels share: inputs, and an oracle in NumPy, float64, with the gradients written out by hand."""
+"""What tests of the loss kernels share: inputs, and an oracle in NumPy, float64, with the gradients
+written out by hand.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,28 @@ class Answer(NamedTuple):
     correct: np.ndarray
 
 
-def case(tokens: int = 13, width: int = 5, vocab: int = 19, *, bias=True, weights=True, ignored=0.3, seed=0, size=1.0) -> Case:
+def case(
+    tokens: int = 13,
+    width: int = 5,
+    vocab: int = 19,
+    *,
+    bias=True,
+    weights=True,
+    ignored=0.3,
+    seed=0,
+    size=1.0,
+) -> Case:
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, vocab, tokens).astype(np.int32)
     labels[rng.random(tokens) < ignored] = IGNORE
     hidden, head = size * rng.normal(size=(tokens, width)), rng.normal(size=(width, vocab))
-    return Case(hidden, head, labels, rng.normal(size=vocab) if bias else None, rng.random(tokens) if weights else None)
+    return Case(
+        hidden,
+        head,
+        labels,
+        rng.normal(size=vocab) if bias else None,
+        rng.random(tokens) if weights else None,
+    )
 
 
 def oracle(
@@ -65,7 +83,11 @@ def oracle(
     loss = per_token if reduction == "none" else per_token.sum()
     # d loss / d z = w · (p - (1-eps)·onehot - eps/V + 2·z·lse·p)
     g = np.broadcast_to(cotangent, labels.shape) * weights * scale
-    dz = g[:, None] * (p * (1 + 2 * z_loss * lse)[:, None] - (1 - label_smoothing) * onehot - label_smoothing / vocab)
+    dz = g[:, None] * (
+        p * (1 + 2 * z_loss * lse)[:, None]
+        - (1 - label_smoothing) * onehot
+        - label_smoothing / vocab
+    )
     dx = dz if logit_soft_cap is None else dz * (1 - (z / logit_soft_cap) ** 2)
     grads = {"hidden": dx @ head.T, "head": hidden.T @ dx, "bias": dx.sum(0)}
     less = loss if reduction == "mean" else 0.0

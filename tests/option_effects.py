@@ -1,5 +1,6 @@
-"""What every option of a pipeline does, and the test that shows it. tests/test_options.py holds the config classes against this table;
-docs/reference.py makes the page "What every option does" of it. A new option gets a line here.
+"""What every option of a pipeline does, and the test that shows it. tests/test_options.py holds the
+config classes against this table; docs/reference.py makes the page "What every option does" of it.
+A new option gets a line here.
 
 effect     what can be observed: output | files | threads | memory | cost | error (several joined by "+")
 test       file::function below tests/; the function must be there, and its file must name the option
@@ -27,11 +28,21 @@ ONCE = "streaming tokenizes each time it reads"
 
 OPTIONS: dict[str, dict[str, Effect]] = {
     "PipelineConfig": {
-        "datasets": Effect("output", "test_pipeline.py::test_configs_that_are_refused", "the datasets, each with its own options"),
-        "default_tokenizer": Effect(
-            "output", "test_pipeline.py::test_tokenizers_go_by_dataset_then_stage_then_pipeline", "the tokenizer of datasets without one"
+        "datasets": Effect(
+            "output",
+            "test_pipeline.py::test_configs_that_are_refused",
+            "the datasets, each with its own options",
         ),
-        "seed": Effect("output", "test_pipeline.py::test_an_unseeded_pipeline_draws_a_seed_and_says_which", "every order in the pipeline"),
+        "default_tokenizer": Effect(
+            "output",
+            "test_pipeline.py::test_tokenizers_go_by_dataset_then_stage_then_pipeline",
+            "the tokenizer of datasets without one",
+        ),
+        "seed": Effect(
+            "output",
+            "test_pipeline.py::test_an_unseeded_pipeline_draws_a_seed_and_says_which",
+            "every order in the pipeline",
+        ),
         "cache_dir": Effect(
             "files",
             "test_options.py::test_cache_dir_is_where_everything_is_kept",
@@ -44,7 +55,12 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "how a cache_dir or cache_path at a URL is read: see CacheConfig; refused where there is none",
             NO_TOKENS,
         ),
-        "streaming": Effect("output+cost", "loader/test_streaming.py::test_nothing_is_written_to_the_token_cache", "off", "on"),
+        "streaming": Effect(
+            "output+cost",
+            "loader/test_streaming.py::test_nothing_is_written_to_the_token_cache",
+            "off",
+            "on",
+        ),
         "num_streams": Effect(
             "output",
             "loader/test_streaming.py::test_any_shards_and_streams",
@@ -57,12 +73,37 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "who tokenizes: this process, or a Ray cluster; the same bytes",
             "refused: it fills a token cache",
         ),
-        "order": Effect("output", "test_pipeline.py::test_order_without_shuffle_is_the_order_of_the_files", "see OrderConfig"),
-        "tokenize": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see TokenizeStageConfig"),
-        "mix": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see MixStageConfig"),
-        "pack": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see PackStageConfig"),
-        "save": Effect("files", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see SaveStageConfig", NO_SAVE),
-        "load": Effect("output", "test_options.py::test_stages_take_the_config_of_the_pipeline", "see LoadStageConfig"),
+        "order": Effect(
+            "output",
+            "test_pipeline.py::test_order_without_shuffle_is_the_order_of_the_files",
+            "see OrderConfig",
+        ),
+        "tokenize": Effect(
+            "output",
+            "test_options.py::test_stages_take_the_config_of_the_pipeline",
+            "see TokenizeStageConfig",
+        ),
+        "mix": Effect(
+            "output",
+            "test_options.py::test_stages_take_the_config_of_the_pipeline",
+            "see MixStageConfig",
+        ),
+        "pack": Effect(
+            "output",
+            "test_options.py::test_stages_take_the_config_of_the_pipeline",
+            "see PackStageConfig",
+        ),
+        "save": Effect(
+            "files",
+            "test_options.py::test_stages_take_the_config_of_the_pipeline",
+            "see SaveStageConfig",
+            NO_SAVE,
+        ),
+        "load": Effect(
+            "output",
+            "test_options.py::test_stages_take_the_config_of_the_pipeline",
+            "see LoadStageConfig",
+        ),
     },
     "CacheConfig": {
         "reading": Effect(
@@ -78,10 +119,16 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             NO_TOKENS,
         ),
         "staging_dir": Effect(
-            "files+error", "stages/test_remote_cache.py::test_staging_dir_is_where_fetched_tokens_are", "on which disk", NO_TOKENS
+            "files+error",
+            "stages/test_remote_cache.py::test_staging_dir_is_where_fetched_tokens_are",
+            "on which disk",
+            NO_TOKENS,
         ),
         "storage_options": Effect(
-            "output", "stages/test_remote_cache.py::test_batches_are_those_of_a_local_cache", "passed to fsspec", NO_TOKENS
+            "output",
+            "stages/test_remote_cache.py::test_batches_are_those_of_a_local_cache",
+            "passed to fsspec",
+            NO_TOKENS,
         ),
     },
     "OrderConfig": {
@@ -99,22 +146,50 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
     },
     "DatasetConfig": {
-        "data_files": Effect("output", "sources/test_files.py::test_paths_globs_folders_lists", "what is read"),
-        "name": Effect("output", "test_pipeline.py::test_configs_that_are_refused", "how weights, reports and errors call it"),
-        "type": Effect("output", "sources/test_files.py::test_format_of", "the format, where names do not tell it"),
+        "data_files": Effect(
+            "output", "sources/test_files.py::test_paths_globs_folders_lists", "what is read"
+        ),
+        "name": Effect(
+            "output",
+            "test_pipeline.py::test_configs_that_are_refused",
+            "how weights, reports and errors call it",
+        ),
+        "type": Effect(
+            "output",
+            "sources/test_files.py::test_format_of",
+            "the format, where names do not tell it",
+        ),
         "split": Effect(
             "output",
             "sources/test_splits.py::test_a_part_is_what_datasets_makes_of_it",
             "which split of a dataset of the Hub, or of a DatasetDict, or which part of one",
             "the same; a part of line files is found by counting their rows, as where tokens are cached",
         ),
-        "subset": Effect("output", "sources/test_hub.py::test_layouts", "which configuration of a dataset of the Hub"),
-        "revision": Effect("output", "sources/test_hub.py::test_the_commit_is_kept", "which commit of a dataset of the Hub"),
-        "text_unit": Effect("output+error", "sources/test_text_units.py::test_what_each_unit_gives", "what a document of text files is"),
-        "token_files": Effect(
-            "output+error", "sources/test_tokens.py::test_layouts_are_for_token_files", "how documents lie in files of tokens"
+        "subset": Effect(
+            "output",
+            "sources/test_hub.py::test_layouts",
+            "which configuration of a dataset of the Hub",
         ),
-        "hold_out": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "which side is read"),
+        "revision": Effect(
+            "output",
+            "sources/test_hub.py::test_the_commit_is_kept",
+            "which commit of a dataset of the Hub",
+        ),
+        "text_unit": Effect(
+            "output+error",
+            "sources/test_text_units.py::test_what_each_unit_gives",
+            "what a document of text files is",
+        ),
+        "token_files": Effect(
+            "output+error",
+            "sources/test_tokens.py::test_layouts_are_for_token_files",
+            "how documents lie in files of tokens",
+        ),
+        "hold_out": Effect(
+            "output",
+            "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable",
+            "which side is read",
+        ),
         "num_rows": Effect(
             "output",
             "test_pipeline.py::test_num_rows_limits_the_dataset",
@@ -133,19 +208,29 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "the dataset's own tokenizer",
         ),
         "tokenizer_kwargs": Effect(
-            "output", "stages/test_formats.py::test_tokenizer_kwargs_change_whichever_tokenizer_it_is", "changes to whichever it takes"
+            "output",
+            "stages/test_formats.py::test_tokenizer_kwargs_change_whichever_tokenizer_it_is",
+            "changes to whichever it takes",
         ),
         "content_field": Effect(
-            "output", "stages/test_tokenize.py::test_content_field_and_budget_come_from_the_dataset", "what is tokenized"
+            "output",
+            "stages/test_tokenize.py::test_content_field_and_budget_come_from_the_dataset",
+            "what is tokenized",
         ),
         "prompt_field": Effect(
-            "output", "stages/test_prompt_rows.py::test_prompts_and_completions", "two columns in place of content_field"
+            "output",
+            "stages/test_prompt_rows.py::test_prompts_and_completions",
+            "two columns in place of content_field",
         ),
         "completion_field": Effect(
-            "output", "stages/test_prompt_rows.py::test_prompts_and_completions", "the second of them, which is trained"
+            "output",
+            "stages/test_prompt_rows.py::test_prompts_and_completions",
+            "the second of them, which is trained",
         ),
         "prompt": Effect(
-            "output", "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores", "how rows become text: see PromptConfig"
+            "output",
+            "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores",
+            "how rows become text: see PromptConfig",
         ),
         "train_on": Effect(
             "output",
@@ -153,7 +238,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "which tokens of a conversation are targets",
         ),
         "chat_template": Effect(
-            "output", "stages/test_prompt_rows.py::test_the_words_of_the_assistant_are_the_targets", "how conversations become text"
+            "output",
+            "stages/test_prompt_rows.py::test_the_words_of_the_assistant_are_the_targets",
+            "how conversations become text",
         ),
         "template_date": Effect(
             "output",
@@ -165,11 +252,21 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "transforms/test_prompts.py::test_train_empty_thinking",
             "whether a thought without words is a target",
         ),
-        "tools_field": Effect("output", "stages/test_prompt_rows.py::test_tools_reach_the_template", "the tools that templates are told"),
-        "length": Effect(
-            "output+error", "transforms/test_lengths.py::test_the_default_is_what_max_length_always_did", "what becomes of long documents"
+        "tools_field": Effect(
+            "output",
+            "stages/test_prompt_rows.py::test_tools_reach_the_template",
+            "the tools that templates are told",
         ),
-        "format_fields": Effect("output", "stages/test_formats.py::test_format_fields_renames", "columns renamed before anything else"),
+        "length": Effect(
+            "output+error",
+            "transforms/test_lengths.py::test_the_default_is_what_max_length_always_did",
+            "what becomes of long documents",
+        ),
+        "format_fields": Effect(
+            "output",
+            "stages/test_formats.py::test_format_fields_renames",
+            "columns renamed before anything else",
+        ),
         "format_callback": Effect(
             "output",
             "stages/test_formats.py::test_format_callback_makes_the_text",
@@ -177,9 +274,15 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "called each time a row is read",
         ),
         "format_columns": Effect(
-            "output+error", "stages/test_formats.py::test_format_columns_announces_what_is_added", "types of the columns that it adds"
+            "output+error",
+            "stages/test_formats.py::test_format_columns_announces_what_is_added",
+            "types of the columns that it adds",
         ),
-        "format_batched": Effect("output+cost", "stages/test_formats.py::test_format_batched", "it takes batches of columns"),
+        "format_batched": Effect(
+            "output+cost",
+            "stages/test_formats.py::test_format_batched",
+            "it takes batches of columns",
+        ),
         "format_version": Effect(
             "files",
             "stages/test_formats.py::test_format_version_decides_what_is_kept",
@@ -217,21 +320,45 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "the same, each counted once in the run; of several processes each counts its own streams, and what a restored state knows",
         ),
         "save_path": Effect(
-            "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's folder", NO_SAVE
+            "files",
+            "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path",
+            "the dataset's folder",
+            NO_SAVE,
         ),
         "save_format": Effect(
-            "files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "the dataset's format", NO_SAVE
+            "files",
+            "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path",
+            "the dataset's format",
+            NO_SAVE,
         ),
-        "storage_options": Effect("output", "sources/test_remote.py::test_configs_keep_no_storage_options", "passed to fsspec"),
+        "storage_options": Effect(
+            "output",
+            "sources/test_remote.py::test_configs_keep_no_storage_options",
+            "passed to fsspec",
+        ),
     },
     "HoldOutConfig": {
-        "fraction": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "of the rows, about"),
-        "seed": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "which rows are held out"),
-        "held": Effect("output", "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable", "which side is read"),
+        "fraction": Effect(
+            "output",
+            "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable",
+            "of the rows, about",
+        ),
+        "seed": Effect(
+            "output",
+            "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable",
+            "which rows are held out",
+        ),
+        "held": Effect(
+            "output",
+            "stages/test_hold_out.py::test_the_two_sides_are_disjoint_and_stable",
+            "which side is read",
+        ),
     },
     "PromptConfig": {
         "format_type": Effect(
-            "output", "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores", "what a row is, and how it becomes text"
+            "output",
+            "transforms/test_prompts.py::test_the_engine_gives_what_the_pipeline_stores",
+            "what a row is, and how it becomes text",
         ),
         "template": Effect(
             "output+error",
@@ -255,7 +382,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "refused: there are no pairs",
         ),
         "tools_column": Effect(
-            "output", "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date", "the tools that templates are told"
+            "output",
+            "transforms/test_prompts.py::test_tools_column_system_prompt_and_template_date",
+            "the tools that templates are told",
         ),
         "roles": Effect(
             "output+error",
@@ -268,7 +397,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "the system message of conversations without one, or text in front",
         ),
         "few_shot": Effect(
-            "output", "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained", "see FewShotConfig"
+            "output",
+            "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained",
+            "see FewShotConfig",
         ),
         "train_on": Effect(
             "output",
@@ -298,9 +429,15 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "a file of rows that they are drawn from",
         ),
         "count": Effect(
-            "output", "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row", "how many are drawn for a row"
+            "output",
+            "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row",
+            "how many are drawn for a row",
         ),
-        "seed": Effect("output", "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row", "which are drawn"),
+        "seed": Effect(
+            "output",
+            "transforms/test_prompts.py::test_few_shot_draws_from_data_files_by_seed_and_row",
+            "which are drawn",
+        ),
         "separator": Effect(
             "output",
             "transforms/test_prompts.py::test_few_shot_examples_stand_in_front_and_are_never_trained",
@@ -319,7 +456,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "tokens that a piece has of the one before it",
         ),
         "boundary": Effect(
-            "output", "transforms/test_lengths.py::test_boundary_says_where_a_cut_may_be", "cuts where a sentence, a clause or a word ends"
+            "output",
+            "transforms/test_lengths.py::test_boundary_says_where_a_cut_may_be",
+            "cuts where a sentence, a clause or a word ends",
         ),
         "budgets": Effect(
             "output",
@@ -328,17 +467,33 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
     },
     "TokenFilesConfig": {
-        "dtype": Effect("output", "sources/test_tokens.py::test_separated", "the integers of raw files"),
-        "separator_id": Effect("output", "sources/test_tokens.py::test_separated", "the token that ends every document"),
-        "document_tokens": Effect("output", "sources/test_tokens.py::test_fixed_lengths", "tokens of every document, in place of that"),
+        "dtype": Effect(
+            "output", "sources/test_tokens.py::test_separated", "the integers of raw files"
+        ),
+        "separator_id": Effect(
+            "output", "sources/test_tokens.py::test_separated", "the token that ends every document"
+        ),
+        "document_tokens": Effect(
+            "output",
+            "sources/test_tokens.py::test_fixed_lengths",
+            "tokens of every document, in place of that",
+        ),
     },
     "TokenizerConfig": {
-        "name_or_path": Effect("output", "transforms/test_tokenizer.py::test_a_near_name_is_proposed_and_works", "which tokenizer"),
+        "name_or_path": Effect(
+            "output",
+            "transforms/test_tokenizer.py::test_a_near_name_is_proposed_and_works",
+            "which tokenizer",
+        ),
         "max_length": Effect(
-            "output", "stages/test_cache_writer.py::test_special_tokens_and_truncation_are_counted", "documents are cut off, and counted"
+            "output",
+            "stages/test_cache_writer.py::test_special_tokens_and_truncation_are_counted",
+            "documents are cut off, and counted",
         ),
         "truncation": Effect(
-            "output", "transforms/test_tokenizer.py::test_without_truncation_max_length_cuts_nothing", "False: max_length cuts nothing"
+            "output",
+            "transforms/test_tokenizer.py::test_without_truncation_max_length_cuts_nothing",
+            "False: max_length cuts nothing",
         ),
         "padding": Effect(
             "output",
@@ -361,7 +516,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "the only widths that batches have, or how many are chosen; refused where rows are packed",
         ),
         "add_special_tokens": Effect(
-            "output", "transforms/test_tokenizer.py::test_special_tokens_come_from_the_post_processor", "what the post-processor adds"
+            "output",
+            "transforms/test_tokenizer.py::test_special_tokens_come_from_the_post_processor",
+            "what the post-processor adds",
         ),
         "special_strings": Effect(
             "output+error",
@@ -369,11 +526,17 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "special tokens in raw text, ordinary text, or bad rows; counted",
         ),
         "return_attention_mask": Effect(
-            "output", "test_pipeline.py::test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them", "batches have attention_mask"
+            "output",
+            "test_pipeline.py::test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them",
+            "batches have attention_mask",
         ),
-        "trust_remote_code": Effect("error", "transforms/test_tokenizer.py::test_options_are_checked", "True is refused"),
+        "trust_remote_code": Effect(
+            "error", "transforms/test_tokenizer.py::test_options_are_checked", "True is refused"
+        ),
         "backend": Effect(
-            "cost+error", "transforms/test_tokenizer.py::test_the_backend_says_what_and_why", "what encodes; never what comes out"
+            "cost+error",
+            "transforms/test_tokenizer.py::test_the_backend_says_what_and_why",
+            "what encodes; never what comes out",
         ),
     },
     "TokenizeStageConfig": {
@@ -388,7 +551,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "of tokenizers without one",
         ),
         "batch_size": Effect(
-            "memory+cost", "stages/test_tokenize.py::test_batch_size_is_how_many_texts_go_at_a_time", "texts encoded at a time"
+            "memory+cost",
+            "stages/test_tokenize.py::test_batch_size_is_how_many_texts_go_at_a_time",
+            "texts encoded at a time",
         ),
         "num_workers": Effect(
             "threads",
@@ -422,7 +587,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "weights by training step",
             "the same; the windows of each stream end where weights change",
         ),
-        "weight_schedule_type": Effect("output", "loader/test_streaming_options.py::test_weights_go_over", "how they go over"),
+        "weight_schedule_type": Effect(
+            "output", "loader/test_streaming_options.py::test_weights_go_over", "how they go over"
+        ),
         "batch_size": Effect(
             "output+error",
             "stages/test_mix_schedule.py::test_the_batch_size_comes_from_load_whoever_names_it",
@@ -452,9 +619,15 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "when the mixture ends, over the whole data",
             "when a stream ends, over its own share of the data",
         ),
-        "seed": Effect("output", "stages/test_mix_pack.py::test_the_mixture_has_a_seed_of_its_own", "the order of the mixture"),
+        "seed": Effect(
+            "output",
+            "stages/test_mix_pack.py::test_the_mixture_has_a_seed_of_its_own",
+            "the order of the mixture",
+        ),
         "allow_mixed_tokenizers": Effect(
-            "error", "stages/test_mix_pack.py::test_two_tokenizers_in_one_mixture", "lets two tokenizers through, with a warning"
+            "error",
+            "stages/test_mix_pack.py::test_two_tokenizers_in_one_mixture",
+            "lets two tokenizers through, with a warning",
         ),
         "provenance": Effect(
             "output",
@@ -464,12 +637,28 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
     },
     "WeightSchedulePoint": {
-        "step": Effect("output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "the training step"),
-        "weights": Effect("output", "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step", "weights from there on"),
+        "step": Effect(
+            "output",
+            "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step",
+            "the training step",
+        ),
+        "weights": Effect(
+            "output",
+            "stages/test_mix_schedule.py::test_weights_change_at_the_batch_of_the_step",
+            "weights from there on",
+        ),
     },
     "PackStageConfig": {
-        "enabled": Effect("output", "stages/test_mix_pack.py::test_disabled_pack_changes_nothing", "False leaves documents as they are"),
-        "seq_length": Effect("output", "test_pipeline.py::test_a_stage_takes_its_own_config_in_place_of_the_pipelines", "slots of a row"),
+        "enabled": Effect(
+            "output",
+            "stages/test_mix_pack.py::test_disabled_pack_changes_nothing",
+            "False leaves documents as they are",
+        ),
+        "seq_length": Effect(
+            "output",
+            "test_pipeline.py::test_a_stage_takes_its_own_config_in_place_of_the_pipelines",
+            "slots of a row",
+        ),
         "strategy": Effect(
             "output",
             "plan/test_pack.py::test_fill",
@@ -486,16 +675,30 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "test_options.py::test_num_packers_fills_rows_better",
             "open rows of `pool`; elsewhere a warning",
         ),
-        "oversize": Effect("output+error", "stages/test_mix_pack.py::test_long_documents", "what becomes of a document longer than a row"),
+        "oversize": Effect(
+            "output+error",
+            "stages/test_mix_pack.py::test_long_documents",
+            "what becomes of a document longer than a row",
+        ),
         "train_continued": Effect(
             "output+error",
             "stages/test_prompt_rows.py::test_documents_longer_than_a_row_keep_their_masks",
             "pieces of conversations behind the first keep their targets",
         ),
-        "eos_token_id": Effect("output", "stages/test_mix_pack.py::test_eos_is_added_once", "ends documents that do not end with it"),
-        "pad_token_id": Effect("output", "stages/test_mix_pack.py::test_pad_outside_the_vocabulary", "fills the rest of a row"),
+        "eos_token_id": Effect(
+            "output",
+            "stages/test_mix_pack.py::test_eos_is_added_once",
+            "ends documents that do not end with it",
+        ),
+        "pad_token_id": Effect(
+            "output",
+            "stages/test_mix_pack.py::test_pad_outside_the_vocabulary",
+            "fills the rest of a row",
+        ),
         "include_segment_ids": Effect(
-            "output", "test_options.py::test_include_segment_ids_false_leaves_the_column_out", "False leaves the column out of batches"
+            "output",
+            "test_options.py::test_include_segment_ids_false_leaves_the_column_out",
+            "False leaves the column out of batches",
         ),
         "shuffle_buffer_factor": Effect(
             "output+error",
@@ -511,24 +714,64 @@ OPTIONS: dict[str, dict[str, Effect]] = {
         ),
     },
     "SaveStageConfig": {
-        "enabled": Effect("files", "stages/test_save.py::test_disabled_save_writes_nothing", "False writes nothing"),
-        "output_dir": Effect("files", "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path", "where to"),
-        "format": Effect("files", "stages/test_save.py::test_packed_rows_read_back_as_they_were", "of the files"),
-        "compression": Effect("files", "stages/test_save.py::test_codecs_that_a_format_does_not_have", "of the files"),
-        "num_shards": Effect("files", "stages/test_save.py::test_with_both_options_the_stricter_wins", "how many files"),
-        "max_shard_size": Effect("files", "stages/test_save.py::test_files_take_what_max_shard_size_says", "bytes of a file on disk"),
-        "overwrite": Effect(
-            "files+error", "stages/test_save.py::test_another_run_is_refused_until_overwrite_replaces_it", "replaces what another run left"
+        "enabled": Effect(
+            "files",
+            "stages/test_save.py::test_disabled_save_writes_nothing",
+            "False writes nothing",
         ),
-        "storage_options": Effect("files", "interop/test_hub.py::test_nothing_private_is_published", "passed to fsspec"),
-        "push_to_hub": Effect("files", "interop/test_hub.py::test_a_pushed_folder_loads_again_from_the_hub", "the folder goes to the Hub"),
-        "hub_repo_id": Effect("files+error", "interop/test_hub.py::test_options_that_make_no_sense", "the repository"),
-        "hub_private": Effect("files+error", "interop/test_hub.py::test_private_rows_do_not_go_to_a_public_repository", "a private one"),
+        "output_dir": Effect(
+            "files",
+            "stages/test_save.py::test_each_dataset_has_its_own_folder_or_save_path",
+            "where to",
+        ),
+        "format": Effect(
+            "files", "stages/test_save.py::test_packed_rows_read_back_as_they_were", "of the files"
+        ),
+        "compression": Effect(
+            "files", "stages/test_save.py::test_codecs_that_a_format_does_not_have", "of the files"
+        ),
+        "num_shards": Effect(
+            "files",
+            "stages/test_save.py::test_with_both_options_the_stricter_wins",
+            "how many files",
+        ),
+        "max_shard_size": Effect(
+            "files",
+            "stages/test_save.py::test_files_take_what_max_shard_size_says",
+            "bytes of a file on disk",
+        ),
+        "overwrite": Effect(
+            "files+error",
+            "stages/test_save.py::test_another_run_is_refused_until_overwrite_replaces_it",
+            "replaces what another run left",
+        ),
+        "storage_options": Effect(
+            "files", "interop/test_hub.py::test_nothing_private_is_published", "passed to fsspec"
+        ),
+        "push_to_hub": Effect(
+            "files",
+            "interop/test_hub.py::test_a_pushed_folder_loads_again_from_the_hub",
+            "the folder goes to the Hub",
+        ),
+        "hub_repo_id": Effect(
+            "files+error", "interop/test_hub.py::test_options_that_make_no_sense", "the repository"
+        ),
+        "hub_private": Effect(
+            "files+error",
+            "interop/test_hub.py::test_private_rows_do_not_go_to_a_public_repository",
+            "a private one",
+        ),
         "hub_token": Effect("error", "interop/test_hub.py::test_refused_tokens", "who pushes"),
-        "hub_revision": Effect("files", "interop/test_hub.py::test_a_branch_of_ones_own", "the branch"),
+        "hub_revision": Effect(
+            "files", "interop/test_hub.py::test_a_branch_of_ones_own", "the branch"
+        ),
     },
     "LoadStageConfig": {
-        "batch_size": Effect("output", "loader/test_loader.py::test_a_batch_is_a_stretch_of_rows", "rows of a batch, over all processes"),
+        "batch_size": Effect(
+            "output",
+            "loader/test_loader.py::test_a_batch_is_a_stretch_of_rows",
+            "rows of a batch, over all processes",
+        ),
         "batch_size_schedule": Effect(
             "output",
             "loader/test_steps.py::test_batches_have_the_size_of_their_step",
@@ -541,7 +784,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "batches cut into micro-batches",
         ),
         "prefetch_enabled": Effect(
-            "threads", "loader/test_loader.py::test_without_prefetch_there_are_no_threads", "batches are made ahead"
+            "threads",
+            "loader/test_loader.py::test_without_prefetch_there_are_no_threads",
+            "batches are made ahead",
         ),
         "prefetch_workers": Effect(
             "threads",
@@ -550,7 +795,9 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "above 1: threads that make the next window of each stream ahead; tokenize.num_workers are those that read",
         ),
         "prefetch_buffer_size": Effect(
-            "memory", "test_options.py::test_prefetch_buffer_size_bounds_what_is_made_ahead", "batches made ahead at most"
+            "memory",
+            "test_options.py::test_prefetch_buffer_size_bounds_what_is_made_ahead",
+            "batches made ahead at most",
         ),
         "shuffle_buffer_size": Effect(
             "output",
@@ -571,13 +818,28 @@ OPTIONS: dict[str, dict[str, Effect]] = {
             "ends before the one batch that is not full, behind the end of all streams",
         ),
         "prefetch_to_device": Effect(
-            "memory", "loader/test_placement.py::test_without_a_mesh_batches_are_numpy_and_with_one_they_are_jax", "batches lie on devices"
+            "memory",
+            "loader/test_placement.py::test_without_a_mesh_batches_are_numpy_and_with_one_they_are_jax",
+            "batches lie on devices",
         ),
         "num_epochs": Effect(
-            "output", "test_pipeline.py::test_several_epochs_and_endless_data", "passes over the data", "passes of each stream"
+            "output",
+            "test_pipeline.py::test_several_epochs_and_endless_data",
+            "passes over the data",
+            "passes of each stream",
         ),
-        "mesh": Effect("memory", "loader/test_placement.py::test_meshes_of_eight_devices", "where batches lie"),
-        "partition_spec": Effect("memory", "loader/test_placement.py::test_meshes_of_eight_devices", "how batches lie there"),
-        "stall_timeout_s": Effect("error", "loader/test_loader.py::test_a_stall_is_named_and_is_not_the_end", "how long a batch may take"),
+        "mesh": Effect(
+            "memory", "loader/test_placement.py::test_meshes_of_eight_devices", "where batches lie"
+        ),
+        "partition_spec": Effect(
+            "memory",
+            "loader/test_placement.py::test_meshes_of_eight_devices",
+            "how batches lie there",
+        ),
+        "stall_timeout_s": Effect(
+            "error",
+            "loader/test_loader.py::test_a_stall_is_named_and_is_not_the_end",
+            "how long a batch may take",
+        ),
     },
 }

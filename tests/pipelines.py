@@ -1,4 +1,6 @@
-"""Small real datasets and a small real tokenizer for the tests of stages, pipeline and command line."""
+"""Small real datasets and a small real tokenizer for the tests of stages, pipeline and command
+line.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,33 @@ from typing import Any
 from easypipe import DatasetConfig, PipelineConfig
 from easypipe.transforms.bpe import train_bpe
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import", "class", "self", "value"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "def",
+    "return",
+    "import",
+    "class",
+    "self",
+    "value",
+]
 
 
 def texts(count: int, salt: int = 1, longest: int = 40) -> list[str]:
     """Deterministic texts of 1 to `longest` words, no two alike."""
     return [
-        f"{salt} {i} " + " ".join(WORDS[(i * salt + j * j) % len(WORDS)] for j in range(1 + (i * 7919 * salt) % longest))
+        f"{salt} {i} "
+        + " ".join(
+            WORDS[(i * salt + j * j) % len(WORDS)] for j in range(1 + (i * 7919 * salt) % longest)
+        )
         for i in range(count)
     ]
 
@@ -32,7 +54,8 @@ def tokenizer(vocab_size: int = 320) -> str:
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    if not (path.exists() and path.read_text() == text):  # a file that is written again counts as changed
+    # a file that is written again counts as changed
+    if not (path.exists() and path.read_text() == text):
         path.write_text(text)
     return path
 
@@ -51,6 +74,12 @@ def two_datasets(folder: Path, code: int = 60, docs: int = 90) -> tuple[DatasetC
 
 def config(folder: Path, **options: Any) -> PipelineConfig:
     """Both datasets, the small tokenizer, a seed and a cache of one's own; `options` go on top."""
-    values: dict[str, Any] = {"default_tokenizer": tokenizer(), "seed": 7, "cache_dir": folder / "cache"}
-    values["datasets"] = options.pop("datasets") if "datasets" in options else two_datasets(folder / "data")
+    values: dict[str, Any] = {
+        "default_tokenizer": tokenizer(),
+        "seed": 7,
+        "cache_dir": folder / "cache",
+    }
+    values["datasets"] = (
+        options.pop("datasets") if "datasets" in options else two_datasets(folder / "data")
+    )
     return PipelineConfig(**(values | options))

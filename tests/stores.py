@@ -1,4 +1,6 @@
-"""Object stores on loopback: S3 by moto, GCS by gcp-storage-emulator. Fixtures `s3`, `gs`, and `store`, which is each of them in turn."""
+"""Object stores on loopback: S3 by moto, GCS by gcp-storage-emulator. Fixtures `s3`, `gs`, and
+`store`, which is each of them in turn.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ import pytest
 BUCKET = "bucket"
 SECRET = "hidden-secret"
 
-# Read once, when gcsfs is imported: without it gcsfs asks every bucket over gRPC whether it is hierarchical, which no emulator answers.
+# Read once, when gcsfs is imported: without it gcsfs asks every bucket over gRPC whether it is
+# hierarchical, which no emulator answers.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 
 
@@ -65,7 +68,9 @@ def s3() -> Iterator[Store]:
     server = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    store = Store("s3", {"key": "AKIAEXAMPLE1", "secret": SECRET, "endpoint_url": f"http://{host}:{port}"})
+    store = Store(
+        "s3", {"key": "AKIAEXAMPLE1", "secret": SECRET, "endpoint_url": f"http://{host}:{port}"}
+    )
     store.filesystem.mkdir(BUCKET)
     yield store
     server.stop()
@@ -74,13 +79,20 @@ def s3() -> Iterator[Store]:
 @pytest.fixture(scope="session")
 def gs() -> Iterator[Store]:
     pytest.importorskip("gcsfs")
-    pytest.importorskip("gcp_storage_emulator", reason="gcp-storage-emulator serves GCS on loopback")
+    pytest.importorskip(
+        "gcp_storage_emulator", reason="gcp-storage-emulator serves GCS on loopback"
+    )
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("gcs_emulator.py")
-    # A process of its own: gcsfs's event loop and the emulator's server would otherwise wait for each other's turn.
-    server = subprocess.Popen([sys.executable, str(script), str(port), BUCKET], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # A process of its own: gcsfs's event loop and the emulator's server would otherwise wait for
+    # each other's turn.
+    server = subprocess.Popen(
+        [sys.executable, str(script), str(port), BUCKET],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 30
     try:
         while True:
@@ -105,8 +117,9 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """Passes requests on to a store. faults: what the next ones that write meet: a status, "reset", or "lost" (done, but the answer is a
-    reset); `always` meets all of them. seen: (method, path) of those that write."""
+    """Passes requests on to a store. faults: what the next ones that write meet: a status, "reset",
+    or "lost" (done, but the answer is a reset); `always` meets all of them. seen: (method, path) of
+    those that write."""
 
     daemon_threads = True
 
@@ -137,7 +150,10 @@ class _Proxied(BaseHTTPRequestHandler):
             return self._reset()
         there = http.client.HTTPConnection(self.server.target, timeout=30)
         there.request(
-            self.command, self.path, body=body, headers={k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
+            self.command,
+            self.path,
+            body=body,
+            headers={k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"},
         )
         answer = there.getresponse()
         data = answer.read()
@@ -145,10 +161,18 @@ class _Proxied(BaseHTTPRequestHandler):
         if fault == "lost":
             return self._reset()
         kept = {
-            k: v for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding", "content-length", "date", "server")
+            k: v
+            for k, v in answer.getheaders()
+            if k.lower()
+            not in ("connection", "transfer-encoding", "content-length", "date", "server")
         }
         length = answer.getheader("Content-Length")
-        return self._answer(answer.status, data, kept, int(length) if self.command == "HEAD" and length else len(data))
+        return self._answer(
+            answer.status,
+            data,
+            kept,
+            int(length) if self.command == "HEAD" and length else len(data),
+        )
 
     do_GET = do_HEAD = do_POST = do_DELETE = do_PUT
 
@@ -167,9 +191,14 @@ class _Proxied(BaseHTTPRequestHandler):
         self.connection.close()
         self.close_connection = True
 
-    def _answer(self, status: int, data: bytes, headers: dict[str, str], length: int | None = None) -> None:
+    def _answer(
+        self, status: int, data: bytes, headers: dict[str, str], length: int | None = None
+    ) -> None:
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(data) if length is None else length)}.items():
+        for name, value in {
+            **headers,
+            "Content-Length": str(len(data) if length is None else length),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -183,7 +212,9 @@ class _Proxied(BaseHTTPRequestHandler):
 def faulty(store: Store) -> Iterator[tuple[Store, FaultyProxy]]:
     """The same store behind a proxy whose faults a test chooses."""
     proxy = FaultyProxy(store.options["endpoint_url"])
-    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=proxy.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         url = f"http://127.0.0.1:{proxy.server_address[1]}"

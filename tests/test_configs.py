@@ -23,20 +23,35 @@ def test_example_loads(path: Path) -> None:
     run = from_dict(RunConfig, values, at=path.name)
     assert run.data.datasets
     assert run.data.validate() == []
-    assert run.data.mix is None or run.data.mix.unit == "tokens", "weights of documents surprise where their lengths differ"
+    assert run.data.mix is None or run.data.mix.unit == "tokens", (
+        "weights of documents surprise where their lengths differ"
+    )
 
 
 def test_there_is_one_for_each_kind_of_run() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {"quickstart", "pretrain", "sft", "sft_lora", "dpo", "classify"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} >= {
+        "quickstart",
+        "pretrain",
+        "sft",
+        "sft_lora",
+        "dpo",
+        "classify",
+    }
 
 
 def test_fine_tuning_with_adapters_has_the_same_data() -> None:
     """Whoever changes one of the two changes the other; tests/train/test_sft.py trains both."""
     full, lora = (load_yaml(CONFIGS / name) for name in ("sft.yaml", "sft_lora.yaml"))
-    assert (full["data"], full["eval"], full["model"]) == (lora["data"], lora["eval"], lora["model"])
+    assert (full["data"], full["eval"], full["model"]) == (
+        lora["data"],
+        lora["eval"],
+        lora["model"],
+    )
     assert set(lora["train"]) - set(full["train"]) == {"lora"}
 
 
 def test_quickstart_is_the_one_that_the_command_writes() -> None:
     written = Path(easypipe.__file__).parent / "cli" / "templates" / "quickstart.yaml"
-    assert (CONFIGS / "quickstart.yaml").read_bytes() == written.read_bytes(), f"copy {written} to configs/"
+    assert (CONFIGS / "quickstart.yaml").read_bytes() == written.read_bytes(), (
+        f"copy {written} to configs/"
+    )

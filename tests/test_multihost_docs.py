@@ -1,4 +1,6 @@
-"""What docs/multihost.md gives to copy: manifests that parse, and command lines that our command line takes."""
+"""What docs/multihost.md gives to copy: manifests that parse, and command lines that our command
+line takes.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,19 @@ from easypipe.train.distributed import VARIABLES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "multihost.md").read_text(encoding="utf-8")
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-(MANIFEST,) = (yaml.safe_load(text) for text in re.findall(r"^```yml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
-(CONTAINER,) = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
-LINES = [shlex.split(line.partition("easypipe ")[2]) for script in SCRIPTS for line in script.splitlines() if "easypipe " in line]
+(MANIFEST,) = (
+    yaml.safe_load(text)
+    for text in re.findall(r"^```yml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+)
+(CONTAINER,) = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+    "containers"
+]
+LINES = [
+    shlex.split(line.partition("easypipe ")[2])
+    for script in SCRIPTS
+    for line in script.splitlines()
+    if "easypipe " in line
+]
 
 
 @pytest.mark.parametrize("arguments", [*LINES, CONTAINER["command"][1:]])
@@ -43,7 +55,9 @@ def test_the_manifest_says_who_is_who():
     job = MANIFEST["spec"]["replicatedJobs"][0]
     spec, named = job["template"]["spec"], {one["name"]: one for one in CONTAINER["env"]}
     assert set(named) == set(VARIABLES.values())
-    assert named["JAX_NUM_PROCESSES"]["value"] == str(spec["parallelism"]) == str(spec["completions"])
+    assert (
+        named["JAX_NUM_PROCESSES"]["value"] == str(spec["parallelism"]) == str(spec["completions"])
+    )
     assert named["JAX_COORDINATOR_ADDRESS"]["value"].startswith(
         f"{MANIFEST['metadata']['name']}-{job['name']}-0-0.{MANIFEST['metadata']['name']}:"
     )

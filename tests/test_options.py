@@ -1,5 +1,5 @@
-"""Every option of the configs of pipelines, runs and faces has an effect that a test shows: option_effects.py and its neighbours say
-which, and are held to the classes here."""
+"""Every option of the configs of pipelines, runs and faces has an effect that a test shows:
+option_effects.py and its neighbours say which, and are held to the classes here."""
 
 from __future__ import annotations
 
@@ -76,14 +76,22 @@ EVERY = OPTIONS | train_option_effects.OPTIONS | face_option_effects.OPTIONS
 @pytest.mark.parametrize("file", TABLES)
 def test_the_table_is_of_the_classes(file: str) -> None:
     table, classes = TABLES[file]
-    there = {(name, field.name) for name, cls in classes.items() for field in dataclasses.fields(cls)}
+    there = {
+        (name, field.name) for name, cls in classes.items() for field in dataclasses.fields(cls)
+    }
     named = {(cls, option) for cls, options in table.items() for option in options}
-    missing, gone = (sorted(".".join(pair) for pair in pairs) for pairs in (there - named, named - there))
-    assert not missing, f"without an effect and a test of it: give each a line in tests/{file}: {missing}"
+    missing, gone = (
+        sorted(".".join(pair) for pair in pairs) for pairs in (there - named, named - there)
+    )
+    assert not missing, (
+        f"without an effect and a test of it: give each a line in tests/{file}: {missing}"
+    )
     assert not gone, f"tests/{file} names options that are gone: {gone}"
 
 
-@pytest.mark.parametrize(("cls", "option"), [(cls, option) for cls, options in EVERY.items() for option in options])
+@pytest.mark.parametrize(
+    ("cls", "option"), [(cls, option) for cls, options in EVERY.items() for option in options]
+)
 def test_every_option_has_an_effect_and_a_test_of_it(cls: str, option: str) -> None:
     entry = EVERY[cls][option]
     assert set(entry.effect.split("+")) <= KINDS
@@ -99,7 +107,11 @@ def test_every_option_has_an_effect_and_a_test_of_it(cls: str, option: str) -> N
 def test_what_streaming_refuses_is_what_the_table_says() -> None:
     for stage, known in KNOWN.items():
         cls = f"{stage.capitalize()}StageConfig"
-        refused = {option for option, entry in OPTIONS[cls].items() if entry.streaming.startswith("refused")}
+        refused = {
+            option
+            for option, entry in OPTIONS[cls].items()
+            if entry.streaming.startswith("refused")
+        }
         assert refused == set(OPTIONS[cls]) - known, cls
 
 
@@ -111,9 +123,16 @@ def functions_of(source: str) -> set[str]:
 # effects that no other test looks at on their own
 
 
-def test_cache_dir_is_where_everything_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_dir_is_where_everything_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "elsewhere"))
-    pipeline = Pipeline(config(tmp_path, cache_dir=tmp_path / "own")).source().tokenize().mix(MixStageConfig(stop_strategy="all_exhausted"))
+    pipeline = (
+        Pipeline(config(tmp_path, cache_dir=tmp_path / "own"))
+        .source()
+        .tokenize()
+        .mix(MixStageConfig(stop_strategy="all_exhausted"))
+    )
     loader = pipeline.pack(PackStageConfig(seq_length=32)).load().build()
     assert len(list(loader)) == len(loader)  # which looks at the whole plan
     kept = {path.name for path in (tmp_path / "own").iterdir()}
@@ -156,18 +175,33 @@ def test_num_workers_is_how_many_ranges_are_in_work(tmp_path: Path, num_workers:
     for i in range(6):
         jsonl(tmp_path / "data" / f"{i}.jsonl", [{"text": text} for text in texts(3, i + 1)])
     dataset = DatasetConfig(data_files=str(tmp_path / "data" / "*.jsonl"), format_callback=watched)
-    Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize(TokenizeStageConfig(num_workers=num_workers)).ledger()
+    Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize(
+        TokenizeStageConfig(num_workers=num_workers)
+    ).ledger()
     assert most == num_workers
 
 
 def loader_of(tmp_path: Path, **options: Any) -> Any:
-    pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(60)])]))
-    return pipeline.source().tokenize().pack(PackStageConfig(seq_length=16)).load(LoadStageConfig(batch_size=1, **options)).build()
+    pipeline = Pipeline(
+        config(
+            tmp_path,
+            datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(60)])],
+        )
+    )
+    return (
+        pipeline.source()
+        .tokenize()
+        .pack(PackStageConfig(seq_length=16))
+        .load(LoadStageConfig(batch_size=1, **options))
+        .build()
+    )
 
 
 @pytest.mark.parametrize("prefetch_workers", [1, 3])
 def test_prefetch_workers_are_threads(tmp_path: Path, prefetch_workers: int) -> None:
-    loader = loader_of(tmp_path, prefetch_workers=prefetch_workers, prefetch_buffer_size=prefetch_workers)
+    loader = loader_of(
+        tmp_path, prefetch_workers=prefetch_workers, prefetch_buffer_size=prefetch_workers
+    )
     before = set(threading.enumerate())
     batches = iter(loader)
     next(batches)
@@ -176,11 +210,15 @@ def test_prefetch_workers_are_threads(tmp_path: Path, prefetch_workers: int) -> 
 
 
 @pytest.mark.parametrize("prefetch_buffer_size", [1, 4])
-def test_prefetch_buffer_size_bounds_what_is_made_ahead(tmp_path: Path, prefetch_buffer_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_buffer_size_bounds_what_is_made_ahead(
+    tmp_path: Path, prefetch_buffer_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = loader_of(tmp_path, prefetch_buffer_size=prefetch_buffer_size)
     made: list[int] = []
     kind, fetch = type(loader), type(loader)._make
-    monkeypatch.setattr(kind, "_make", lambda self, *args, **rest: made.append(1) or fetch(self, *args, **rest))
+    monkeypatch.setattr(
+        kind, "_make", lambda self, *args, **rest: made.append(1) or fetch(self, *args, **rest)
+    )
     batches = iter(loader)
     next(batches)
     deadline = time.monotonic() + 10
@@ -196,7 +234,11 @@ def test_num_packers_fills_rows_better(tmp_path: Path) -> None:
 
     def rows(num_packers: int) -> int:
         packed = Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
-        packed.pack(PackStageConfig(seq_length=160, strategy="pool", num_packers=num_packers, oversize="truncate"))
+        packed.pack(
+            PackStageConfig(
+                seq_length=160, strategy="pool", num_packers=num_packers, oversize="truncate"
+            )
+        )
         return sum(shard.num_rows or 0 for shard in packed.get_data()["d"].shards)
 
     assert rows(16) < rows(1)
@@ -204,18 +246,37 @@ def test_num_packers_fills_rows_better(tmp_path: Path) -> None:
 
 def test_stop_strategy_decides_when_a_mixture_ends(tmp_path: Path) -> None:
     def mixed(stop_strategy: Any) -> Any:
-        return Pipeline(config(tmp_path)).source().tokenize().mix(MixStageConfig(stop_strategy=stop_strategy)).get_data()["mixed"]
+        return (
+            Pipeline(config(tmp_path))
+            .source()
+            .tokenize()
+            .mix(MixStageConfig(stop_strategy=stop_strategy))
+            .get_data()["mixed"]
+        )
 
     assert mixed("all_exhausted").shards[0].num_rows == 60 + 90
     assert mixed("first_exhausted").shards[0].num_rows in (120, 121)
     assert mixed("restart").mixture.endless
 
 
-def test_include_segment_ids_false_leaves_the_column_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_include_segment_ids_false_leaves_the_column_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def batches(**options: Any) -> list[dict[str, Any]]:
-        pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(60)])]))
+        pipeline = Pipeline(
+            config(
+                tmp_path,
+                datasets=[
+                    DatasetConfig(name="d", data_files=[{"text": text} for text in texts(60)])
+                ],
+            )
+        )
         pipeline.source().tokenize().pack(PackStageConfig(seq_length=64, **options))
-        return list(pipeline.load(LoadStageConfig(batch_size=2, mesh={"data": -1}, prefetch_enabled=False)).build())
+        return list(
+            pipeline.load(
+                LoadStageConfig(batch_size=2, mesh={"data": -1}, prefetch_enabled=False)
+            ).build()
+        )
 
     whole, without = batches(), batches(include_segment_ids=False)
     assert "documents that stand in one row see each other" in caplog.text
@@ -226,7 +287,14 @@ def test_include_segment_ids_false_leaves_the_column_out(tmp_path: Path, caplog:
 
 def test_shuffle_buffer_factor_permutes_within_blocks_of_batches(tmp_path: Path) -> None:
     def rows(load: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
-        pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(200)])]))
+        pipeline = Pipeline(
+            config(
+                tmp_path,
+                datasets=[
+                    DatasetConfig(name="d", data_files=[{"text": text} for text in texts(200)])
+                ],
+            )
+        )
         pipeline.source().tokenize().pack(PackStageConfig(seq_length=64, **options))
         loader = pipeline.load(LoadStageConfig(batch_size=2, **(load or {}))).build()
         return [row for batch in loader for row in batch[INPUT_IDS].tolist()]
@@ -236,16 +304,30 @@ def test_shuffle_buffer_factor_permutes_within_blocks_of_batches(tmp_path: Path)
     for first in range(0, len(plain) - 6, 6):
         assert sorted(plain[first : first + 6]) == sorted(shuffled[first : first + 6])
     assert rows({"shuffle_buffer_size": 6}) == shuffled
-    assert rows({"shuffle_buffer_size": 8}, shuffle_buffer_factor=3) == rows({"shuffle_buffer_size": 8})
-    for wrong, message in (({"shuffle_packed": False}, "has no effect without shuffle_packed"), ({}, "0 batches hold nothing")):
+    assert rows({"shuffle_buffer_size": 8}, shuffle_buffer_factor=3) == rows(
+        {"shuffle_buffer_size": 8}
+    )
+    for wrong, message in (
+        ({"shuffle_packed": False}, "has no effect without shuffle_packed"),
+        ({}, "0 batches hold nothing"),
+    ):
         with pytest.raises(ConfigError, match=message):
             PackStageConfig(shuffle_buffer_factor=3 if wrong else 0, **wrong)
 
 
 def test_shuffle_packed_moves_rows_and_changes_none(tmp_path: Path) -> None:
     def rows(shuffle_packed: bool) -> list[list[int]]:
-        pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=[{"text": text} for text in texts(100)])]))
-        pipeline.source().tokenize().pack(PackStageConfig(seq_length=64, strategy="first_fit", shuffle_packed=shuffle_packed))
+        pipeline = Pipeline(
+            config(
+                tmp_path,
+                datasets=[
+                    DatasetConfig(name="d", data_files=[{"text": text} for text in texts(100)])
+                ],
+            )
+        )
+        pipeline.source().tokenize().pack(
+            PackStageConfig(seq_length=64, strategy="first_fit", shuffle_packed=shuffle_packed)
+        )
         source = pipeline.get_data()["d"]
         return source.read(0, 0, source.shards[0].num_rows or 0).column(INPUT_IDS).to_pylist()
 

@@ -1,4 +1,6 @@
-"""The chain: its order, what it shows, what it refuses, and that batches do not depend on how it was spelled."""
+"""The chain: its order, what it shows, what it refuses, and that batches do not depend on how it
+was spelled.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_stages_by_statement_and_by_chain(tmp_path: Path) -> None:
     stated.mix()
     stated.pack()
     stated.load()
-    assert stated.get_stages() == chained.get_stages() == ["source", "tokenize", "mix", "pack", "load"]
+    assert (
+        stated.get_stages() == chained.get_stages() == ["source", "tokenize", "mix", "pack", "load"]
+    )
     assert laws.assert_same_batches(chained.build(), stated.build()) > 5
 
 
@@ -83,7 +87,14 @@ def test_configs_from_python_dicts_and_yaml_are_the_same(tmp_path: Path) -> None
 
 
 def test_a_stage_takes_its_own_config_in_place_of_the_pipelines(tmp_path: Path) -> None:
-    pipeline = Pipeline(whole(tmp_path)).source().tokenize().mix().pack({"seq_length": 32}).load({"batch_size": 2})
+    pipeline = (
+        Pipeline(whole(tmp_path))
+        .source()
+        .tokenize()
+        .mix()
+        .pack({"seq_length": 32})
+        .load({"batch_size": 2})
+    )
     assert next(iter(pipeline.build()))[INPUT_IDS].shape == (2, 32)
 
 
@@ -105,13 +116,16 @@ def test_before_source(tmp_path: Path) -> None:
 
 def test_after_load(tmp_path: Path) -> None:
     loaded = Pipeline(whole(tmp_path)).source().tokenize().mix().pack().load()
-    with pytest.raises(StageOrderError, match=r"save\(\) cannot follow load\(\). load\(\) ends the chain"):
+    with pytest.raises(
+        StageOrderError, match=r"save\(\) cannot follow load\(\). load\(\) ends the chain"
+    ):
         loaded.save({"output_dir": str(tmp_path / "out")})
 
 
 def test_nothing_to_build(tmp_path: Path) -> None:
     with pytest.raises(
-        StageOrderError, match=r"there is nothing to build. Call load\(\) for batches or save\(\) for files before build\(\)"
+        StageOrderError,
+        match=r"there is nothing to build. Call load\(\) for batches or save\(\) for files before build\(\)",
     ):
         Pipeline(whole(tmp_path)).source().tokenize().build()
 
@@ -120,12 +134,18 @@ def test_several_unmixed_datasets(tmp_path: Path) -> None:
     pipeline = Pipeline(whole(tmp_path)).source().tokenize().pack().load()
     with pytest.raises(StageOrderError) as caught:
         pipeline.build()
-    assert str(caught.value) == "build() cannot load 2 unmixed datasets: 'code', 'docs'. Call mix() first."
+    assert (
+        str(caught.value)
+        == "build() cannot load 2 unmixed datasets: 'code', 'docs'. Call mix() first."
+    )
     assert len(batches(Pipeline(whole(tmp_path)))) > 5
 
 
 def test_text_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(StageOrderError, match=r"Call tokenize\(\) before load\(\): dataset 'code' has no column 'input_ids'"):
+    with pytest.raises(
+        StageOrderError,
+        match=r"Call tokenize\(\) before load\(\): dataset 'code' has no column 'input_ids'",
+    ):
         Pipeline(whole(tmp_path)).source().load()
 
 
@@ -134,23 +154,45 @@ def test_save_in_the_chain_writes_when_it_is_built_and_the_loader_follows(tmp_pa
     pipeline = Pipeline(whole(tmp_path, save=save)).source().tokenize().mix().pack().save().load()
     assert not (tmp_path / "out").exists()
     straight = list(pipeline.build())
-    stored = PipelineConfig(datasets=[DatasetConfig(data_files=tmp_path / "out")], seed=0, load=LoadStageConfig(batch_size=4))
+    stored = PipelineConfig(
+        datasets=[DatasetConfig(data_files=tmp_path / "out")],
+        seed=0,
+        load=LoadStageConfig(batch_size=4),
+    )
     laws.assert_same_batches(straight, Pipeline(stored).source().tokenize().load().build())
 
 
-def test_tokenize_on_tokens_says_that_it_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenize_and_save([{"text": "one"}, {"text": "two"}], tokenizer(), tmp_path / "out", cache_dir=tmp_path / "cache")
+def test_tokenize_on_tokens_says_that_it_does_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenize_and_save(
+        [{"text": "one"}, {"text": "two"}],
+        tokenizer(),
+        tmp_path / "out",
+        cache_dir=tmp_path / "cache",
+    )
     with caplog.at_level(logging.INFO, "easypipe"):
-        Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=tmp_path / "out")], seed=1)).source().tokenize()
+        Pipeline(
+            PipelineConfig(datasets=[DatasetConfig(data_files=tmp_path / "out")], seed=1)
+        ).source().tokenize()
     assert "holds input_ids already, tokenize() leaves it as it is" in caplog.text
 
 
-def test_a_save_that_is_never_built_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pipeline = Pipeline(whole(tmp_path)).source().tokenize().save(SaveStageConfig(output_dir=tmp_path / "out"))
+def test_a_save_that_is_never_built_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = (
+        Pipeline(whole(tmp_path))
+        .source()
+        .tokenize()
+        .save(SaveStageConfig(output_dir=tmp_path / "out"))
+    )
     with caplog.at_level(logging.WARNING, "easypipe"):
         del pipeline
         gc.collect()
-    assert "save() was called on code, docs, but build() never was: nothing was written" in caplog.text
+    assert (
+        "save() was called on code, docs, but build() never was: nothing was written" in caplog.text
+    )
 
 
 def test_a_save_that_is_never_built_is_said_at_exit(tmp_path: Path) -> None:
@@ -159,9 +201,13 @@ def test_a_save_that_is_never_built_is_said_at_exit(tmp_path: Path) -> None:
         f"p = Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=[{{'text': 'a'}}])], seed=1))\n"
         f"p.source().save(SaveStageConfig(output_dir={str(tmp_path / 'out')!r}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert "save() was called on dataset1, but build() never was" in done.stderr
-    done = subprocess.run([sys.executable, "-c", script + "p.build()\n"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script + "p.build()\n"], capture_output=True, text=True, check=True
+    )
     assert "never was" not in done.stderr
 
 
@@ -170,7 +216,11 @@ class Shouting:
 
     def __init__(self, source: ShardedDataSource) -> None:
         self.source = source
-        self.schema, self.shards, self.fingerprint = source.schema, source.shards, f"shouting {source.fingerprint}"
+        self.schema, self.shards, self.fingerprint = (
+            source.schema,
+            source.shards,
+            f"shouting {source.fingerprint}",
+        )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch = self.source.read(shard, start, stop)
@@ -183,14 +233,28 @@ class Shout(BaseStage):
     def name(self) -> str:
         return "shout"
 
-    def process(self, data: dict[str, ShardedDataSource], context: PipelineContext) -> dict[str, ShardedDataSource]:
+    def process(
+        self, data: dict[str, ShardedDataSource], context: PipelineContext
+    ) -> dict[str, ShardedDataSource]:
         return {name: Shouting(source) for name, source in data.items()}
 
 
 def test_a_stage_of_ones_own(tmp_path: Path) -> None:
     datasets = [DatasetConfig(name="x", data_files=[{"text": text} for text in texts(20)])]
-    plain = Pipeline(config(tmp_path, datasets=datasets, pack=PACK)).source().tokenize().pack().get_data()["x"]
-    pipeline = Pipeline(config(tmp_path, datasets=datasets, pack=PACK)).source().add_stage(Shout()).tokenize().pack()
+    plain = (
+        Pipeline(config(tmp_path, datasets=datasets, pack=PACK))
+        .source()
+        .tokenize()
+        .pack()
+        .get_data()["x"]
+    )
+    pipeline = (
+        Pipeline(config(tmp_path, datasets=datasets, pack=PACK))
+        .source()
+        .add_stage(Shout())
+        .tokenize()
+        .pack()
+    )
     assert pipeline.get_stages() == ["source", "shout", "tokenize", "pack"]
     loud = pipeline.get_data()["x"]
     laws.assert_stateless_reads(loud)
@@ -204,7 +268,11 @@ def test_a_stage_of_ones_own(tmp_path: Path) -> None:
 
 def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
     code, docs = two_datasets(tmp_path)
-    wrong = PipelineConfig(datasets=[code, docs, code], mix=MixStageConfig(weights={"cod": 1.0, "docs": 1.0}), save=SaveStageConfig())
+    wrong = PipelineConfig(
+        datasets=[code, docs, code],
+        mix=MixStageConfig(weights={"cod": 1.0, "docs": 1.0}),
+        save=SaveStageConfig(),
+    )
     problems = wrong.validate()
     assert problems == [
         "datasets[2].name: 'code' names an earlier dataset too. Give each its own name.",
@@ -214,24 +282,53 @@ def test_validate_and_from_config_say_the_same(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         Pipeline.from_config(wrong)
     assert [str(caught.value), *caught.value.__notes__] == problems
-    assert PipelineConfig(datasets=[]).validate() == ["datasets: there is none. Give at least one dataset."]
+    assert PipelineConfig(datasets=[]).validate() == [
+        "datasets: there is none. Give at least one dataset."
+    ]
     assert whole(tmp_path).validate() == []
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"datasets": [{"data_files": "x", "content_filed": "t"}]}, "datasets[0].content_filed: unknown key (have: data_files"),
+        (
+            {"datasets": [{"data_files": "x", "content_filed": "t"}]},
+            "datasets[0].content_filed: unknown key (have: data_files",
+        ),
         ({"datasets": [{"data_files": "x"}], "streeming": True}, "streeming: unknown key"),
-        ({"datasets": [{"data_files": "x", "type": "hugginface"}]}, "datasets[0].type: 'hugginface' is not an option"),
-        ({"datasets": [{"data_files": []}]}, "datasets[0].data_files: an empty list. Give at least one path or row."),
+        (
+            {"datasets": [{"data_files": "x", "type": "hugginface"}]},
+            "datasets[0].type: 'hugginface' is not an option",
+        ),
+        (
+            {"datasets": [{"data_files": []}]},
+            "datasets[0].data_files: an empty list. Give at least one path or row.",
+        ),
         ({"datasets": [{"data_files": 5}]}, "datasets[0].data_files: 5 is neither a path nor rows"),
-        ({"datasets": [{"data_files": [{"text": "a"}, 5]}]}, "datasets[0].data_files[1]: 5 is no row, as others are"),
-        ({"datasets": [{"data_files": "x", "num_rows": 0}]}, "datasets[0].num_rows: 0 rows are none"),
-        ({"datasets": [{"data_files": "x", "max_bad_rows": 3}]}, "datasets[0].max_bad_rows: has no effect while on_error is 'error'"),
-        ({"datasets": [{"data_files": "x", "name": "a/b"}]}, "datasets[0].name: 'a/b' cannot name a dataset"),
-        ({"datasets": [{"data_files": "x"}], "pack": {"seq_length": 0}}, "pack.seq_length: 0 is no row length"),
-        ({"datasets": [{"data_files": "x"}], "pack": {"seq_lenght": 8}}, "pack.seq_lenght: unknown key"),
+        (
+            {"datasets": [{"data_files": [{"text": "a"}, 5]}]},
+            "datasets[0].data_files[1]: 5 is no row, as others are",
+        ),
+        (
+            {"datasets": [{"data_files": "x", "num_rows": 0}]},
+            "datasets[0].num_rows: 0 rows are none",
+        ),
+        (
+            {"datasets": [{"data_files": "x", "max_bad_rows": 3}]},
+            "datasets[0].max_bad_rows: has no effect while on_error is 'error'",
+        ),
+        (
+            {"datasets": [{"data_files": "x", "name": "a/b"}]},
+            "datasets[0].name: 'a/b' cannot name a dataset",
+        ),
+        (
+            {"datasets": [{"data_files": "x"}], "pack": {"seq_length": 0}},
+            "pack.seq_length: 0 is no row length",
+        ),
+        (
+            {"datasets": [{"data_files": "x"}], "pack": {"seq_lenght": 8}},
+            "pack.seq_lenght: unknown key",
+        ),
         (
             {"datasets": [{"data_files": "x"}], "order": {"shuffle": False, "block_rows": 8}},
             "order.block_rows: has no effect without shuffle",
@@ -246,7 +343,9 @@ def test_configs_that_are_refused(values: dict, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def test_an_unseeded_pipeline_draws_a_seed_and_says_which(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unseeded_pipeline_draws_a_seed_and_says_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "easypipe"):
         pipeline = Pipeline(whole(tmp_path, seed=None))
     seed = pipeline.get_context().seed
@@ -260,13 +359,23 @@ def test_the_context(tmp_path: Path) -> None:
     assert context.seed == 7
     assert context.config.datasets[0].name == "code"
     assert context.cache_dir == tmp_path / "cache"
-    unnamed = PipelineConfig(datasets=[DatasetConfig(data_files=[{"text": "a"}]), DatasetConfig(data_files=[{"text": "b"}])], seed=1)
+    unnamed = PipelineConfig(
+        datasets=[
+            DatasetConfig(data_files=[{"text": "a"}]),
+            DatasetConfig(data_files=[{"text": "b"}]),
+        ],
+        seed=1,
+    )
     assert sorted(Pipeline(unnamed).source().get_data()) == ["dataset1", "dataset2"]
 
 
 def test_order_without_shuffle_is_the_order_of_the_files(tmp_path: Path) -> None:
     datasets = [DatasetConfig(name="x", data_files=[{"text": text} for text in texts(12)])]
-    values = {"datasets": datasets, "order": OrderConfig(shuffle=False), "load": LoadStageConfig(batch_size=1)}
+    values = {
+        "datasets": datasets,
+        "order": OrderConfig(shuffle=False),
+        "load": LoadStageConfig(batch_size=1),
+    }
     loader = Pipeline(config(tmp_path, **values)).source().tokenize().load().build()
     from easypipe import load_tokenizer
 
@@ -282,14 +391,26 @@ def test_num_rows_limits_the_dataset(tmp_path: Path) -> None:
 
 def test_tokenizers_go_by_dataset_then_stage_then_pipeline(tmp_path: Path) -> None:
     datasets = [
-        DatasetConfig(name="own", data_files=[{"text": "a"}], tokenizer=TokenizerConfig(name_or_path=tokenizer(280))),
+        DatasetConfig(
+            name="own",
+            data_files=[{"text": "a"}],
+            tokenizer=TokenizerConfig(name_or_path=tokenizer(280)),
+        ),
         DatasetConfig(name="other", data_files=[{"text": "b"}]),
     ]
     pipeline = Pipeline(config(tmp_path, datasets=datasets)).source()
-    staged = pipeline.copy().tokenize(TokenizeStageConfig(default_tokenizer=tokenizer(300))).get_data()
-    assert {name: source.tokenizer.vocab_size for name, source in staged.items()} == {"own": 280, "other": 300}
+    staged = (
+        pipeline.copy().tokenize(TokenizeStageConfig(default_tokenizer=tokenizer(300))).get_data()
+    )
+    assert {name: source.tokenizer.vocab_size for name, source in staged.items()} == {
+        "own": 280,
+        "other": 300,
+    }
     plain = pipeline.tokenize().get_data()
-    assert {name: source.tokenizer.vocab_size for name, source in plain.items()} == {"own": 280, "other": 320}
+    assert {name: source.tokenizer.vocab_size for name, source in plain.items()} == {
+        "own": 280,
+        "other": 320,
+    }
 
 
 # loading
@@ -303,11 +424,21 @@ def test_batches_resume_exactly_at_every_one(tmp_path: Path) -> None:
     laws.assert_exact_resume(make, total, stops=range(0, total + 1, 3), hops=(2,))
 
 
-@pytest.mark.parametrize("mix", [MIX, MixStageConfig(stop_strategy="first_exhausted"), MixStageConfig()])
+@pytest.mark.parametrize(
+    "mix", [MIX, MixStageConfig(stop_strategy="first_exhausted"), MixStageConfig()]
+)
 def test_several_epochs_and_endless_data(tmp_path: Path, mix: MixStageConfig) -> None:
     def make() -> object:
         load = LoadStageConfig(batch_size=4, num_epochs=None)
-        return Pipeline(whole(tmp_path, mix=mix, load=load)).source().tokenize().mix().pack().load().build()
+        return (
+            Pipeline(whole(tmp_path, mix=mix, load=load))
+            .source()
+            .tokenize()
+            .mix()
+            .pack()
+            .load()
+            .build()
+        )
 
     with pytest.raises(TypeError, match=r"no len\(\)"):
         len(make())
@@ -316,10 +447,19 @@ def test_several_epochs_and_endless_data(tmp_path: Path, mix: MixStageConfig) ->
 
 def test_a_batch_that_never_fills(tmp_path: Path) -> None:
     def make(**options: object) -> object:
-        return Pipeline(whole(tmp_path)).source().tokenize().mix().pack().load(LoadStageConfig(**options)).build()
+        return (
+            Pipeline(whole(tmp_path))
+            .source()
+            .tokenize()
+            .mix()
+            .pack()
+            .load(LoadStageConfig(**options))
+            .build()
+        )
 
     with pytest.raises(
-        ConfigError, match=r"load.batch_size: 1000, but 'mixed' has \d+ rows: no batch is ever full. Give at most"
+        ConfigError,
+        match=r"load.batch_size: 1000, but 'mixed' has \d+ rows: no batch is ever full. Give at most",
     ) as caught:
         make(batch_size=1000)
     rows = int(str(caught.value).rpartition("Give at most ")[2].split(",")[0])
@@ -330,9 +470,20 @@ def test_a_batch_that_never_fills(tmp_path: Path) -> None:
 def test_epochs_of_a_mixture_that_has_none(tmp_path: Path) -> None:
     def make(num_epochs: int) -> object:
         load = LoadStageConfig(batch_size=4, num_epochs=num_epochs)
-        return Pipeline(whole(tmp_path, mix=MixStageConfig(), load=load)).source().tokenize().mix().pack().load().build()
+        return (
+            Pipeline(whole(tmp_path, mix=MixStageConfig(), load=load))
+            .source()
+            .tokenize()
+            .mix()
+            .pack()
+            .load()
+            .build()
+        )
 
-    with pytest.raises(ConfigError, match=r"load.num_epochs: 3, but 'mixed' never ends: its stop_strategy is 'restart'. Leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load.num_epochs: 3, but 'mixed' never ends: its stop_strategy is 'restart'. Leave it out",
+    ):
         make(3)
     assert len(list(itertools.islice(iter(make(1)), 30))) == 30
 
@@ -361,8 +512,20 @@ def test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them(tmp_path: Pa
     rows = [{"text": text} for text in texts(12)]
 
     def first(**options: object) -> dict:
-        dataset = DatasetConfig(name="x", data_files=rows, tokenizer=TokenizerConfig(name_or_path=tokenizer(), **options))
-        return next(iter(Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().load({"batch_size": 4}).build()))
+        dataset = DatasetConfig(
+            name="x",
+            data_files=rows,
+            tokenizer=TokenizerConfig(name_or_path=tokenizer(), **options),
+        )
+        return next(
+            iter(
+                Pipeline(config(tmp_path, datasets=[dataset]))
+                .source()
+                .tokenize()
+                .load({"batch_size": 4})
+                .build()
+            )
+        )
 
     lengths = (first()["segment_ids"] > 0).sum(axis=1)
     assert first()[INPUT_IDS].shape == (4, lengths.max())
@@ -373,7 +536,9 @@ def test_documents_are_loaded_unpacked_as_their_tokenizer_pads_them(tmp_path: Pa
 def test_progress_tells_how_far_the_work_is(tmp_path: Path) -> None:
     seen: list[ProgressEvent] = []
     save = SaveStageConfig(output_dir=tmp_path / "out")
-    Pipeline(whole(tmp_path, save=save), progress=seen.append).source().tokenize().mix().pack().save().build()
+    Pipeline(
+        whole(tmp_path, save=save), progress=seen.append
+    ).source().tokenize().mix().pack().save().build()
     last = {(event.stage, event.dataset): (event.done, event.total) for event in seen}
     assert last["tokenize", "code"] == (60, 60)
     assert last["tokenize", "docs"] == (90, 90)
@@ -387,13 +552,19 @@ def test_progress_tells_how_far_the_work_is(tmp_path: Path) -> None:
 def test_missing_files_are_never_taken_for_names_on_the_hub(tmp_path: Path) -> None:
     for missing in ("data.jsonl", "nothing/*.parquet", "organisation/dataset"):
         with pytest.raises(MissingFileError, match=missing.replace("*", r"\*")):
-            Pipeline(config(tmp_path, datasets=[DatasetConfig(data_files=str(tmp_path / missing))])).source()
+            Pipeline(
+                config(tmp_path, datasets=[DatasetConfig(data_files=str(tmp_path / missing))])
+            ).source()
     with pytest.raises(TokenizerError):
-        Pipeline(config(tmp_path, default_tokenizer=str(tmp_path / "no-tokenizer"))).source().tokenize()
+        Pipeline(
+            config(tmp_path, default_tokenizer=str(tmp_path / "no-tokenizer"))
+        ).source().tokenize()
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"datasets\[0\].tokenizer: dataset 'code' has no tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"datasets\[0\].tokenizer: dataset 'code' has no tokenizer"
+    ):
         Pipeline(config(tmp_path, default_tokenizer=None)).source().tokenize()
 
 
@@ -406,21 +577,42 @@ def test_a_missing_content_field_names_the_columns(tmp_path: Path) -> None:
 def test_a_nested_content_field_says_how_it_is_taken_out(tmp_path: Path) -> None:
     rows = jsonl(tmp_path / "x.jsonl", [{"meta": {"a": "nested text"}}])
     nested = DatasetConfig(data_files=rows, content_field="meta.a")
-    with pytest.raises(SourceError, match=r'pipeline\.transform\(Extract\(\{"text": "meta\.a"\}\)\), and set content_field to "text"'):
+    with pytest.raises(
+        SourceError,
+        match=r'pipeline\.transform\(Extract\(\{"text": "meta\.a"\}\)\), and set content_field to "text"',
+    ):
         Pipeline(config(tmp_path, datasets=[nested])).source().tokenize()
-    advised = Pipeline(config(tmp_path, datasets=[DatasetConfig(data_files=rows, content_field="text")]))
-    (source,) = advised.source().transform(Extract({"text": "meta.a"})).tokenize().get_data().values()
+    advised = Pipeline(
+        config(tmp_path, datasets=[DatasetConfig(data_files=rows, content_field="text")])
+    )
+    (source,) = (
+        advised.source().transform(Extract({"text": "meta.a"})).tokenize().get_data().values()
+    )
     assert [shard.num_rows for shard in source.shards] == [1]
 
 
 @pytest.mark.parametrize("on_error", ["skip", "quarantine"])
 def test_bad_rows_are_counted_and_set_aside(tmp_path: Path, on_error: str) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "good"}\n{"text": null}\n\n{"text": ""}\nbroken\n{"text": "better"}\n')
-    pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="x", data_files=path, on_error=on_error)], pack=PACK))
+    path.write_text(
+        '{"text": "good"}\n{"text": null}\n\n{"text": ""}\nbroken\n{"text": "better"}\n'
+    )
+    pipeline = Pipeline(
+        config(
+            tmp_path,
+            datasets=[DatasetConfig(name="x", data_files=path, on_error=on_error)],
+            pack=PACK,
+        )
+    )
     ledger = pipeline.source().tokenize().pack().ledger()
     laws.assert_conserved(ledger)
-    assert ledger.find("tokenize", "x", "rows").out == {"written": 2, "blank_line": 1, "empty": 1, "null": 1, "unparsable": 1}
+    assert ledger.find("tokenize", "x", "rows").out == {
+        "written": 2,
+        "blank_line": 1,
+        "empty": 1,
+        "null": 1,
+        "unparsable": 1,
+    }
     kept = list((tmp_path / "cache").rglob("*.quarantine.jsonl"))
     assert len(kept) == (1 if on_error == "quarantine" else 0)
 
@@ -430,9 +622,16 @@ def test_bad_rows_are_counted_and_set_aside(tmp_path: Path, on_error: str) -> No
 
 def test_create_pipeline(tmp_path: Path) -> None:
     code, docs = two_datasets(tmp_path / "data")
-    pipeline = create_pipeline([code, to_dict(docs)], tokenizer(), seed=7, cache_dir=tmp_path / "cache", mix=MIX, pack=PACK)
-    laws.assert_same_batches(batches(Pipeline(whole(tmp_path))), pipeline.source().tokenize().mix().pack().load({"batch_size": 4}).build())
-    assert create_pipeline([code], tokenizer(), seed=7, streaming=True).get_context().config.streaming
+    pipeline = create_pipeline(
+        [code, to_dict(docs)], tokenizer(), seed=7, cache_dir=tmp_path / "cache", mix=MIX, pack=PACK
+    )
+    laws.assert_same_batches(
+        batches(Pipeline(whole(tmp_path))),
+        pipeline.source().tokenize().mix().pack().load({"batch_size": 4}).build(),
+    )
+    assert (
+        create_pipeline([code], tokenizer(), seed=7, streaming=True).get_context().config.streaming
+    )
     with pytest.raises(ConfigError, match=r"streamed: unknown key .* Did you mean 'streaming'"):
         create_pipeline([code], tokenizer(), streamed=True)
 
@@ -444,7 +643,15 @@ def test_tokenize_and_save_keeps_the_order_and_the_length(tmp_path: Path) -> Non
     from easypipe import load_tokenizer
 
     known = load_tokenizer(tokenizer())
-    rows = [row[INPUT_IDS] for i, shard in enumerate(source.shards) for row in source.read(i, 0, shard.num_rows).to_pylist()]
+    rows = [
+        row[INPUT_IDS]
+        for i, shard in enumerate(source.shards)
+        for row in source.read(i, 0, shard.num_rows).to_pylist()
+    ]
     assert rows == [known.reference_encode(text)[:8] for text in texts(50)]
     laws.assert_conserved(report.ledger)
-    assert tokenize_and_save(str(path), tokenizer(), tmp_path / "out", max_length=8, num_shards=2).folders[0].up_to_date
+    assert (
+        tokenize_and_save(str(path), tokenizer(), tmp_path / "out", max_length=8, num_shards=2)
+        .folders[0]
+        .up_to_date
+    )

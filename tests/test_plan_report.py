@@ -38,17 +38,37 @@ def chain(pipeline: Pipeline, *names: str) -> Pipeline:
 
 
 def mixed(tmp_path: Path, **options: Any) -> Pipeline:
-    values = {"mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "first_exhausted"}, "pack": {"seq_length": 64}} | options
-    return chain(Pipeline.from_config(to_dict(config(tmp_path)) | values), "source", "tokenize", "mix", "pack")
+    values = {
+        "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "first_exhausted"},
+        "pack": {"seq_length": 64},
+    } | options
+    return chain(
+        Pipeline.from_config(to_dict(config(tmp_path)) | values),
+        "source",
+        "tokenize",
+        "mix",
+        "pack",
+    )
 
 
-@pytest.mark.parametrize(("stop", "epochs"), [("first_exhausted", 1), ("first_exhausted", 3), ("all_exhausted", 2)])
-@pytest.mark.parametrize("pack", [None, {"seq_length": 64}, {"seq_length": 32, "strategy": "first_fit"}])
-def test_the_report_is_what_the_loader_does(tmp_path: Path, stop: str, epochs: int, pack: dict | None) -> None:
+@pytest.mark.parametrize(
+    ("stop", "epochs"), [("first_exhausted", 1), ("first_exhausted", 3), ("all_exhausted", 2)]
+)
+@pytest.mark.parametrize(
+    "pack", [None, {"seq_length": 64}, {"seq_length": 32, "strategy": "first_fit"}]
+)
+def test_the_report_is_what_the_loader_does(
+    tmp_path: Path, stop: str, epochs: int, pack: dict | None
+) -> None:
     load = {"batch_size": 4, "num_epochs": epochs}
     pipeline = Pipeline.from_config(
         to_dict(config(tmp_path))
-        | {"mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": stop}, "pack": pack, "load": load, "seed": 5}
+        | {
+            "mix": {"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": stop},
+            "pack": pack,
+            "load": load,
+            "seed": 5,
+        }
     )
     chain(pipeline, "source", "tokenize", "mix", *(["pack"] if pack else []), "load")
     report = pipeline.plan()
@@ -83,25 +103,35 @@ def test_steps_count_only_what_they_read(tmp_path: Path, steps: int) -> None:
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 @pytest.mark.parametrize("pack", [None, {"seq_length": 24}])
 @pytest.mark.parametrize("steps", [3, 130])
-def test_shares_by_step_are_those_of_the_rows_of_these_steps(tmp_path: Path, unit: str, pack: dict | None, steps: int) -> None:
+def test_shares_by_step_are_those_of_the_rows_of_these_steps(
+    tmp_path: Path, unit: str, pack: dict | None, steps: int
+) -> None:
     mix = {"weights": {"code": 0.7, "docs": 0.3}, "unit": unit, "stop_strategy": "restart"}
     load = {"batch_size": 2, "num_epochs": None, "batch_size_schedule": [[2, 4]]}
-    pipeline = Pipeline.from_config(to_dict(config(tmp_path)) | {"mix": mix, "pack": pack, "load": load, "seed": 5})
+    pipeline = Pipeline.from_config(
+        to_dict(config(tmp_path)) | {"mix": mix, "pack": pack, "load": load, "seed": 5}
+    )
     chain(pipeline, "source", "tokenize", "mix", *(["pack"] if pack else []), "load")
     report = pipeline.plan(steps, by_step=True)
     loader = pipeline.build()
     names, begin = [dataset.name for dataset in report.datasets], 0
-    assert [one.step for one in report.by_step] == (list(range(1, 4)) if steps == 3 else [round(1.3 * i) for i in range(1, 101)])
+    assert [one.step for one in report.by_step] == (
+        list(range(1, 4)) if steps == 3 else [round(1.3 * i) for i in range(1, 101)]
+    )
     for one in report.by_step:
         seen, tokens = Counter(), Counter()
         for step in range(begin, one.step):
             for row in loader.rows_of(step):
                 pieces = loader.rows.plan.locate(row).pieces
-                for dataset, start, length in zip(pieces.dataset, pieces.start, pieces.length, strict=True):
+                for dataset, start, length in zip(
+                    pieces.dataset, pieces.start, pieces.length, strict=True
+                ):
                     seen[names[dataset]] += int(length) if unit == "tokens" else int(start == 0)
                     tokens[names[dataset]] += int(length)
         assert one.tokens == {name: tokens[name] for name in names}
-        assert one.realised == pytest.approx({name: seen[name] / max(1, seen.total()) for name in names})
+        assert one.realised == pytest.approx(
+            {name: seen[name] / max(1, seen.total()) for name in names}
+        )
         assert one.requested == pytest.approx({"code": 0.7, "docs": 0.3})
         begin = one.step
     assert not pipeline.plan(steps).by_step, "only where it is asked for"
@@ -136,7 +166,10 @@ def test_an_endless_mixture_needs_steps_and_tells_epochs(tmp_path: Path) -> None
 def test_a_dataset_that_is_never_drawn_is_named(tmp_path: Path) -> None:
     report = mixed(tmp_path, mix={"weights": {"code": 1.0, "docs": 1e-6}}).plan(2)
     assert [d.name for d in report.datasets if d.never_drawn] == ["docs"]
-    assert any(note.startswith("docs is never drawn in this run, its share is 1e-06") for note in report.notes)
+    assert any(
+        note.startswith("docs is never drawn in this run, its share is 1e-06")
+        for note in report.notes
+    )
 
 
 def uneven(tmp_path: Path, *, long: int = 20, words: int = 900, **options: Any) -> Pipeline:
@@ -144,17 +177,25 @@ def uneven(tmp_path: Path, *, long: int = 20, words: int = 900, **options: Any) 
     rows = [" ".join(f"{i} {j}" for j in range(words)) for i in range(long)]
     parts = {"long": rows, "short": texts(400, 3, 6)}
     datasets = tuple(
-        DatasetConfig(name=name, data_files=str(jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in part])))
+        DatasetConfig(
+            name=name,
+            data_files=str(jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in part])),
+        )
         for name, part in parts.items()
     )
-    values = to_dict(config(tmp_path, datasets=datasets)) | {"pack": {"seq_length": 32}, "load": {"batch_size": 8, "num_epochs": None}}
+    values = to_dict(config(tmp_path, datasets=datasets)) | {
+        "pack": {"seq_length": 32},
+        "load": {"batch_size": 8, "num_epochs": None},
+    }
     values |= {"mix": {"weights": {"long": 0.5, "short": 0.5}, "unit": "tokens"}} | options
     return chain(Pipeline.from_config(values), "source", "tokenize", "mix", "pack", "load")
 
 
 @pytest.mark.parametrize("unit", ["tokens", "rows"])
 @pytest.mark.parametrize("steps", [1, 5, 40])
-def test_documents_longer_than_the_run_are_drawn_where_a_part_of_them_stands(tmp_path: Path, unit: str, steps: int) -> None:
+def test_documents_longer_than_the_run_are_drawn_where_a_part_of_them_stands(
+    tmp_path: Path, unit: str, steps: int
+) -> None:
     pipeline = uneven(tmp_path, mix={"weights": {"long": 0.5, "short": 0.5}, "unit": unit})
     report, loader = pipeline.plan(steps), pipeline.build()
     seen, parts = Counter(), Counter()
@@ -167,23 +208,44 @@ def test_documents_longer_than_the_run_are_drawn_where_a_part_of_them_stands(tmp
     for dataset in report.datasets:
         assert dataset.tokens_placed == seen[dataset.name]
         assert dataset.token_share == pytest.approx(seen[dataset.name] / seen.total())
-        assert dataset.never_drawn == (seen[dataset.name] == 0) == any(f"{dataset.name} is never drawn" in note for note in report.notes)
+        assert (
+            dataset.never_drawn
+            == (seen[dataset.name] == 0)
+            == any(f"{dataset.name} is never drawn" in note for note in report.notes)
+        )
         assert dataset.drawn == max(round(parts[dataset.name]), seen[dataset.name] > 0)
         assert dataset.document_share == pytest.approx(parts[dataset.name] / parts.total())
 
 
-def test_a_stage_that_is_short_against_its_documents_is_named_and_the_advice_helps(tmp_path: Path) -> None:
-    points = [{"step": 0, "weights": {"long": 0.5, "short": 0.5}}, {"step": 4, "weights": {"long": 0.2, "short": 0.8}}]
+def test_a_stage_that_is_short_against_its_documents_is_named_and_the_advice_helps(
+    tmp_path: Path,
+) -> None:
+    points = [
+        {"step": 0, "weights": {"long": 0.5, "short": 0.5}},
+        {"step": 4, "weights": {"long": 0.2, "short": 0.8}},
+    ]
     mix = {"weight_schedule": points, "unit": "tokens"}
-    note, *_ = [note for note in uneven(tmp_path, mix=mix).plan(60).notes if "are long against" in note]
-    assert re.match(r"steps 1 to 4: (long|short) has \d+\.\d+% of the tokens where 50\.00% is asked for: documents of long \(mean ", note)
+    note, *_ = [
+        note for note in uneven(tmp_path, mix=mix).plan(60).notes if "are long against" in note
+    ]
+    assert re.match(
+        r"steps 1 to 4: (long|short) has \d+\.\d+% of the tokens where 50\.00% is asked for: documents of long \(mean ",
+        note,
+    )
     assert "Cut them (tokenize.max_length, pack.oversize: truncate), or give more steps" in note
-    for advice in ({"pack": {"seq_length": 32, "oversize": "truncate"}}, {"tokenize": {"max_length": 40}}):
+    for advice in (
+        {"pack": {"seq_length": 32, "oversize": "truncate"}},
+        {"tokenize": {"max_length": 40}},
+    ):
         cut = uneven(tmp_path, mix=mix, **advice)
         assert not [note for note in cut.plan(60).notes if "are long against" in note]
         assert cut.plan(4).datasets[0].token_share == pytest.approx(0.5, abs=0.05)
     more = [points[0], points[1] | {"step": 500}]
-    assert not [note for note in uneven(tmp_path, mix=mix | {"weight_schedule": more}).plan(1000).notes if "are long against" in note]
+    assert not [
+        note
+        for note in uneven(tmp_path, mix=mix | {"weight_schedule": more}).plan(1000).notes
+        if "are long against" in note
+    ]
     rows = uneven(tmp_path, mix={"weights": {"long": 0.5, "short": 0.5}}).plan(4)
     [note] = [note for note in rows.notes if "are long against" in note]
     assert "of the documents where 50.00% is asked for" in note
@@ -192,25 +254,52 @@ def test_a_stage_that_is_short_against_its_documents_is_named_and_the_advice_hel
 
 @pytest.mark.parametrize("prompt", [False, True])
 def test_the_eos_of_documents_is_counted_once_whoever_adds_it(tmp_path: Path, prompt: bool) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": text, "question": "", "answer": text} for text in texts(30)])
-    own = {"prompt": PromptConfig(format_type="prompt_completion", input_columns=("question",), label_column="answer")} if prompt else {}
+    jsonl(
+        tmp_path / "a.jsonl", [{"text": text, "question": "", "answer": text} for text in texts(30)]
+    )
+    own = (
+        {
+            "prompt": PromptConfig(
+                format_type="prompt_completion", input_columns=("question",), label_column="answer"
+            )
+        }
+        if prompt
+        else {}
+    )
     tokenizer = str(train_bpe(texts(60), 300, ["<|endoftext|>"], tmp_path / "tokenizer"))
     dataset = DatasetConfig(name="a", data_files=str(tmp_path / "a.jsonl"), **own)
     made = config(
-        tmp_path, datasets=(dataset,), default_tokenizer=tokenizer, pack=PackStageConfig(seq_length=64), load=LoadStageConfig(batch_size=1)
+        tmp_path,
+        datasets=(dataset,),
+        default_tokenizer=tokenizer,
+        pack=PackStageConfig(seq_length=64),
+        load=LoadStageConfig(batch_size=1),
     )
     report = chain(Pipeline.from_config(made), "source", "tokenize", "pack").plan()
-    assert report.datasets[0].tokens == report.slots - report.padding == report.datasets[0].tokens_placed
+    assert (
+        report.datasets[0].tokens
+        == report.slots - report.padding
+        == report.datasets[0].tokens_placed
+    )
 
 
-def test_weights_that_give_other_shares_of_tokens_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_give_other_shares_of_tokens_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     by_rows = {"weights": {"long": 0.5, "short": 0.5}, "stop_strategy": "first_exhausted"}
     pipeline = uneven(tmp_path, mix=by_rows)
     [note] = [note for note in pipeline.plan(3).notes if "mix.unit: tokens to make" in note]
-    shares = {name: float(share) / 100 for name, share in re.findall(r"(\w+) has (\S+)% of the tokens for a weight of 50\.00%", note)}
+    shares = {
+        name: float(share) / 100
+        for name, share in re.findall(
+            r"(\w+) has (\S+)% of the tokens for a weight of 50\.00%", note
+        )
+    }
     caches = pipeline.get_data()["mixed"].mixture.caches
     means = [(cache.total_tokens + cache.num_docs) / cache.num_docs for cache in caches]
-    assert shares == pytest.approx({"long": means[0] / sum(means), "short": means[1] / sum(means)}, abs=1e-4)
+    assert shares == pytest.approx(
+        {"long": means[0] / sum(means), "short": means[1] / sum(means)}, abs=1e-4
+    )
     caplog.clear()
     pipeline.copy().write()
     assert note in caplog.text, "prepare says the same"
@@ -220,7 +309,12 @@ def test_weights_that_give_other_shares_of_tokens_are_warned_of(tmp_path: Path, 
     near = mixed(tmp_path, load={"batch_size": 2})  # the mean lengths are within a factor of 1.5
     near.write()
     assert "mix.unit" not in caplog.text
-    assert not [note for report in (advised.plan(3), near.plan(3)) for note in report.notes if "mix.unit" in note]
+    assert not [
+        note
+        for report in (advised.plan(3), near.plan(3))
+        for note in report.notes
+        if "mix.unit" in note
+    ]
 
 
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
@@ -252,14 +346,22 @@ def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the
     assert thick.keys() == placed.keys()
     for name, line in thick.items():
         steps, so_far = line.get_data()
-        true = [sum(b[name] for b in batches[:step]) / sum(sum(b.values()) for b in batches[:step]) for step in steps]
+        true = [
+            sum(b[name] for b in batches[:step]) / sum(sum(b.values()) for b in batches[:step])
+            for step in steps
+        ]
         assert so_far == pytest.approx(true, abs=1e-6)
         assert steps[-1] == plan["steps"]
         assert so_far[-1] == pytest.approx(placed[name] / sum(placed.values()), abs=1e-6)
-        [lately, asked] = [other for other in axes.lines if other is not line and other.get_color() == line.get_color()]
+        [lately, asked] = [
+            other
+            for other in axes.lines
+            if other is not line and other.get_color() == line.get_color()
+        ]
         border = max(step for step in steps if step <= 0.9 * steps[-1])
         assert lately.get_ydata()[-1] == pytest.approx(
-            sum(b[name] for b in batches[border:]) / sum(sum(b.values()) for b in batches[border:]), abs=1e-6
+            sum(b[name] for b in batches[border:]) / sum(sum(b.values()) for b in batches[border:]),
+            abs=1e-6,
         )
         assert asked.get_ydata() == pytest.approx([mix["weights"][name]] * len(steps))
 
@@ -267,12 +369,18 @@ def test_the_plot_of_the_mixture_shows_shares_of_tokens_that_end_in_those_of_the
 def test_more_steps_than_there_are(tmp_path: Path) -> None:
     report = mixed(tmp_path).plan(10_000)
     assert report.steps == report.steps_available < 10_000
-    assert any(f"10,000 steps are asked for, the data ends after {report.steps}" in note for note in report.notes)
+    assert any(
+        f"10,000 steps are asked for, the data ends after {report.steps}" in note
+        for note in report.notes
+    )
 
 
 @pytest.mark.parametrize("oversize", ["truncate", "drop"])
 def test_losses_have_reasons(tmp_path: Path, oversize: str) -> None:
-    data = jsonl(tmp_path / "bad.jsonl", [{"text": text} for text in texts(40)] + [{"text": None}, {"text": ""}])
+    data = jsonl(
+        tmp_path / "bad.jsonl",
+        [{"text": text} for text in texts(40)] + [{"text": None}, {"text": ""}],
+    )
     pipeline = Pipeline.from_config(
         {
             **to_dict(config(tmp_path)),
@@ -294,12 +402,17 @@ def test_losses_have_reasons(tmp_path: Path, oversize: str) -> None:
 
 
 def test_preparing_is_said_and_can_be_refused(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match=r"dataset 'code': is not tokenized yet, nor are docs\. Run `easypipe prepare` first"):
+    with pytest.raises(
+        CacheError,
+        match=r"dataset 'code': is not tokenized yet, nor are docs\. Run `easypipe prepare` first",
+    ):
         mixed(tmp_path).plan(prepare=False)
     assert mixed(tmp_path).plan().prepared == ("code", "docs")
     again = mixed(tmp_path).plan(prepare=False)
     assert again.prepared == ()
-    assert again.cache_bytes == sum(path.stat().st_size for path in (tmp_path / "cache" / "tokens").rglob("*.arrow"))
+    assert again.cache_bytes == sum(
+        path.stat().st_size for path in (tmp_path / "cache" / "tokens").rglob("*.arrow")
+    )
 
 
 def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
@@ -308,7 +421,11 @@ def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
     assert first.saved_bytes == pipeline.get_data()["mixed"].shards[0].num_bytes
     pipeline.save().build()
     saved = Pipeline.from_config(
-        {"datasets": [{"data_files": str(tmp_path / "out"), "name": "out"}], "seed": 1, "cache_dir": str(tmp_path)}
+        {
+            "datasets": [{"data_files": str(tmp_path / "out"), "name": "out"}],
+            "seed": 1,
+            "cache_dir": str(tmp_path),
+        }
     )
     report = saved.source().plan()
     assert (report.steps, report.rows, report.seq_length) == (first.steps, first.rows, 64)
@@ -322,7 +439,10 @@ def test_saved_rows_and_unmixed_and_text(tmp_path: Path) -> None:
 
 
 def test_schedules_and_tokens_are_told_in_their_own_terms(tmp_path: Path) -> None:
-    points = [{"step": 0, "weights": {"code": 1, "docs": 0}}, {"step": 20, "weights": {"code": 0, "docs": 1}}]
+    points = [
+        {"step": 0, "weights": {"code": 1, "docs": 0}},
+        {"step": 20, "weights": {"code": 0, "docs": 1}},
+    ]
     mix = {"weight_schedule": points, "unit": "tokens"}
     report = mixed(tmp_path, mix=mix, load={"batch_size": 4}).plan(80)
     code, docs = report.datasets
@@ -336,20 +456,32 @@ def test_schedules_and_tokens_are_told_in_their_own_terms(tmp_path: Path) -> Non
 
 def test_caps_end_a_mixture_that_restarts(tmp_path: Path) -> None:
     report = mixed(
-        tmp_path, mix={"weights": {"code": 0.5, "docs": 0.5}, "max_epochs": {"code": 2, "docs": 3}}, load={"batch_size": 1}
+        tmp_path,
+        mix={"weights": {"code": 0.5, "docs": 0.5}, "max_epochs": {"code": 2, "docs": 3}},
+        load={"batch_size": 1},
     ).plan()
     assert [d.epochs for d in report.datasets] == [2.0, 3.0]
     assert report.steps == report.steps_available
-    assert "code leaves the mixture after 2 passes (mix.max_epochs), the others go on by their weights" in report.notes
+    assert (
+        "code leaves the mixture after 2 passes (mix.max_epochs), the others go on by their weights"
+        in report.notes
+    )
 
 
 def test_datasets_that_end_unevenly_are_named(tmp_path: Path) -> None:
-    """60 documents of code take 26 of docs with them; of docs 64 of 90 stand behind the end, in every epoch."""
+    """60 documents of code take 26 of docs with them; of docs 64 of 90 stand behind the end, in
+    every epoch.
+    """
     pipeline = mixed(tmp_path, load={"batch_size": 2, "num_epochs": 2})
     unreached = pipeline.ledger().find("mix", "docs", "documents").out["unreached"]
     [note] = [note for note in pipeline.plan().notes if "not reached" in note]
-    assert note == f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the mixture before"
-    assert not [note for note in pipeline.plan(3).notes if "not reached" in note], "a run that stops before has not met the end"
+    assert (
+        note
+        == f"docs: {2 * unreached} of 180 documents are not reached: another dataset ends the mixture before"
+    )
+    assert not [note for note in pipeline.plan(3).notes if "not reached" in note], (
+        "a run that stops before has not met the end"
+    )
 
 
 def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:
@@ -359,16 +491,28 @@ def test_streaming_has_nothing_to_plan_from(tmp_path: Path) -> None:
 
 def test_batch_sizes_by_step(tmp_path: Path) -> None:
     load = LoadStageConfig(batch_size=2, batch_size_schedule=((2, 4),))
-    pipeline = Pipeline(config(tmp_path, datasets=config(tmp_path).datasets[:1], pack=PackStageConfig(seq_length=32), load=load))
+    pipeline = Pipeline(
+        config(
+            tmp_path,
+            datasets=config(tmp_path).datasets[:1],
+            pack=PackStageConfig(seq_length=32),
+            load=load,
+        )
+    )
     report = chain(pipeline, "source", "tokenize", "pack").plan(3)
     assert report.rows == 2 + 2 + 4
 
 
 @pytest.fixture
 def run_yaml(tmp_path: Path) -> Path:
-    values = to_dict(config(tmp_path)) | {"mix": {"weights": {"code": 0.7, "docs": 0.3}}, "pack": {"seq_length": 64}}
+    values = to_dict(config(tmp_path)) | {
+        "mix": {"weights": {"code": 0.7, "docs": 0.3}},
+        "pack": {"seq_length": 64},
+    }
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"data": values, "train": {"output_dir": str(tmp_path / "run"), "steps": 7}}))
+    path.write_text(
+        yaml.safe_dump({"data": values, "train": {"output_dir": str(tmp_path / "run"), "steps": 7}})
+    )
     return path
 
 

@@ -1,4 +1,6 @@
-"""easypipe.preview: samples decoded with what is trained of them, on the terminal and as a page that cannot be injected."""
+"""easypipe.preview: samples decoded with what is trained of them, on the terminal and as a page
+that cannot be injected.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
-from easypipe import DatasetConfig, PackStageConfig, Pipeline, PipelineConfig, Preview, PromptConfig, load_tokenizer, preview
+from easypipe import (
+    DatasetConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    Preview,
+    PromptConfig,
+    load_tokenizer,
+    preview,
+)
 from easypipe.cli import main
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.transforms.columns import Rename
@@ -35,12 +46,27 @@ HOSTILE = [
 
 
 def chat(*contents: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
 
 
-def made(folder: Path, rows: list[dict[str, Any]], n: int = 3, *, pack: dict[str, Any] | None = None, **dataset: Any) -> Preview:
+def made(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    n: int = 3,
+    *,
+    pack: dict[str, Any] | None = None,
+    **dataset: Any,
+) -> Preview:
     path = jsonl(folder / "rows.jsonl", rows)
-    values = {"datasets": [{"name": "d", "data_files": str(path), **dataset}], "default_tokenizer": tokenizer(), "seed": 3, "pack": pack}
+    values = {
+        "datasets": [{"name": "d", "data_files": str(path), **dataset}],
+        "default_tokenizer": tokenizer(),
+        "seed": 3,
+        "pack": pack,
+    }
     return preview(values, n)
 
 
@@ -50,13 +76,20 @@ def test_plain_text(tmp_path: Path) -> None:
     assert len(shown.samples) == 3
     for sample in shown.samples:
         [segment] = sample.segments
-        assert [(p.text, p.masked, p.role) for p in segment.pieces or ()] == [(rows[segment.segment.row]["text"], False, None)]
+        assert [(p.text, p.masked, p.role) for p in segment.pieces or ()] == [
+            (rows[segment.segment.row]["text"], False, None)
+        ]
         assert segment.cuts == ()
     assert "made of the first 200 rows of each dataset, at most" in shown.notes
 
 
 def test_prompts_and_conversations(tmp_path: Path) -> None:
-    pairs = made(tmp_path, [{"q": f"what is {i}? ", "a": f"{i}"} for i in range(9)], prompt_field="q", completion_field="a")
+    pairs = made(
+        tmp_path,
+        [{"q": f"what is {i}? ", "a": f"{i}"} for i in range(9)],
+        prompt_field="q",
+        completion_field="a",
+    )
     for sample in pairs.samples:
         [segment] = sample.segments
         i = segment.segment.row
@@ -77,13 +110,21 @@ def test_prompts_and_conversations(tmp_path: Path) -> None:
     spoken = [(p.role, p.masked) for p in segment.pieces or () if p.role is not None]
     assert spoken == [("user", True), ("assistant", False), ("user", True), ("assistant", False)]
     alpaca = made(
-        tmp_path, [{"instruction": "add", "input": f"1 and {i}", "output": "7"} for i in range(4)], 1, prompt={"format_type": "alpaca"}
+        tmp_path,
+        [{"instruction": "add", "input": f"1 and {i}", "output": "7"} for i in range(4)],
+        1,
+        prompt={"format_type": "alpaca"},
     )
     assert alpaca.samples[0].segments[0].roles == ("instruction", "input", "output")
 
 
 def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:
-    shown = made(tmp_path, [{"text": text} for text in texts(30)], 6, pack={"seq_length": 100, "strategy": "stream"})
+    shown = made(
+        tmp_path,
+        [{"text": text} for text in texts(30)],
+        6,
+        pack={"seq_length": 100, "strategy": "stream"},
+    )
     segments = [segment for sample in shown.samples for segment in sample.segments]
     assert len(segments) > len(shown.samples) == 6
     cut = [segment for segment in segments if segment.cuts]
@@ -95,10 +136,14 @@ def test_packed_rows_show_segments_and_cuts(tmp_path: Path) -> None:
 
 def test_the_other_answer_of_a_pair_is_no_cut(tmp_path: Path) -> None:
     rows = [{"prompt": "a b ", "chosen": "c d", "rejected": "e f g"}] * 3
-    prompt = PromptConfig(format_type="prompt_completion", label_column="chosen", rejected_column="rejected")
+    prompt = PromptConfig(
+        format_type="prompt_completion", label_column="chosen", rejected_column="rejected"
+    )
     pack = PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop")
     dataset = DatasetConfig(data_files=rows, prompt=prompt)
-    shown = preview(PipelineConfig(datasets=[dataset], default_tokenizer=tokenizer(), pack=pack, seed=1), n=1)
+    shown = preview(
+        PipelineConfig(datasets=[dataset], default_tokenizer=tokenizer(), pack=pack, seed=1), n=1
+    )
     segments = shown.samples[0].segments
     assert len(segments) == 6
     assert all(segment.cuts == () for segment in segments)
@@ -112,14 +157,26 @@ def test_what_max_length_cut_is_said(tmp_path: Path) -> None:
         count = len(encode(rows[segment.segment.row]["text"]))
         said = f"the row makes {count} tokens, of which max_length 20 leaves 20 in this document"
         assert segment.cuts == ((said,) if count > 20 else ())
-    assert any("truncated" in note for note in made(tmp_path, rows, 1, tokenizer_kwargs={"max_length": 20}).notes)
+    assert any(
+        "truncated" in note
+        for note in made(tmp_path, rows, 1, tokenizer_kwargs={"max_length": 20}).notes
+    )
 
 
 def test_it_is_what_training_gets(tmp_path: Path) -> None:
     """With as many rows as there are, the samples are the rows of the first batch."""
-    whole = config(tmp_path, pack={"seq_length": 32}, mix={"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"})
+    whole = config(
+        tmp_path,
+        pack={"seq_length": 32},
+        mix={"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"},
+    )
     shown = preview(whole, 4, first_rows=20)  # code has 20 in its first file
-    first = [DatasetConfig(name=d.name, data_files=str(tmp_path / "data" / str(d.name) / "a.jsonl"), num_rows=20) for d in whole.datasets]
+    first = [
+        DatasetConfig(
+            name=d.name, data_files=str(tmp_path / "data" / str(d.name) / "a.jsonl"), num_rows=20
+        )
+        for d in whole.datasets
+    ]
     limited = PipelineConfig(**{**vars(whole), "datasets": first, "cache_dir": tmp_path / "other"})
     loader = Pipeline(limited).source().tokenize().mix().pack().load({"batch_size": 4}).loader()
     explained = loader.explain(0)
@@ -130,11 +187,15 @@ def test_a_pipeline_with_its_own_stages_and_nothing_kept(tmp_path: Path) -> None
     path = jsonl(tmp_path / "rows.jsonl", [{"words": text} for text in texts(10)])
     options = {"default_tokenizer": tokenizer(), "seed": 1, "cache_dir": tmp_path / "cache"}
     pipeline = (
-        Pipeline(PipelineConfig(datasets=(DatasetConfig(data_files=str(path)),), **options)).source().transform(Rename({"words": "text"}))
+        Pipeline(PipelineConfig(datasets=(DatasetConfig(data_files=str(path)),), **options))
+        .source()
+        .transform(Rename({"words": "text"}))
     )
     with pytest.raises(StageOrderError, match="Call tokenize"):
         preview(pipeline)
-    shown = preview(pipeline.tokenize().pack({"seq_length": 32}).save({"output_dir": tmp_path / "saved"}), 2)
+    shown = preview(
+        pipeline.tokenize().pack({"seq_length": 32}).save({"output_dir": tmp_path / "saved"}), 2
+    )
     assert len(shown.samples) == 2
     assert not (tmp_path / "saved").exists()
     assert not list((tmp_path / "cache").glob("tokens*"))
@@ -145,8 +206,17 @@ def test_streaming_configs_and_large_files(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts(50)).encode())
         file.truncate(1 << 40)
-    values = {"datasets": [{"data_files": str(path)}], "default_tokenizer": tokenizer(), "streaming": True, "num_streams": 2}
-    shown = preview(values | {"cache_dir": str(tmp_path / "cache"), "pack": {"seq_length": 64}}, 2, first_rows=30)
+    values = {
+        "datasets": [{"data_files": str(path)}],
+        "default_tokenizer": tokenizer(),
+        "streaming": True,
+        "num_streams": 2,
+    }
+    shown = preview(
+        values | {"cache_dir": str(tmp_path / "cache"), "pack": {"seq_length": 64}},
+        2,
+        first_rows=30,
+    )
     assert len(shown.samples) == 2
     assert all(segment.segment.row < 30 for sample in shown.samples for segment in sample.segments)
 
@@ -177,17 +247,45 @@ class Page(HTMLParser):
 
 def hostile_page(folder: Path) -> str:
     rows = [{"q": text, "a": f"answer {text}"} for text in HOSTILE]
-    return made(folder, rows, 9, prompt_field="q", completion_field="a", name="<b>d").to_html("<script>title</script>")
+    return made(folder, rows, 9, prompt_field="q", completion_field="a", name="<b>d").to_html(
+        "<script>title</script>"
+    )
 
 
 def test_the_page_cannot_be_injected(tmp_path: Path) -> None:
     text = hostile_page(tmp_path)
     page = Page(text)
-    allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "section", "div"}
+    allowed = {
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "p",
+        "span",
+        "section",
+        "div",
+    }
     assert {tag for tag, _ in page.tags} <= allowed
-    assert {name for _, attributes in page.tags for name in attributes} <= {"lang", "charset", "name", "content", "class", "http-equiv"}
-    assert all("://" not in str(value) for _, attributes in page.tags for value in attributes.values())
-    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    assert {name for _, attributes in page.tags for name in attributes} <= {
+        "lang",
+        "charset",
+        "name",
+        "content",
+        "class",
+        "http-equiv",
+    }
+    assert all(
+        "://" not in str(value) for _, attributes in page.tags for value in attributes.values()
+    )
+    policy = next(
+        attributes["content"]
+        for tag, attributes in page.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     for words in HOSTILE[:4]:
         assert words in page.words  # as text, every character of it
@@ -201,7 +299,10 @@ def test_the_page_cannot_be_injected(tmp_path: Path) -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"q": f"\x1b[31mwhat is {i}?\n", "a": f"{i} <b>"} for i in range(9)]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    values = {"datasets": [{"data_files": str(path), "prompt_field": "q", "completion_field": "a"}], "default_tokenizer": tokenizer()}
+    values = {
+        "datasets": [{"data_files": str(path), "prompt_field": "q", "completion_field": "a"}],
+        "default_tokenizer": tokenizer(),
+    }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
     assert main(["preview", str(file), "-n", "2"]) == 0
@@ -219,15 +320,29 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif("EASYPIPE_CHROMIUM" not in os.environ, reason="needs a browser: nox -s html")
 def test_in_a_browser(tmp_path: Path) -> None:
-    """A real browser finds the elements that we wrote and no others, runs nothing, and asks for nothing."""
+    """A real browser finds the elements that we wrote and no others, runs nothing, and asks for
+    nothing.
+    """
     browser = shutil.which(os.environ["EASYPIPE_CHROMIUM"])
     assert browser, os.environ["EASYPIPE_CHROMIUM"]
     text = hostile_page(tmp_path)
     (tmp_path / "page.html").write_text(text)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
-        command = [browser, *flags, "--window-size=1000,1400", *arguments, (tmp_path / "page.html").as_uri()]
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--enable-logging=stderr",
+        ]
+        command = [
+            browser,
+            *flags,
+            "--window-size=1000,1400",
+            *arguments,
+            (tmp_path / "page.html").as_uri(),
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
 
     done = run("--dump-dom")

@@ -1,6 +1,8 @@
-"""The examples of the Pipeline API document (shared/spec/002), in method-chained form, run in a folder that has the files they name.
+"""The examples of the Pipeline API document (shared/spec/002), in method-chained form, run in a
+folder that has the files they name.
 
-The tokenizer names of the document are folders here. Options of later issues are refused as unknown keys; they are listed at the end.
+The tokenizer names of the document are folders here. Options of later issues are refused as unknown
+keys; they are listed at the end.
 """
 
 from __future__ import annotations
@@ -37,12 +39,18 @@ from easypipe.sources.parquet import ParquetShardedSource
 from easypipe.stages.tokenize import TokenizedShardedSource
 from pipelines import jsonl, texts
 
-TOKENIZERS = {"meta-llama/Llama-2-7b": 300, "meta-llama/Llama-2-7b-chat-hf": 300, "bigcode/starcoder": 310}
+TOKENIZERS = {
+    "meta-llama/Llama-2-7b": 300,
+    "meta-llama/Llama-2-7b-chat-hf": 300,
+    "bigcode/starcoder": 310,
+}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """data/*.parquet, raw_data/ and conversations/ as JSONL, bucket/ for what the document has on gs://, tokenizers with `</s>` as id 2."""
+    """data/*.parquet, raw_data/ and conversations/ as JSONL, bucket/ for what the document has on
+    gs://, tokenizers with `</s>` as id 2.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "cache"))
     for place, salt in (("data", 1), ("bucket/code", 3), ("bucket/text", 5), ("bucket/math", 7)):
@@ -54,7 +62,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, size in TOKENIZERS.items():
         train_bpe(texts(100), size, ["<s>", "</s>"], name)
         options = Path(name) / "tokenizer_config.json"
-        options.write_text(json.dumps(json.loads(options.read_text()) | {"bos_token": "<s>", "eos_token": "</s>"}))
+        options.write_text(
+            json.dumps(json.loads(options.read_text()) | {"bos_token": "<s>", "eos_token": "</s>"})
+        )
     return tmp_path
 
 
@@ -63,7 +73,10 @@ def train_step(batch: dict[str, np.ndarray]) -> None:
 
 
 def test_overview() -> None:
-    config = PipelineConfig(datasets=[DatasetConfig(data_files="data/*.parquet")], default_tokenizer="meta-llama/Llama-2-7b")
+    config = PipelineConfig(
+        datasets=[DatasetConfig(data_files="data/*.parquet")],
+        default_tokenizer="meta-llama/Llama-2-7b",
+    )
     pipeline = Pipeline.from_config(config)
     result = pipeline.source().tokenize().mix().pack().load().build()
     assert isinstance(result, AsyncDataLoader)
@@ -77,7 +90,9 @@ def test_overview() -> None:
 def test_the_main_configuration() -> None:
     config = PipelineConfig(
         datasets=[
-            DatasetConfig(name="ds1", data_files="data/*.parquet", tokenizer="meta-llama/Llama-2-7b"),
+            DatasetConfig(
+                name="ds1", data_files="data/*.parquet", tokenizer="meta-llama/Llama-2-7b"
+            ),
             DatasetConfig(name="ds2", data_files="raw_data/*.jsonl"),
         ],
         default_tokenizer="meta-llama/Llama-2-7b",
@@ -89,7 +104,16 @@ def test_the_main_configuration() -> None:
         save=SaveStageConfig(enabled=True, output_dir="./output"),
     )
     assert config.validate() == []
-    loader = Pipeline.from_config(config).source().tokenize().mix().pack().save().load(LoadStageConfig(batch_size=1)).build()
+    loader = (
+        Pipeline.from_config(config)
+        .source()
+        .tokenize()
+        .mix()
+        .pack()
+        .save()
+        .load(LoadStageConfig(batch_size=1))
+        .build()
+    )
     for batch in loader:
         train_step(batch)
     assert list(Path("output").glob("*.parquet"))
@@ -101,7 +125,9 @@ def my_transform_fn(row: dict[str, object]) -> dict[str, object]:
 
 def test_dataset_options() -> None:
     for i in range(2):
-        pq.write_table(pa.table({"old_name": texts(400, i), "metadata": range(400)}), f"data/part-{i}.parquet")
+        pq.write_table(
+            pa.table({"old_name": texts(400, i), "metadata": range(400)}), f"data/part-{i}.parquet"
+        )
     config = DatasetConfig(
         data_files="data/*.parquet",
         name="my_dataset",
@@ -120,17 +146,29 @@ def test_dataset_options() -> None:
         format_version="1",  # easypipe's own: without it the callback's tokens are not kept
         format_fields={"old_name": "text"},
     )
-    report = Pipeline.from_config(PipelineConfig(datasets=[config])).source().tokenize().save().build()
+    report = (
+        Pipeline.from_config(PipelineConfig(datasets=[config])).source().tokenize().save().build()
+    )
     assert report.num_rows == 10
-    saved = pa.concat_tables(pq.read_table(path) for path in sorted(Path("output/my_dataset").glob("*.parquet")))
+    saved = pa.concat_tables(
+        pq.read_table(path) for path in sorted(Path("output/my_dataset").glob("*.parquet"))
+    )
     assert saved.column_names == ["input_ids", "metadata"]
     assert saved.column("metadata").to_pylist() == [len(text) for text in texts(10, 0)]
     assert list(Path("cache/my_dataset/manifests").glob("*.json"))
-    assert report.folders[0].path == "output/my_dataset" or report.folders[0].path == "./output/my_dataset"
+    assert (
+        report.folders[0].path == "output/my_dataset"
+        or report.folders[0].path == "./output/my_dataset"
+    )
 
 
 def test_source_stage() -> None:
-    config = PipelineConfig(datasets=[DatasetConfig(data_files="data/*.parquet"), DatasetConfig(data_files="raw_data/*.jsonl")])
+    config = PipelineConfig(
+        datasets=[
+            DatasetConfig(data_files="data/*.parquet"),
+            DatasetConfig(data_files="raw_data/*.jsonl"),
+        ]
+    )
     pipeline = Pipeline.from_config(config)
     pipeline.source()
     sources = pipeline.get_data()
@@ -156,7 +194,9 @@ def test_stage_details() -> None:
         remove_columns=["text"],
     )
     pipeline.tokenize(config)
-    config = MixStageConfig(weights={"code": 0.3, "text": 0.7}, block_size=1000, stop_strategy="restart", seed=42)
+    config = MixStageConfig(
+        weights={"code": 0.3, "text": 0.7}, block_size=1000, stop_strategy="restart", seed=42
+    )
     pipeline.mix(config)
     config = PackStageConfig(
         enabled=True,
@@ -186,7 +226,9 @@ def test_stage_details() -> None:
 
 
 def test_save_stage() -> None:
-    config = PipelineConfig(datasets=[DatasetConfig(data_files="data/*.parquet", tokenizer="meta-llama/Llama-2-7b")])
+    config = PipelineConfig(
+        datasets=[DatasetConfig(data_files="data/*.parquet", tokenizer="meta-llama/Llama-2-7b")]
+    )
     pipeline = Pipeline.from_config(config).source().tokenize()
     config = SaveStageConfig(
         enabled=True,
@@ -207,7 +249,13 @@ def test_save_stage() -> None:
 
 def test_sft_training_pipeline() -> None:
     config = PipelineConfig(
-        datasets=[DatasetConfig(data_files="conversations/*.jsonl", tokenizer="meta-llama/Llama-2-7b-chat-hf", content_field="text")],
+        datasets=[
+            DatasetConfig(
+                data_files="conversations/*.jsonl",
+                tokenizer="meta-llama/Llama-2-7b-chat-hf",
+                content_field="text",
+            )
+        ],
         pack=PackStageConfig(enabled=True, seq_length=2048, eos_token_id=2),
         load=LoadStageConfig(batch_size=2, shuffle_buffer_size=10000),
     )
@@ -227,15 +275,26 @@ def test_multi_dataset_pretraining() -> None:
         return PipelineConfig(
             datasets=[
                 DatasetConfig(name="code", data_files="bucket/code/*.parquet", tokenizer=tokenizer),
-                DatasetConfig(name="text", data_files="bucket/text/*.parquet", tokenizer="meta-llama/Llama-2-7b"),
-                DatasetConfig(name="math", data_files="bucket/math/*.parquet", tokenizer="meta-llama/Llama-2-7b"),
+                DatasetConfig(
+                    name="text",
+                    data_files="bucket/text/*.parquet",
+                    tokenizer="meta-llama/Llama-2-7b",
+                ),
+                DatasetConfig(
+                    name="math",
+                    data_files="bucket/math/*.parquet",
+                    tokenizer="meta-llama/Llama-2-7b",
+                ),
             ],
             mix=MixStageConfig(weights={"code": 0.4, "text": 0.5, "math": 0.1}, block_size=2000),
             pack=PackStageConfig(enabled=True, seq_length=4096, strategy="pool"),
             load=LoadStageConfig(batch_size=32),
         )
 
-    with pytest.raises(ConfigError, match=r"'code' and 'text' have different tokenizers, 'bigcode/starcoder' and 'meta-llama/Llama-2-7b'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'code' and 'text' have different tokenizers, 'bigcode/starcoder' and 'meta-llama/Llama-2-7b'",
+    ):
         Pipeline.from_config(config("bigcode/starcoder")).source().tokenize().mix()
     pipeline = Pipeline.from_config(config("meta-llama/Llama-2-7b"))
     for batch in itertools.islice(pipeline.source().tokenize().mix().pack().load().build(), 2):
@@ -244,16 +303,28 @@ def test_multi_dataset_pretraining() -> None:
 
 def test_pre_tokenization_pipeline() -> None:
     config = PipelineConfig(
-        datasets=[DatasetConfig(data_files="raw_data/*.jsonl", tokenizer="meta-llama/Llama-2-7b", save_path="./tokenized_data")],
+        datasets=[
+            DatasetConfig(
+                data_files="raw_data/*.jsonl",
+                tokenizer="meta-llama/Llama-2-7b",
+                save_path="./tokenized_data",
+            )
+        ],
         tokenize=TokenizeStageConfig(max_length=2048),
         save=SaveStageConfig(enabled=True, format="parquet", compression="zstd"),
     )
     Pipeline.from_config(config).source().tokenize().save().build()
-    assert sum(pq.read_metadata(path).num_rows for path in Path("tokenized_data").glob("*.parquet")) == 300
+    assert (
+        sum(pq.read_metadata(path).num_rows for path in Path("tokenized_data").glob("*.parquet"))
+        == 300
+    )
 
 
 def test_accessing_pipeline_state() -> None:
-    config = PipelineConfig(datasets=[DatasetConfig(data_files="data/*.parquet", tokenizer="meta-llama/Llama-2-7b")], seed=3)
+    config = PipelineConfig(
+        datasets=[DatasetConfig(data_files="data/*.parquet", tokenizer="meta-llama/Llama-2-7b")],
+        seed=3,
+    )
     pipeline = Pipeline.from_config(config)
     pipeline.source().tokenize()
     data = pipeline.get_data()
@@ -277,7 +348,11 @@ def test_custom_stages() -> None:
     class MyTransformedSource:
         def __init__(self, source: ShardedDataSource, config: dict) -> None:
             self._source, self._config = source, config
-            self.schema, self.shards, self.fingerprint = source.schema, source.shards, source.fingerprint + "-mine"
+            self.schema, self.shards, self.fingerprint = (
+                source.schema,
+                source.shards,
+                source.fingerprint + "-mine",
+            )
 
         def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
             return self._source.read(shard, start, stop)
@@ -291,14 +366,27 @@ def test_custom_stages() -> None:
         def name(self) -> str:
             return "my_stage"
 
-        def process(self, data: dict[str, ShardedDataSource], context: PipelineContext) -> dict[str, ShardedDataSource]:
+        def process(
+            self, data: dict[str, ShardedDataSource], context: PipelineContext
+        ) -> dict[str, ShardedDataSource]:
             result = {}
             for name, source in data.items():
                 result[name] = MyTransformedSource(source, self._config)
             return result
 
-    config = PipelineConfig(datasets=[DatasetConfig(data_files="data/*.parquet")], default_tokenizer="meta-llama/Llama-2-7b", seed=1)
-    pipeline = Pipeline.from_config(config).source().add_stage(MyCustomStage({"any": "thing"})).tokenize().pack().load()
+    config = PipelineConfig(
+        datasets=[DatasetConfig(data_files="data/*.parquet")],
+        default_tokenizer="meta-llama/Llama-2-7b",
+        seed=1,
+    )
+    pipeline = (
+        Pipeline.from_config(config)
+        .source()
+        .add_stage(MyCustomStage({"any": "thing"}))
+        .tokenize()
+        .pack()
+        .load()
+    )
     assert pipeline.get_stages() == ["source", "my_stage", "tokenize", "pack", "load"]
     train_step(next(iter(pipeline.copy().build())))
 
@@ -347,5 +435,11 @@ def test_f7_mix_stage_with_a_schedule() -> None:
     )
     pipeline.source().tokenize()
     pipeline.mix(config)
-    batch = next(iter(pipeline.pack(PackStageConfig(seq_length=128)).load(LoadStageConfig(batch_size=8)).build()))
+    batch = next(
+        iter(
+            pipeline.pack(PackStageConfig(seq_length=128))
+            .load(LoadStageConfig(batch_size=8))
+            .build()
+        )
+    )
     assert batch["input_ids"].shape == (8, 128)

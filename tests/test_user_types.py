@@ -1,7 +1,7 @@
 """What a type checker and an editor know of easypipe, in a script such as users write.
 
-pyright fetches itself from the network when it is first used, so `nox -s tests` has none: there this test is skipped, and
-`nox -s types`, which sets EASYPIPE_TYPES, fails where it cannot run.
+pyright fetches itself from the network when it is first used, so `nox -s tests` has none: there
+this test is skipped, and `nox -s types`, which sets EASYPIPE_TYPES, fails where it cannot run.
 """
 
 from __future__ import annotations
@@ -46,20 +46,37 @@ verify("saved")
 
 def test_a_script_of_a_users(tmp_path: Path) -> None:
     if importlib.util.find_spec("pyright") is None:
-        assert "EASYPIPE_TYPES" not in os.environ, "pyright is not installed: pip install easypipe[types]"
+        assert "EASYPIPE_TYPES" not in os.environ, (
+            "pyright is not installed: pip install easypipe[types]"
+        )
         pytest.skip("pyright is not installed; `nox -s types` runs this test")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    # On the interpreter's path, as an installed package is, so that py.typed decides what is public.
+    # On the interpreter's path, as an installed package is, so that py.typed decides what is
+    # public.
     env = os.environ | {"PYTHONPATH": str(Path(easypipe.__file__).parents[1])}
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, script.name]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        script.name,
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     said: dict[int, str] = {}
     for found in json.loads(done.stdout)["generalDiagnostics"]:
         line = found["range"]["start"]["line"]
         said[line] = said.get(line, "") + found["message"]
-    marked = {i: line.partition("# wrong: ")[2] for i, line in enumerate(SCRIPT.splitlines()) if "# wrong: " in line}
+    marked = {
+        i: line.partition("# wrong: ")[2]
+        for i, line in enumerate(SCRIPT.splitlines())
+        if "# wrong: " in line
+    }
     assert {i: said[i] for i in said.keys() - marked.keys()} == {}, "right lines are refused"
     assert {i: marked[i] for i in marked.keys() - said.keys()} == {}, "what is wrong is not found"
     silent = {word: said[i] for i, word in marked.items() if word not in said[i]}

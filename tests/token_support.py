@@ -23,7 +23,9 @@ FAST = ("gpt2", "mistral_v1", "olmo_neox")  # gigatoken loads these
 def small_tokenizer_folder() -> Path:
     """A byte-level BPE of 500 tokens, trained on this file."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines(keepends=True)
-    return train_bpe(lines * 3, 500, ["<|pad|>"], Path(tempfile.mkdtemp(prefix="easypipe-test-")) / "tokenizer")
+    return train_bpe(
+        lines * 3, 500, ["<|pad|>"], Path(tempfile.mkdtemp(prefix="easypipe-test-")) / "tokenizer"
+    )
 
 
 def small_tokenizer(**options: object) -> Tokenizer:
@@ -32,19 +34,44 @@ def small_tokenizer(**options: object) -> Tokenizer:
 
 def texts(count: int, *, seed: int = 0) -> list[str]:
     """Different texts of a few words, the same for the same seed."""
-    words = ["alpha", "beta", "naïve", "日本", "def f(x):\n", "  ", "1234", "don't", HOSTILE[:5], "<|endoftext|>"]
-    return [" ".join(words[(seed + i * k + k) % len(words)] for k in range(1 + (i + seed) % 9)) + f" {seed}-{i}" for i in range(count)]
+    words = [
+        "alpha",
+        "beta",
+        "naïve",
+        "日本",
+        "def f(x):\n",
+        "  ",
+        "1234",
+        "don't",
+        HOSTILE[:5],
+        "<|endoftext|>",
+    ]
+    return [
+        " ".join(words[(seed + i * k + k) % len(words)] for k in range(1 + (i + seed) % 9))
+        + f" {seed}-{i}"
+        for i in range(count)
+    ]
 
 
 class ShardedTexts:
-    """Shards of rows in memory, that count their reads. Without `shard_identity`: a source of the least kind there is."""
+    """Shards of rows in memory, that count their reads. Without `shard_identity`: a source of the
+    least kind there is.
+    """
 
     def __init__(self, *shards: list[str | None], cuts: int = 10, column: str = "text") -> None:
-        self.data = [pa.record_batch({column: pa.array(rows, pa.string()), "n": pa.array(range(len(rows)))}) for rows in shards]
+        self.data = [
+            pa.record_batch({column: pa.array(rows, pa.string()), "n": pa.array(range(len(rows)))})
+            for rows in shards
+        ]
         self.schema = pa.schema([(column, pa.string()), ("n", pa.int64())])
         # num_bytes is large, so that cutting into ranges happens at every cut
         self.shards = tuple(
-            Shard(name=f"shard-{i}", num_rows=len(rows), cuts=tuple(range(0, max(1, len(rows)), cuts)), num_bytes=(len(rows) << 22) // cuts)
+            Shard(
+                name=f"shard-{i}",
+                num_rows=len(rows),
+                cuts=tuple(range(0, max(1, len(rows)), cuts)),
+                num_bytes=(len(rows) << 22) // cuts,
+            )
             for i, rows in enumerate(shards)
         )
         self.fingerprint = digest("texts", list(shards))
@@ -58,7 +85,9 @@ class ShardedTexts:
 class WithIdentity(ShardedTexts):
     """The same rows in files that were touched `touched` times."""
 
-    def __init__(self, *shards: list[str | None], touched: tuple[int, ...] = (), cuts: int = 10) -> None:
+    def __init__(
+        self, *shards: list[str | None], touched: tuple[int, ...] = (), cuts: int = 10
+    ) -> None:
         super().__init__(*shards, cuts=cuts)
         self.touched = touched or (0,) * len(shards)
         self.fingerprint = digest(self.fingerprint, self.touched)

@@ -68,7 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if isinstance(fault, int):
-            return self._answer(fault, b"no", {"Retry-After": server.retry_after} if server.retry_after else {})
+            return self._answer(
+                fault, b"no", {"Retry-After": server.retry_after} if server.retry_after else {}
+            )
         if path in server.denied:
             status, headers = server.denied[path]
             return self._answer(status, b"{}", headers)
@@ -82,7 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
             start, stop = int(first), min(len(data), int(last) + 1 if last else len(data))
             if start >= len(data):
                 return self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}" if server.told is None else server.told
+            headers["Content-Range"] = (
+                f"bytes {start}-{stop - 1}/{len(data)}" if server.told is None else server.told
+            )
             data, status = data[start:stop], 206
         if fault == "short":  # announces it all, sends half, hangs up
             self.send_response(status)
@@ -112,7 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def web_server() -> Iterator[WebServer]:
     server = WebServer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield server

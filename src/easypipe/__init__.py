@@ -1,4 +1,5 @@
-"""easypipe: raw text in, trained model out; a data pipeline and trainer for JAX in which order is arithmetic.
+"""easypipe: raw text in, trained model out; a data pipeline and trainer for JAX in which order is
+arithmetic.
 
 Names are loaded when first used, so that `import easypipe` stays quick and does not load jax.
 """
@@ -31,16 +32,36 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.core.ledger": ("Ledger",),
     "easypipe.core.result": ("Err", "Ok", "Result"),
     "easypipe.core.schema": ("OutputSchema", "TaskSpec"),
-    "easypipe.core.protocols": ("BaseStage", "PipelineContext", "ProgressEvent", "Shard", "ShardedDataSource", "ShardedSource"),
+    "easypipe.core.protocols": (
+        "BaseStage",
+        "PipelineContext",
+        "ProgressEvent",
+        "Shard",
+        "ShardedDataSource",
+        "ShardedSource",
+    ),
     "easypipe.faces.classify": ("ClassifyConfig",),
-    "easypipe.faces.collators": ("create_causal_lm_collate", "create_collate_fn", "create_seq2seq_collate"),
+    "easypipe.faces.collators": (
+        "create_causal_lm_collate",
+        "create_collate_fn",
+        "create_seq2seq_collate",
+    ),
     "easypipe.faces.data_module": ("DataModuleProtocol", "UniversalDataModule"),
     "easypipe.faces.data_pipeline": ("DataPipeline", "DataPipelineConfig"),
-    "easypipe.faces.datasets": ("PreprocessedDataset", "StreamingPreprocessedDataset", "create_preprocessed_dataset"),
+    "easypipe.faces.datasets": (
+        "PreprocessedDataset",
+        "StreamingPreprocessedDataset",
+        "create_preprocessed_dataset",
+    ),
     "easypipe.faces.images": ("ImagesConfig",),
     "easypipe.faces.loaders": ("DataLoaderBuilder", "DataLoaderConfig", "DataLoaderFactory"),
     "easypipe.faces.masking": ("create_masked_lm_collate",),
-    "easypipe.faces.micro": ("BPETokenizer", "TransformerDataset", "create_dataloaders", "train_tokenizer"),
+    "easypipe.faces.micro": (
+        "BPETokenizer",
+        "TransformerDataset",
+        "create_dataloaders",
+        "train_tokenizer",
+    ),
     "easypipe.faces.registry": ("CollatorRegistry",),
     "easypipe.faces.trainer": ("Trainer",),
     "easypipe.faces.vision": ("VisionDataCollator", "create_vision_collate"),
@@ -85,7 +106,14 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "easypipe.train.trainer": ("TrainResult",),
     "easypipe.transforms.bpe": ("train_bpe",),
     "easypipe.transforms.conversation": ("Chat",),
-    "easypipe.transforms.columns": ("Combine", "Drop", "Extract", "FilterNonEmpty", "Rename", "Select"),
+    "easypipe.transforms.columns": (
+        "Combine",
+        "Drop",
+        "Extract",
+        "FilterNonEmpty",
+        "Rename",
+        "Select",
+    ),
     "easypipe.transforms.expand": ("Expand",),
     "easypipe.transforms.fill_in_the_middle": ("FillInTheMiddle",),
     "easypipe.transforms.functions": ("Filter", "Map"),

@@ -18,19 +18,39 @@ from easypipe.core.errors import (
     TrainError,
 )
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import BaseStage, PipelineContext, ProgressEvent, Shard, ShardedDataSource, ShardedSource
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    ProgressEvent,
+    Shard,
+    ShardedDataSource,
+    ShardedSource,
+)
 from easypipe.core.result import Err, Ok, Result
 from easypipe.core.schema import OutputSchema, TaskSpec
 from easypipe.faces.classify import ClassifyConfig
-from easypipe.faces.collators import create_causal_lm_collate, create_collate_fn, create_seq2seq_collate
+from easypipe.faces.collators import (
+    create_causal_lm_collate,
+    create_collate_fn,
+    create_seq2seq_collate,
+)
 from easypipe.faces.data_module import DataModuleProtocol, UniversalDataModule
 from easypipe.faces.data_pipeline import DataPipeline, DataPipelineConfig
-from easypipe.faces.datasets import PreprocessedDataset, StreamingPreprocessedDataset, create_preprocessed_dataset
+from easypipe.faces.datasets import (
+    PreprocessedDataset,
+    StreamingPreprocessedDataset,
+    create_preprocessed_dataset,
+)
 from easypipe.faces.images import ImagesConfig
 from easypipe.faces.language import LanguageModelingDataCollator
 from easypipe.faces.loaders import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory
 from easypipe.faces.masking import create_masked_lm_collate
-from easypipe.faces.micro import BPETokenizer, TransformerDataset, create_dataloaders, train_tokenizer
+from easypipe.faces.micro import (
+    BPETokenizer,
+    TransformerDataset,
+    create_dataloaders,
+    train_tokenizer,
+)
 from easypipe.faces.registry import CollatorRegistry
 from easypipe.faces.trainer import Trainer
 from easypipe.faces.vision import VisionDataCollator, create_vision_collate

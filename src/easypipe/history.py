@@ -1,6 +1,8 @@
-"""A run whose data was changed under way, as its folder records it: which configuration stood at which step.
+"""A run whose data was changed under way, as its folder records it: which configuration stood at
+which step.
 
-span  the steps of a run that read the data of one configuration. A run that was never changed is one span
+span  the steps of a run that read the data of one configuration. A run that was never changed is
+one span
 """
 
 from __future__ import annotations
@@ -48,39 +50,59 @@ class Span:
     @property
     def steps(self) -> str:
         """In words, counted as metrics.jsonl does."""
-        return f"from step {self.first + 1:,}" if self.stop is None else f"steps {self.first + 1:,} to {self.stop:,}"
+        return (
+            f"from step {self.first + 1:,}"
+            if self.stop is None
+            else f"steps {self.first + 1:,} to {self.stop:,}"
+        )
 
     def built(self, progress: ProgressListener = silent) -> Pipeline:
-        """The chain of its data, up to load(). Raises StateError where that is not what was read."""
+        """The chain of its data, up to load(). Raises StateError where that is not what was
+        read.
+        """
         if self.config is None or self.components is None:
             problem = f"does not record what data was read in {self.steps}"
-            raise StateError(at=RECORD, problem=problem, fix="Only a run that records its changes can tell.")
+            raise StateError(
+                at=RECORD, problem=problem, fix="Only a run that records its changes can tell."
+            )
         require_no_code(self.config["data"], "data")
         data = from_dict(PipelineConfig, self.config["data"], "data")
         pipeline = chain(data, save=False, progress=progress).load(host_load(data))
         apart = self.differs(_components(pipeline))
         if apart:
             problem = f"{self.steps} read other data than there is now: {' and '.join(apart)} changed since"
-            raise StateError(at=RECORD, problem=problem, fix="Bring back the files that the run read.")
+            raise StateError(
+                at=RECORD, problem=problem, fix="Bring back the files that the run read."
+            )
         log.info("%s: the data of the configuration that the run recorded for them", self.steps)
         return pipeline
 
     def differs(self, components: Mapping[str, str]) -> list[str]:
-        return [name for name in COMPONENTS if (self.components or {}).get(name) != components.get(name)]
+        return [
+            name for name in COMPONENTS if (self.components or {}).get(name) != components.get(name)
+        ]
 
 
 def host_load(data: PipelineConfig) -> LoadStageConfig:
     """How batches are made, without what decides only where they go."""
-    return dataclasses.replace(data.load or LoadStageConfig(), mesh=None, partition_spec=None, prefetch_to_device=False)
+    return dataclasses.replace(
+        data.load or LoadStageConfig(), mesh=None, partition_spec=None, prefetch_to_device=False
+    )
 
 
 def spans_of(folder: str | Path) -> tuple[Span, ...]:
-    """The spans of the run in `folder`, in order; () where it records no data that a plan knows. Raises StateError for foreign files."""
+    """The spans of the run in `folder`, in order; () where it records no data that a plan knows.
+    Raises StateError for foreign files.
+    """
     folder = Path(folder).expanduser()
     kept, record = read_kept(folder / FINGERPRINTS), folder / RECORD
     if not kept or not kept.get("train") or not record.exists():
         return ()
-    changes = [one for one in read_changes(folder) if any(key.startswith(OF_DATA) for key in one["changed"])]
+    changes = [
+        one
+        for one in read_changes(folder)
+        if any(key.startswith(OF_DATA) for key in one["changed"])
+    ]
     befores = [one["before"] or {} for one in changes]
     with allowing_code():  # it may name functions; reading them runs none
         configs = [*(before.get("config") for before in befores), load_yaml(record)]
@@ -89,17 +111,23 @@ def spans_of(folder: str | Path) -> tuple[Span, ...]:
     stops = [*(one["step"] for one in changes), None]
     return tuple(
         Span(first, stop, row, config if config and "data" in config else None, digests, changed)
-        for (first, row, changed), stop, config, digests in zip(begins, stops, configs, components, strict=True)
+        for (first, row, changed), stop, config, digests in zip(
+            begins, stops, configs, components, strict=True
+        )
     )
 
 
 def loader_at(
-    folder: str | Path | None, pipeline: Callable[[], Pipeline], step: int, progress: ProgressListener = silent
+    folder: str | Path | None,
+    pipeline: Callable[[], Pipeline],
+    step: int,
+    progress: ProgressListener = silent,
 ) -> Loader | StreamLoader:
-    """The loader that made batch `step` of the run in `folder`, counting as it did then; that of `pipeline` where there is no run.
+    """The loader that made batch `step` of the run in `folder`, counting as it did then; that of
+    `pipeline` where there is no run.
 
-    pipeline: what is described now, up to load(). Raises StateError where it is the data of no span of the run, and where the data of
-    that step is not known or not there any more.
+    pipeline: what is described now, up to load(). Raises StateError where it is the data of no span
+    of the run, and where the data of that step is not known or not there any more.
     """
     spans = () if folder is None else spans_of(folder)
     own = pipeline()
@@ -109,7 +137,9 @@ def loader_at(
     if all(span.differs(here) for span in spans):
         apart = " and ".join(spans[-1].differs(here))
         problem = f"the run in it read other data than this config describes: {apart} differ"
-        raise StateError(at=str(folder), problem=problem, fix=f"Give its {RECORD}, or another train.output_dir.")
+        raise StateError(
+            at=str(folder), problem=problem, fix=f"Give its {RECORD}, or another train.output_dir."
+        )
     span = next(span for span in spans if span.stop is None or step < span.stop)
     try:
         loader = (own if not span.differs(here) else span.built(progress)).loader()
@@ -119,7 +149,9 @@ def loader_at(
     if span.first:
         state = loader.state()
         change = {"batch": span.first, "row": span.row}
-        loader.restore(dataclasses.replace(state, batch=span.first, row=span.row, hint=None, changes=(change,)))
+        loader.restore(
+            dataclasses.replace(state, batch=span.first, row=span.row, hint=None, changes=(change,))
+        )
     return loader
 
 
@@ -132,10 +164,11 @@ def plan_of_run(
     by_step: bool = False,
     progress: ProgressListener = silent,
 ) -> PlanReport:
-    """`pipeline.plan` of the run in `folder`, each of its spans by its own data; its notes tell what is not known.
+    """`pipeline.plan` of the run in `folder`, each of its spans by its own data; its notes tell
+    what is not known.
 
-    pipeline: what is described now, with load(). Where that is the data of no span, it is planned as a run of its own, and so is a run
-    that is not there or was never changed.
+    pipeline: what is described now, with load(). Where that is the data of no span, it is planned
+    as a run of its own, and so is a run that is not there or was never changed.
     """
     spans = () if folder is None else spans_of(folder)
     if len(spans) < 2 or (not prepare and not pipeline.prepared()):
@@ -152,15 +185,28 @@ def plan_of_run(
             break
         stop = steps if span.stop is None else span.stop if steps is None else min(steps, span.stop)
         if span.changed:
-            what = (f"{key} {text}" for key, text in span.changed.items() if key.removeprefix(OF_DATA) not in COMPONENTS)
+            what = (
+                f"{key} {text}"
+                for key, text in span.changed.items()
+                if key.removeprefix(OF_DATA) not in COMPONENTS
+            )
             notes.append(f"changed {span.steps}: {'; '.join(what) or ', '.join(span.changed)}")
         try:
             own = pipeline if not span.differs(here) else span.built(progress)
-            reports.append((span, own.plan(stop, prepare=prepare, by_step=by_step, begin=Begin(span.first, span.row))))
+            reports.append(
+                (
+                    span,
+                    own.plan(
+                        stop, prepare=prepare, by_step=by_step, begin=Begin(span.first, span.row)
+                    ),
+                )
+            )
         except EasypipeError as error:
             notes.append(f"{span.steps} are not counted: {error}")
     if not reports:
-        raise StateError(at=str(folder), problem="; ".join(notes), fix="Bring back the files that the run read.")
+        raise StateError(
+            at=str(folder), problem="; ".join(notes), fix="Bring back the files that the run read."
+        )
     return joined([report for _, report in reports], [span.steps for span, _ in reports], notes)
 
 

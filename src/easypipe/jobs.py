@@ -1,4 +1,6 @@
-"""Whole chains: one dataset tokenized and saved, or what a config describes, prepared here or in parts on several machines."""
+"""Whole chains: one dataset tokenized and saved, or what a config describes, prepared here or in
+parts on several machines.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,14 @@ def tokenize_and_save(
     output_storage_options: dict[str, Any] | None = None,
     progress: ProgressListener | None = None,
 ) -> SaveReport:
-    """Tokenizes one dataset and writes its documents in their order: the Pipeline of source, tokenize and save, whose options these are.
+    """Tokenizes one dataset and writes its documents in their order: the Pipeline of source,
+    tokenize and save, whose options these are.
 
-    A run that was stopped goes on where it was; one that was complete is up to date. storage_options: of data_files, and of output_path
-    unless output_storage_options are given. progress: None keeps a line on the terminal with rows and MB a second and the time to go, or
-    logs one every ten seconds; `easypipe.core.protocols.silent` says nothing. Raises what `Pipeline.build` raises.
+    A run that was stopped goes on where it was; one that was complete is up to date.
+    storage_options: of data_files, and of output_path unless output_storage_options are given.
+    progress: None keeps a line on the terminal with rows and MB a second and the time to go, or
+    logs one every ten seconds; `easypipe.core.protocols.silent` says nothing. Raises what
+    `Pipeline.build` raises.
     """
     dataset = DatasetConfig(
         data_files=data_files,
@@ -70,7 +75,9 @@ def tokenize_and_save(
         max_shard_size=max_shard_size,
         compression=compression,
         overwrite=overwrite,
-        storage_options=storage_options if output_storage_options is None else output_storage_options,
+        storage_options=storage_options
+        if output_storage_options is None
+        else output_storage_options,
     )
     config = PipelineConfig(
         datasets=(dataset,),
@@ -83,12 +90,21 @@ def tokenize_and_save(
     return Pipeline(config, progress=progress or ProgressLine()).source().tokenize().save().build()
 
 
-def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: bool = True, first_rows: int | None = None) -> Pipeline:
-    """The stages that `config` describes, up to and without load(): several datasets are mixed; packed and saved where it says so.
+def chain(
+    config: PipelineConfig,
+    *,
+    progress: ProgressListener = silent,
+    save: bool = True,
+    first_rows: int | None = None,
+) -> Pipeline:
+    """The stages that `config` describes, up to and without load(): several datasets are mixed;
+    packed and saved where it says so.
 
     save: False leaves out save(), for those who only look. first_rows: as in SourceStage.
     """
-    pipeline = Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows)).tokenize()
+    pipeline = (
+        Pipeline(config, progress=progress).add_stage(SourceStage(first_rows=first_rows)).tokenize()
+    )
     if config.mix is not None or len(config.datasets) > 1:
         pipeline.mix()
     if config.pack is not None:
@@ -98,10 +114,14 @@ def chain(config: PipelineConfig, *, progress: ProgressListener = silent, save: 
     return pipeline
 
 
-def repair_as_made(path: str | Path, *, progress: ProgressListener = silent) -> tuple[Verification, ...]:
-    """`Pipeline.repair` by the chains that made what is broken, as the cache folder noted them (stages/recipes.py).
+def repair_as_made(
+    path: str | Path, *, progress: ProgressListener = silent
+) -> tuple[Verification, ...]:
+    """`Pipeline.repair` by the chains that made what is broken, as the cache folder noted them
+    (stages/recipes.py).
 
-    Raises ConfigError saying what to give where it did not, or where rows came from memory or from code.
+    Raises ConfigError saying what to give where it did not, or where rows came from memory or from
+    code.
     """
     path = place_of(path)
     found = verify(path)
@@ -119,7 +139,11 @@ def repair_as_made(path: str | Path, *, progress: ProgressListener = silent) -> 
         with contextlib.chdir(made["folder"]):
             config = from_dict(PipelineConfig, made["config"])
             # Where tokens are is what was asked for, wherever the folder was when they were made.
-            config = config if place is None else dataclasses.replace(config, cache_dir=str(place[0].at()))
+            config = (
+                config
+                if place is None
+                else dataclasses.replace(config, cache_dir=str(place[0].at()))
+            )
             pipeline = Pipeline(config, progress=progress).source()
             for stage, values in made["stages"]:
                 getattr(pipeline, stage)(values)
@@ -128,8 +152,12 @@ def repair_as_made(path: str | Path, *, progress: ProgressListener = silent) -> 
 
 
 def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> PipelineConfig:
-    """`data`, whose default tokenizer is that of the model which is trained on it, where neither names one."""
-    if data.default_tokenizer is not None or (data.tokenize is not None and data.tokenize.default_tokenizer is not None):
+    """`data`, whose default tokenizer is that of the model which is trained on it, where neither
+    names one.
+    """
+    if data.default_tokenizer is not None or (
+        data.tokenize is not None and data.tokenize.default_tokenizer is not None
+    ):
         return data
     try:
         _, folder = model.resolved()
@@ -142,7 +170,9 @@ def with_tokenizer_of(data: PipelineConfig, model: PretrainedConfig) -> Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Data that is tokenized, planned and saved: pipelines that end before load(), and what became of their rows."""
+    """Data that is tokenized, planned and saved: pipelines that end before load(), and what became
+    of their rows.
+    """
 
     data: Pipeline
     held_out: Mapping[str, Pipeline]
@@ -150,12 +180,19 @@ class Prepared:
 
 
 def chains(
-    data: PipelineConfig, held_out: Mapping[str, PipelineConfig] | None = None, *, progress: ProgressListener = silent, save: bool = True
+    data: PipelineConfig,
+    held_out: Mapping[str, PipelineConfig] | None = None,
+    *,
+    progress: ProgressListener = silent,
+    save: bool = True,
 ) -> tuple[Pipeline, dict[str, Pipeline]]:
     """The chain of `data`, and those of the held-out configs, completed from it."""
     pipeline = chain(data, progress=progress, save=save)
     config: PipelineConfig = pipeline.get_context().config
-    others = {name: chain(complete(name, config, other), progress=progress, save=save) for name, other in (held_out or {}).items()}
+    others = {
+        name: chain(complete(name, config, other), progress=progress, save=save)
+        for name, other in (held_out or {}).items()
+    }
     return pipeline, others
 
 
@@ -166,7 +203,8 @@ def prepare_data(
     progress: ProgressListener = silent,
     check: Callable[[Pipeline, Mapping[str, Pipeline]], None] | None = None,
 ) -> Prepared:
-    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs no jax.
+    """Tokenizes, plans and saves what the configs describe; loads nothing onto a device and needs
+    no jax.
 
     check: sees the chains before any row is read, and raises where there is no need to.
     """
@@ -174,30 +212,55 @@ def prepare_data(
     if check is not None:
         check(pipeline, others)
     warn_of_trained_rows(pipeline, others)
-    return Prepared(pipeline, others, _joined([each.write() for each in (pipeline, *others.values())]))
+    return Prepared(
+        pipeline, others, _joined([each.write() for each in (pipeline, *others.values())])
+    )
 
 
 FROM_DATA = {"from", "fraction", "seed", "load"}
 
 
 def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the datasets of `data` (a config or its
-    values) on both sides, each with `hold_out`. Raises ConfigError for other keys beside `from`.
+    """The values of a run config with `eval: {name: {from: data, fraction, seed}}` written out: the
+    datasets of `data` (a config or its values) on both sides, each with `hold_out`. Raises
+    ConfigError for other keys beside `from`.
     """
     entries = values.get("eval") if isinstance(values.get("eval"), Mapping) else {}
-    held = {name: entry for name, entry in (entries or {}).items() if isinstance(entry, Mapping) and "from" in entry}
+    held = {
+        name: entry
+        for name, entry in (entries or {}).items()
+        if isinstance(entry, Mapping) and "from" in entry
+    }
     if not held:
         return dict(values)
     if len(held) > 1:
-        raise ConfigError(at=f"eval.{list(held)[1]}.from", problem="two entries hold out rows of the data", fix="Leave one of them out.")
+        raise ConfigError(
+            at=f"eval.{list(held)[1]}.from",
+            problem="two entries hold out rows of the data",
+            fix="Leave one of them out.",
+        )
     [(name, entry)] = held.items()
     for key in entry:
         if key not in FROM_DATA:
-            raise ConfigError(at=f"eval.{name}.{key}", problem="has no effect beside from", have=sorted(FROM_DATA), fix="Leave it out.")
+            raise ConfigError(
+                at=f"eval.{name}.{key}",
+                problem="has no effect beside from",
+                have=sorted(FROM_DATA),
+                fix="Leave it out.",
+            )
     if entry["from"] != "data":
-        raise ConfigError(at=f"eval.{name}.from", problem=f"{entry['from']!r} names no data", have=["data"], fix="Write from: data.")
+        raise ConfigError(
+            at=f"eval.{name}.from",
+            problem=f"{entry['from']!r} names no data",
+            have=["data"],
+            fix="Write from: data.",
+        )
     if "fraction" not in entry:
-        raise ConfigError(at=f"eval.{name}.fraction", problem="is missing", fix="Say how many of the rows: fraction: 0.01.")
+        raise ConfigError(
+            at=f"eval.{name}.fraction",
+            problem="is missing",
+            fix="Say how many of the rows: fraction: 0.01.",
+        )
     options = {key: entry[key] for key in ("fraction", "seed") if key in entry}
     data = values.get("data") or {}
     sets = _of(data, "datasets") or ()
@@ -206,16 +269,27 @@ def with_hold_outs(values: Mapping[str, Any]) -> dict[str, Any]:
         return {**values, "eval": {}}  # the data will be refused for what it is
     for i, dataset in enumerate(sets):
         if _of(dataset, "hold_out") is not None:
-            raise ConfigError(at=f"data.datasets[{i}].hold_out", problem=f"is set by eval.{name}", fix="Leave one of them out.")
+            raise ConfigError(
+                at=f"data.datasets[{i}].hold_out",
+                problem=f"is set by eval.{name}",
+                fix="Leave one of them out.",
+            )
     own: list[Any] = []
     for i, dataset in enumerate(sets, start=1):
-        changes = {"hold_out": options | {"held": True}, "name": f"eval.{name}.{_of(dataset, 'name') or f'dataset{i}'}"}
+        changes = {
+            "hold_out": options | {"held": True},
+            "name": f"eval.{name}.{_of(dataset, 'name') or f'dataset{i}'}",
+        }
         own.append(_with(dataset, save_path=None, save_format=None, **changes))
     made: dict[str, Any] = {"datasets": own} | ({"load": entry["load"]} if "load" in entry else {})
     if len(own) > 1:
         made["mix"] = {"stop_strategy": "all_exhausted"}
     of_data = [_with(dataset, hold_out=options) for dataset in sets]
-    return {**values, "data": _with(data, datasets=of_data), "eval": {**(entries or {}), name: made}}
+    return {
+        **values,
+        "data": _with(data, datasets=of_data),
+        "eval": {**(entries or {}), name: made},
+    }
 
 
 def _of(given: Any, option: str) -> Any:
@@ -227,33 +301,62 @@ def _with(given: Any, **changes: Any) -> Any:
     """The same with changes; of values, None takes a key away."""
     if not isinstance(given, Mapping):
         return dataclasses.replace(given, **changes)
-    return {key: value for key, value in {**given, **changes}.items() if key not in changes or value is not None}
+    return {
+        key: value
+        for key, value in {**given, **changes}.items()
+        if key not in changes or value is not None
+    }
 
 
 def warn_of_trained_rows(data: Pipeline, held_out: Mapping[str, Pipeline]) -> None:
-    """Warns of each held-out entry that reads files which training reads too, and does not keep its rows apart."""
+    """Warns of each held-out entry that reads files which training reads too, and does not keep its
+    rows apart.
+    """
     sides = {dataset.name: dataset.hold_out for dataset in data.get_context().config.datasets}
-    trained = {shard.name: sides.get(name) for name, source in data.tokenized().items() for shard in source.shards}
+    trained = {
+        shard.name: sides.get(name)
+        for name, source in data.tokenized().items()
+        for shard in source.shards
+    }
     for entry, pipeline in held_out.items():
         own = {dataset.name: dataset.hold_out for dataset in pipeline.get_context().config.datasets}
         for name, source in pipeline.tokenized().items():
             apart = own.get(name)
             for shard in source.shards:
                 other = trained.get(shard.name)
-                kept = apart and other and (apart.fraction, apart.seed) == (other.fraction, other.seed) and apart.held != other.held
-                if shard.name in trained and not kept and shard.name != name:  # rows in memory have the name of their dataset
-                    log.warning("eval.%s: its rows of %s are trained on too, so its loss says little of new text", entry, shard.name)
+                kept = (
+                    apart
+                    and other
+                    and (apart.fraction, apart.seed) == (other.fraction, other.seed)
+                    and apart.held != other.held
+                )
+                # rows in memory have the name of their dataset
+                if shard.name in trained and not kept and shard.name != name:
+                    log.warning(
+                        "eval.%s: its rows of %s are trained on too, so its loss says little of new text",
+                        entry,
+                        shard.name,
+                    )
                     break
 
 
 def complete(name: str, data: PipelineConfig, held_out: PipelineConfig) -> PipelineConfig:
-    """The held-out config `name`, with what it leaves out of seed, cache_dir (and cache), default_tokenizer, tokenize and pack taken from
-    `data`."""
-    fields = ("seed", "cache_dir", "default_tokenizer", "tokenize", "pack", *(("cache",) if held_out.cache_dir is None else ()))
+    """The held-out config `name`, with what it leaves out of seed, cache_dir (and cache),
+    default_tokenizer, tokenize and pack taken from `data`."""
+    fields = (
+        "seed",
+        "cache_dir",
+        "default_tokenizer",
+        "tokenize",
+        "pack",
+        *(("cache",) if held_out.cache_dir is None else ()),
+    )
     missing = {field: getattr(data, field) for field in fields if getattr(held_out, field) is None}
     several = len(held_out.datasets) > 1
     datasets = tuple(
-        dataset if dataset.name is not None else dataclasses.replace(dataset, name=f"eval.{name}" + (f".{i}" if several else ""))
+        dataset
+        if dataset.name is not None
+        else dataclasses.replace(dataset, name=f"eval.{name}" + (f".{i}" if several else ""))
         for i, dataset in enumerate(held_out.datasets, start=1)
     )
     return dataclasses.replace(held_out, datasets=datasets, **missing)

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, Self, TypeVar
 from easypipe.core.config import from_dict, load_yaml
 from easypipe.core.errors import ConfigError, StageOrderError
 from easypipe.core.ledger import Ledger
-from easypipe.core.protocols import BaseStage, PipelineContext, ProgressListener, ShardedSource, Transform, silent
+from easypipe.core.protocols import (
+    BaseStage,
+    PipelineContext,
+    ProgressListener,
+    ShardedSource,
+    Transform,
+    silent,
+)
 from easypipe.core.random import draw_seed
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.steps import Begin
@@ -51,16 +58,19 @@ class _Step(NamedTuple):
 
 
 class Pipeline:
-    """A chain of stages. Calling one opens files and checks configs, it moves no rows; `build()` does.
+    """A chain of stages. Calling one opens files and checks configs, it moves no rows; `build()`
+    does.
 
-    The chain is one tuple that stage calls replace; everything in it is frozen, so `copy()` is free and copies go their own ways.
+    The chain is one tuple that stage calls replace; everything in it is frozen, so `copy()` is free
+    and copies go their own ways.
     """
 
     __slots__ = ("__weakref__", "_context", "_plan", "_reminder")
 
     def __init__(self, config: PipelineConfig, *, progress: ProgressListener = silent) -> None:
         """Raises ConfigError naming the first of `config.validate()`; the others are its notes."""
-        problems = [problem for problem in config.problems() if problem.at != "datasets"]  # source() may be given some
+        # source() may be given some
+        problems = [problem for problem in config.problems() if problem.at != "datasets"]
         if problems:
             for other in problems[1:]:
                 problems[0].add_note(str(other))
@@ -73,14 +83,25 @@ class Pipeline:
         assert config.seed is not None
         folder = cache_folder(config.cache_dir, config.cache)
         self._context = PipelineContext(
-            config=config, seed=config.seed, cache_dir=folder.local, progress=progress, cache=folder if folder.remote else None
+            config=config,
+            seed=config.seed,
+            cache_dir=folder.local,
+            progress=progress,
+            cache=folder if folder.remote else None,
         )
         self._plan: tuple[_Step, ...] = ()
         self._reminder: weakref.finalize | None = None
 
     @classmethod
-    def from_config(cls, config: PipelineConfig | Mapping[str, Any] | str | Path, *, progress: ProgressListener = silent) -> Self:
-        """config: a PipelineConfig, the same as a dict, or the path of a YAML file. progress: called as the work goes on."""
+    def from_config(
+        cls,
+        config: PipelineConfig | Mapping[str, Any] | str | Path,
+        *,
+        progress: ProgressListener = silent,
+    ) -> Self:
+        """config: a PipelineConfig, the same as a dict, or the path of a YAML file. progress:
+        called as the work goes on.
+        """
         if isinstance(config, str | Path):
             config = load_yaml(config)
         if not isinstance(config, PipelineConfig):
@@ -97,20 +118,44 @@ class Pipeline:
         """Opens the datasets of the config, and `data` beside them.
 
         Args:
-            data: Whatever `DatasetConfig.data_files` takes, or a DatasetConfig; several as a dict by name, one alone is named by its place.
+            data: Whatever `DatasetConfig.data_files` takes, or a DatasetConfig; several as a dict
+            by name, one alone is named by its place.
         """
         if any(not _is_own(step.stage) for step in self._plan):
-            raise StageOrderError(at="", problem="source() was called already", fix="Each pipeline starts with it once.")
+            raise StageOrderError(
+                at="",
+                problem="source() was called already",
+                fix="Each pipeline starts with it once.",
+            )
         if data is not None:
-            self._context = dataclasses.replace(self._context, config=_with(self._context.config, data))
+            self._context = dataclasses.replace(
+                self._context, config=_with(self._context.config, data)
+            )
         return self._add(SourceStage())
 
-    def transform(self, transform: Transform | Sequence[Transform], datasets: str | Sequence[str] | None = None) -> Self:
-        """Columns and rows of text changed by easypipe.transforms, between source() and tokenize(). datasets: which; None means all."""
+    def transform(
+        self,
+        transform: Transform | Sequence[Transform],
+        datasets: str | Sequence[str] | None = None,
+    ) -> Self:
+        """Columns and rows of text changed by easypipe.transforms, between source() and tokenize().
+        datasets: which; None means all.
+        """
         stage = TransformStage(transform, datasets)
-        late = next((step.stage.name for step in self._plan if isinstance(step.stage, TokenizeStage | MixStage | PackStage)), None)
+        late = next(
+            (
+                step.stage.name
+                for step in self._plan
+                if isinstance(step.stage, TokenizeStage | MixStage | PackStage)
+            ),
+            None,
+        )
         if late is not None:
-            raise StageOrderError(at="", problem=f"transform() cannot follow {late}()", fix="Call it between source() and tokenize().")
+            raise StageOrderError(
+                at="",
+                problem=f"transform() cannot follow {late}()",
+                fix="Call it between source() and tokenize().",
+            )
         return self._add(stage)
 
     def tokenize(self, config: TokenizeStageConfig | Mapping[str, Any] | None = None) -> Self:
@@ -143,9 +188,15 @@ class Pipeline:
         return self._add(LoadStage(self._choose(config, LoadStageConfig, "load")))
 
     def add_stage(self, stage: BaseStage) -> Self:
-        """Adds a stage of one's own. The first of a chain is given {} and brings its own sources."""
+        """Adds a stage of one's own. The first of a chain is given {} and brings its own
+        sources.
+        """
         if not isinstance(stage, BaseStage):
-            raise ConfigError(at="add_stage", problem=f"{stage!r} is no BaseStage", fix="Subclass easypipe.core.protocols.BaseStage.")
+            raise ConfigError(
+                at="add_stage",
+                problem=f"{stage!r} is no BaseStage",
+                fix="Subclass easypipe.core.protocols.BaseStage.",
+            )
         return self._add(stage)
 
     def get_data(self) -> dict[str, ShardedSource]:
@@ -159,9 +210,11 @@ class Pipeline:
         return [step.stage.name for step in self._plan]
 
     def build(self) -> Any:
-        """Does what the chain says: writes every `save()`, then returns the Loader where there is a `load()`, else the SaveReport.
+        """Does what the chain says: writes every `save()`, then returns the Loader where there is a
+        `load()`, else the SaveReport.
 
-        Raises StageOrderError where there is neither, or where several datasets stand unmixed before `load()`.
+        Raises StageOrderError where there is neither, or where several datasets stand unmixed
+        before `load()`.
         """
         saves = [step for step in self._plan if isinstance(step.stage, SaveStage)]
         self._require_source()
@@ -169,7 +222,9 @@ class Pipeline:
         loads = isinstance(last.stage, LoadStage)
         if not saves and not loads:
             raise StageOrderError(
-                at="", problem="there is nothing to build", fix="Call load() for batches or save() for files before build()."
+                at="",
+                problem="there is nothing to build",
+                fix="Call load() for batches or save() for files before build().",
             )
         if loads:
             self._only(last)
@@ -182,23 +237,34 @@ class Pipeline:
         return tuple(step.stage for step in self._plan)
 
     def pending(self) -> dict[str, tuple[int, int]]:
-        """(ranges of rows that are not tokenized yet, all ranges) of every dataset that tokenize() has made. Reads no text."""
+        """(ranges of rows that are not tokenized yet, all ranges) of every dataset that tokenize()
+        has made. Reads no text.
+        """
         self._require_cache()
         waiting = {name: source.pending() for name, source in self.tokenized().items()}
         return {name: (len(missing), total) for name, (missing, total) in waiting.items()}
 
     def prepared(self) -> bool:
-        """Whether every token cache of the chain stands, or it needs none: rows that were saved, streaming. Reads no text."""
+        """Whether every token cache of the chain stands, or it needs none: rows that were saved,
+        streaming. Reads no text.
+        """
         self._require_source()
-        return self._context.config.streaming or all(is_prepared(source) for source in self._plan[-1].data.values())
+        return self._context.config.streaming or all(
+            is_prepared(source) for source in self._plan[-1].data.values()
+        )
 
     def prepare_part(self, number: int, count: int) -> int:
-        """Tokenizes part `number` (from 0) of `count` and nothing else, for jobs on machines that share cache_dir. Returns its rows.
+        """Tokenizes part `number` (from 0) of `count` and nothing else, for jobs on machines that
+        share cache_dir. Returns its rows.
 
         Whoever builds the pipeline afterwards finds the parts done, and tokenizes what nobody did.
         """
         if not 0 <= number < count:
-            raise ConfigError(at="number", problem=f"there is no part {number} of {count}", fix=f"Parts count from 0 to {count - 1}.")
+            raise ConfigError(
+                at="number",
+                problem=f"there is no part {number} of {count}",
+                fix=f"Parts count from 0 to {count - 1}.",
+            )
         self._require_cache()
         self._build_is_under_way()
         rows = 0
@@ -210,12 +276,23 @@ class Pipeline:
     def tokenized(self) -> dict[str, TokenizedShardedSource]:
         """What the last tokenize() tokenizes."""
         self._require_source()
-        data = next((step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)), {})
-        return {name: source for name, source in data.items() if isinstance(source, TokenizedShardedSource)}
+        data = next(
+            (step.data for step in reversed(self._plan) if isinstance(step.stage, TokenizeStage)),
+            {},
+        )
+        return {
+            name: source
+            for name, source in data.items()
+            if isinstance(source, TokenizedShardedSource)
+        }
 
     def _chain(self, last: BaseStage) -> tuple[BaseStage, ...]:
         """The stages up to `last`, without source(), of which the config tells."""
-        return tuple(stage for stage in self.stages[: self.stages.index(last) + 1] if not isinstance(stage, SourceStage))
+        return tuple(
+            stage
+            for stage in self.stages[: self.stages.index(last) + 1]
+            if not isinstance(stage, SourceStage)
+        )
 
     def _build_is_under_way(self) -> None:
         if self._reminder is not None:
@@ -230,7 +307,9 @@ class Pipeline:
         from easypipe.executors.ray import prepare_on_ray
 
         remade = _Remade.of(self._context, [step.stage for step in self._plan])
-        prepare_on_ray(sources, remade, cpus_per_task=remade.workers, progress=self._context.progress)
+        prepare_on_ray(
+            sources, remade, cpus_per_task=remade.workers, progress=self._context.progress
+        )
 
     def loader(self) -> Loader | StreamLoader:
         """What `build()` returns after `load()`, with nothing saved."""
@@ -243,9 +322,11 @@ class Pipeline:
         return last.stage.open(name, source, self._context)
 
     def as_grain(self) -> Any:
-        """A `grain.MapDataset` of the chain's rows, or behind `load()` of its batches: by number, as NumPy arrays, in the plan's order.
+        """A `grain.MapDataset` of the chain's rows, or behind `load()` of its batches: by number,
+        as NumPy arrays, in the plan's order.
 
-        Needs the extra `[grain]`. Raises ConfigError where there is no end; `interop.grain.LoaderDataset` iterates over that too.
+        Needs the extra `[grain]`. Raises ConfigError where there is no end;
+        `interop.grain.LoaderDataset` iterates over that too.
         """
         from easypipe.interop.grain import BatchesByNumber, RowsByNumber, map_dataset
 
@@ -255,11 +336,15 @@ class Pipeline:
         return map_dataset(RowsByNumber(self.copy().load(LoadStageConfig(batch_size=1)).loader()))
 
     def write(self) -> SaveReport:
-        """Prepares all data and writes every `save()`, without a loader. The report's ledger reaches to the end of the chain."""
+        """Prepares all data and writes every `save()`, without a loader. The report's ledger
+        reaches to the end of the chain.
+        """
         self._require_source()
         self._spread()
         self._build_is_under_way()
-        saves = [(step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)]
+        saves = [
+            (step.stage, step.data) for step in self._plan if isinstance(step.stage, SaveStage)
+        ]
         folders, pushed = [], []
         for stage, data in saves:
             written = stage.write(data, self._context)
@@ -281,7 +366,8 @@ class Pipeline:
                         progress=self._context.progress,
                     )
                 )
-        books = Ledger() if self._context.config.streaming else self.ledger()  # streaming has the loader's, while it reads
+        # streaming has the loader's, while it reads
+        books = Ledger() if self._context.config.streaming else self.ledger()
         for folder in folders:
             folder.enter(books)
         books.check()
@@ -291,30 +377,57 @@ class Pipeline:
                     log.warning("mix.weights: %s", said)
         return SaveReport(folders=tuple(folders), ledger=books, pushed=tuple(pushed))
 
-    def plan(self, steps: int | None = None, *, prepare: bool = True, by_step: bool = False, begin: tuple[int, int] = (0, 0)) -> PlanReport:
-        """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and why, disk. From lengths; reads no tokens.
+    def plan(
+        self,
+        steps: int | None = None,
+        *,
+        prepare: bool = True,
+        by_step: bool = False,
+        begin: tuple[int, int] = (0, 0),
+    ) -> PlanReport:
+        """What a run over this chain would do: steps, shares, epochs, fill, what is dropped and
+        why, disk. From lengths; reads no tokens.
 
-        steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized yet (`report.prepared` names it); False
-        raises CacheError there. by_step: also what each part of the run draws of each dataset. begin: the step and the row at which a run
-        goes on with this chain, of which the steps before are not counted. Batches are those of `load()`, or of the
-        config's `load` where the chain has no load() yet.
+        steps: of the run; None takes what the data gives. prepare: tokenize what is not tokenized
+        yet (`report.prepared` names it); False raises CacheError there. by_step: also what each
+        part of the run draws of each dataset. begin: the step and the row at which a run goes on
+        with this chain, of which the steps before are not counted. Batches are those of `load()`,
+        or of the config's `load` where the chain has no load() yet.
         """
         self._require_source()
         last, context = self._plan[-1], self._context
         [(name, source)] = self._only(last).items()
-        load = last.stage.config if isinstance(last.stage, LoadStage) else context.config.load or LoadStageConfig()
+        load = (
+            last.stage.config
+            if isinstance(last.stage, LoadStage)
+            else context.config.load or LoadStageConfig()
+        )
         saves = any(isinstance(step.stage, SaveStage) for step in self._plan) or (
             context.config.save is not None and context.config.save.enabled
         )
-        return plan_report(name, source, load, context, steps=steps, prepare=prepare, saves=saves, by_step=by_step, begin=Begin(*begin))
+        return plan_report(
+            name,
+            source,
+            load,
+            context,
+            steps=steps,
+            prepare=prepare,
+            saves=saves,
+            by_step=by_step,
+            begin=Begin(*begin),
+        )
 
     def repair(self, path: str | Path) -> tuple[Verification, ...]:
-        """Makes again what is broken of a token cache or saved folder that this chain makes; returns what verifying it says afterwards."""
+        """Makes again what is broken of a token cache or saved folder that this chain makes;
+        returns what verifying it says afterwards.
+        """
         self._build_is_under_way()
         return repair(path, [(step.stage, step.data) for step in self._plan], self._context)
 
     def ledger(self) -> Ledger:
-        """Where every row and token went, up to the last stage. Prepares what is not prepared yet. Raises LedgerError on a leak."""
+        """Where every row and token went, up to the last stage. Prepares what is not prepared yet.
+        Raises LedgerError on a leak.
+        """
         self._require_source()
         self._require_cache()
         books = Ledger()
@@ -326,36 +439,57 @@ class Pipeline:
     def _only(step: _Step) -> dict[str, ShardedSource]:
         if len(step.data) != 1:
             names = ", ".join(repr(name) for name in step.data)
-            raise StageOrderError(at="", problem=f"build() cannot load {len(step.data)} unmixed datasets: {names}", fix="Call mix() first.")
+            raise StageOrderError(
+                at="",
+                problem=f"build() cannot load {len(step.data)} unmixed datasets: {names}",
+                fix="Call mix() first.",
+            )
         return step.data
 
     def _add(self, stage: BaseStage) -> Self:
         if not isinstance(stage, SourceStage) and not _is_own(stage):
             self._require_source()
         if self._plan and isinstance(self._plan[-1].stage, LoadStage):
-            raise StageOrderError(at="", problem=f"{stage.name}() cannot follow load()", fix="load() ends the chain; call it last.")
+            raise StageOrderError(
+                at="",
+                problem=f"{stage.name}() cannot follow load()",
+                fix="load() ends the chain; call it last.",
+            )
         before = dict(self._plan[-1].data) if self._plan else {}
         if isinstance(stage, MixStage | PackStage | LoadStage):
             _say_what_is_left_behind(stage.name, before)
         made = stage.process(before, self._context)
-        self._plan = (*self._plan, _Step(stage, self._sources(stage, made) if _is_own(stage) else made))
+        self._plan = (
+            *self._plan,
+            _Step(stage, self._sources(stage, made) if _is_own(stage) else made),
+        )
         if isinstance(stage, TokenizeStage):
             chain = self._chain(stage)
             for source in self.tokenized().values():
-                source.when_made = functools.partial(remember, stages=chain, context=self._context, folder=source.folder)
+                source.when_made = functools.partial(
+                    remember, stages=chain, context=self._context, folder=source.folder
+                )
         return self
 
     def _cut_for(self, pack: PackStageConfig) -> None:
-        """Has tokenize() cut conversations for the rows of `pack`, where it was told of others. Stages move
-        no rows, so those since then are added anew; one of the user's own is not run twice."""
-        at = max((i for i, step in enumerate(self._plan) if isinstance(step.stage, TokenizeStage)), default=len(self._plan))
+        """Has tokenize() cut conversations for the rows of `pack`, where it was told of others.
+        Stages move no rows, so those since then are added anew; one of the user's own is not run
+        twice."""
+        at = max(
+            (i for i, step in enumerate(self._plan) if isinstance(step.stage, TokenizeStage)),
+            default=len(self._plan),
+        )
         steps = self._plan[at:]
         room = pack.seq_length if pack.holds else None
         forms = [source.form for source in self.tokenized().values()] if steps else []
-        told = all(form.room == room for form in forms if isinstance(form, PromptForm) and form.splits)
+        told = all(
+            form.room == room for form in forms if isinstance(form, PromptForm) and form.splits
+        )
         if told or any(_is_own(step.stage) for step in steps):
             return
-        self._context = dataclasses.replace(self._context, config=dataclasses.replace(self._context.config, pack=pack))
+        self._context = dataclasses.replace(
+            self._context, config=dataclasses.replace(self._context.config, pack=pack)
+        )
         self._plan = self._plan[:at]
         for step in steps:
             self._add(step.stage)
@@ -363,13 +497,20 @@ class Pipeline:
     def _sources(self, stage: BaseStage, made: Any) -> dict[str, ShardedSource]:
         """What a stage of the user's made, each a source that every stage knows how to read."""
         if not isinstance(made, Mapping):
-            problem = f"process() of {stage.name!r} returned {type(made).__name__}, not a dict of sources"
+            problem = (
+                f"process() of {stage.name!r} returned {type(made).__name__}, not a dict of sources"
+            )
             raise ConfigError(at="add_stage", problem=problem, fix="Return {name: source}.")
         if not made:
             problem = f"stage {stage.name!r} is the first, and gives no source"
-            raise StageOrderError(at="", problem=problem, fix="Call source() before it, or return {name: source}.")
+            raise StageOrderError(
+                at="", problem=problem, fix="Call source() before it, or return {name: source}."
+            )
         context = self._context
-        options: dict[str, Any] = {"counted": not context.config.streaming, "folder": context.cache_dir / "indexes"}
+        options: dict[str, Any] = {
+            "counted": not context.config.streaming,
+            "folder": context.cache_dir / "indexes",
+        }
         for name, source in made.items():
             if not is_dataset_object(source):
                 problem = f"stage {stage.name!r} gave {source!r:.80} for {name!r}"
@@ -391,7 +532,9 @@ class Pipeline:
         if isinstance(given, Mapping):
             given = from_dict(kind, given, at)
         if not isinstance(given, kind):
-            raise ConfigError(at=at, problem=f"expected {kind.__name__}, got {type(given).__name__}")
+            raise ConfigError(
+                at=at, problem=f"expected {kind.__name__}, got {type(given).__name__}"
+            )
         if self._context.config.streaming:
             require_streamable(at, given)
         return given
@@ -399,7 +542,9 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class _Remade:
-    """A pipeline up to tokenize(), made again in another process: what travels is its description, not its open files."""
+    """A pipeline up to tokenize(), made again in another process: what travels is its description,
+    not its open files.
+    """
 
     config: PipelineConfig
     stages: tuple[BaseStage, ...]
@@ -431,14 +576,21 @@ def _is_own(stage: BaseStage) -> bool:
 
 
 def _with(config: PipelineConfig, data: Any) -> PipelineConfig:
-    """The config with the datasets that source() is given. Raises ConfigError for a name that is there already."""
+    """The config with the datasets that source() is given. Raises ConfigError for a name that is
+    there already.
+    """
     given = (
         data
         if isinstance(data, Mapping)
-        else {(data.name if isinstance(data, DatasetConfig) else None) or f"dataset{len(config.datasets) + 1}": data}
+        else {
+            (data.name if isinstance(data, DatasetConfig) else None)
+            or f"dataset{len(config.datasets) + 1}": data
+        }
     )
     made = [
-        dataclasses.replace(one, name=name) if isinstance(one, DatasetConfig) else DatasetConfig(name=name, data_files=one)
+        dataclasses.replace(one, name=name)
+        if isinstance(one, DatasetConfig)
+        else DatasetConfig(name=name, data_files=one)
         for name, one in given.items()
     ]
     config = dataclasses.replace(config, datasets=(*config.datasets, *made))
@@ -463,8 +615,15 @@ def _say_what_is_left_behind(stage: str, data: Mapping[str, ShardedSource]) -> N
     for name, source in data.items():
         columns = getattr(source, "keep", ())
         if columns:
-            log.warning("dataset %s: %s() leaves columns behind, save() before it writes them: %s", name, stage, ", ".join(columns))
+            log.warning(
+                "dataset %s: %s() leaves columns behind, save() before it writes them: %s",
+                name,
+                stage,
+                ", ".join(columns),
+            )
 
 
 def _never_built(names: list[str]) -> None:
-    log.warning("save() was called on %s, but build() never was: nothing was written", ", ".join(names))
+    log.warning(
+        "save() was called on %s, but build() never was: nothing was written", ", ".join(names)
+    )

@@ -1,4 +1,6 @@
-"""A whole run in one config: data, model, training. What the command line does is these functions, and nothing else."""
+"""A whole run in one config: data, model, training. What the command line does is these functions,
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,10 @@ log = logging.getLogger("easypipe")
 
 @config
 class RunConfig:
-    """data: what to train on. model: its vocab_size may be left to the tokenizer; with `pretrained`, a published model. eval: held-out
-    data by name; what an entry leaves out of seed, cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is
-    read once, to its last row. `{from: data, fraction: 0.01, seed: 7}` holds rows of `data` out.
+    """data: what to train on. model: its vocab_size may be left to the tokenizer; with
+    `pretrained`, a published model. eval: held-out data by name; what an entry leaves out of seed,
+    cache_dir, default_tokenizer, tokenize, pack and load is taken from `data`, and each is read
+    once, to its last row. `{from: data, fraction: 0.01, seed: 7}` holds rows of `data` out.
     """
 
     data: PipelineConfig
@@ -51,7 +54,9 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-        """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of what is wrong."""
+        """A YAML file, with `key.path=value` overrides. Raises ConfigError naming the key path of
+        what is wrong.
+        """
         return from_dict(cls, apply_overrides(load_yaml(path), overrides))
 
     written_out = staticmethod(with_hold_outs)
@@ -60,18 +65,26 @@ class RunConfig:
         """Tells the data what `train` says of batches and passes."""
         load = self.data.load or LoadStageConfig()
         if changes := told(load, self.train, "data.load"):
-            object.__setattr__(self, "data", dataclasses.replace(self.data, load=dataclasses.replace(load, **changes)))
+            object.__setattr__(
+                self,
+                "data",
+                dataclasses.replace(self.data, load=dataclasses.replace(load, **changes)),
+            )
 
 
 def prepare(run: RunConfig, *, progress: ProgressListener = silent) -> Prepared:
-    """Tokenizes and plans all data of the run, held-out data too, and saves where the config says so.
+    """Tokenizes and plans all data of the run, held-out data too, and saves where the config says
+    so.
 
-    Raises what preparing raises, and, before a row is read, what `train` would raise here for what can be known without: see `refuse`.
+    Raises what preparing raises, and, before a row is read, what `train` would raise here for what
+    can be known without: see `refuse`.
     """
     _check_mesh(run)
     initialize(run.train.distributed)
     run = _completed(run)
-    return prepare_data(run.data, run.eval, progress=progress, check=functools.partial(refuse, run, run.model))
+    return prepare_data(
+        run.data, run.eval, progress=progress, check=functools.partial(refuse, run, run.model)
+    )
 
 
 def refuse(
@@ -83,34 +96,51 @@ def refuse(
     evals: Mapping[str, BatchLoader] | None = None,
     **options: Any,
 ) -> None:
-    """Raises what training `model` on these chains would raise on this machine: for mesh, model, adapters, optimizer, callbacks, tokenizers
-    and the newest checkpoint. Reads no row and makes no array. evals: held-out loaders besides. options: of the Trainer.
+    """Raises what training `model` on these chains would raise on this machine: for mesh, model,
+    adapters, optimizer, callbacks, tokenizers and the newest checkpoint. Reads no row and makes no
+    array. evals: held-out loaders besides. options: of the Trainer.
     """
     info = _check_data(run, data, held_out)
     shapes: dict[str, Any] = dict(evals or {})
     for name in held_out:
-        shapes[name] = Shapes((run.eval[name].load or run.data.load or LoadStageConfig()).batch_size, 1, batches=1)
+        shapes[name] = Shapes(
+            (run.eval[name].load or run.data.load or LoadStageConfig()).batch_size, 1, batches=1
+        )
     if isinstance(model, ModelConfig | PretrainedConfig):
         model = with_vocabulary(model, info)
     load = run.data.load or LoadStageConfig()
-    config = run.train if run.train.steps is not None else dataclasses.replace(run.train, steps=MANY_STEPS, epochs=None)
+    config = (
+        run.train
+        if run.train.steps is not None
+        else dataclasses.replace(run.train, steps=MANY_STEPS, epochs=None)
+    )
     given = {"mesh": make_mesh(run.train.mesh, at="train.mesh"), **options}
     for at, one in (("data", run.data), *((f"eval.{name}", one) for name, one in run.eval.items())):
         pack = one.pack or run.data.pack
         if pack is not None and pack.enabled:
             check_row_length(pack.seq_length, given["mesh"], at=f"{at}.pack.seq_length")
-    check_batch_size(load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size")
-    trainer = Engine(model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given)
+    check_batch_size(
+        load.batch_size, given["mesh"], config.accumulate_steps, at="data.load.batch_size"
+    )
+    trainer = Engine(
+        model, config, Shapes(load.batch_size, load.accumulation_steps), shapes, **given
+    )
     unknown = () if run.train.steps is not None else ("train.steps",)
     trainer.check_checkpoint(unknown=unknown, loader=functools.partial(_known_loader, data, load))
 
 
 def train(
-    run: RunConfig, prepared: Prepared | None = None, *, progress: ProgressListener = silent, listener: TrainListener = unheard
+    run: RunConfig,
+    prepared: Prepared | None = None,
+    *,
+    progress: ProgressListener = silent,
+    listener: TrainListener = unheard,
 ) -> TrainResult:
-    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one. The ledger of the data lies there too.
+    """Trains to the last step, from the newest checkpoint in `train.output_dir` where there is one.
+    The ledger of the data lies there too.
 
-    prepared: what `prepare(run)` gave; None prepares what is not prepared. Raises what preparing raises, and what `Trainer.run` raises.
+    prepared: what `prepare(run)` gave; None prepares what is not prepared. Raises what preparing
+    raises, and what `Trainer.run` raises.
     """
     inputs = inputs_of(run, prepared, progress=progress)
     resolved = dataclasses.replace(inputs.run, model=with_vocabulary(run.model, inputs.tokens))
@@ -141,14 +171,23 @@ class Inputs:
     turns: Turns | None
 
     def around(self, training: Callable[[], TrainResult], *, writes: bool) -> TrainResult:
-        """What `training` gives; what became of the data is written into the run's folder before it and after it."""
+        """What `training` gives; what became of the data is written into the run's folder before it
+        and after it.
+        """
         folder, data = Path(self.run.train.output_dir).expanduser(), self.run.data
         if writes:
             write_kept(folder / LEDGER, self.prepared.report.ledger.to_json())
         result = training()
         if not data.streaming and len(data.datasets) > 1 and writes:
-            # Counted when all is done: a plan is scanned as it is read, and here it has been read already.
-            drawn = plan_of_run(folder, self.prepared.data.copy().load(host_load(data)), result.steps, prepare=False, by_step=True)
+            # Counted when all is done: a plan is scanned as it is read, and here it has been read
+            # already.
+            drawn = plan_of_run(
+                folder,
+                self.prepared.data.copy().load(host_load(data)),
+                result.steps,
+                prepare=False,
+                by_step=True,
+            )
             write_kept(folder / PLAN, drawn.to_json())
             plot_run(folder, ["mixture"])
         return result
@@ -163,14 +202,21 @@ def inputs_of(
     mesh: Any = None,
     **trainer: Any,
 ) -> Inputs:
-    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what preparing raises, and what `refuse` raises.
+    """Prepares what is not prepared, and makes loaders on the mesh of `run.train`. Raises what
+    preparing raises, and what `refuse` raises.
 
-    model: what is trained on them; None: that of `run`. mesh: None makes that of `run.train`. trainer: its other options.
+    model: what is trained on them; None: that of `run`. mesh: None makes that of `run.train`.
+    trainer: its other options.
     """
     _check_mesh(run)
     initialize(run.train.distributed)
-    run, mesh = _completed(run), make_mesh(run.train.mesh, at="train.mesh") if mesh is None else checked_mesh(mesh)
-    check = functools.partial(refuse, run, run.model if model is None else model, mesh=mesh, **trainer)
+    run, mesh = (
+        _completed(run),
+        make_mesh(run.train.mesh, at="train.mesh") if mesh is None else checked_mesh(mesh),
+    )
+    check = functools.partial(
+        refuse, run, run.model if model is None else model, mesh=mesh, **trainer
+    )
     if prepared is None:
         prepared = prepare_data(run.data, run.eval, progress=progress, check=check)
     info = _check_data(run, prepared.data, prepared.held_out)
@@ -180,16 +226,20 @@ def inputs_of(
     for name, pipeline in prepared.held_out.items():
         own = run.eval[name].load or options
         evals[name] = _loader(pipeline, _held_out(own), mesh)
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, seed=prepared.data.get_context().seed))
+    run = dataclasses.replace(
+        run, data=dataclasses.replace(run.data, seed=prepared.data.get_context().seed)
+    )
     turns = next(filter(None, map(trained_turns, prepared.data.get_data().values())), None)
     return Inputs(run, prepared, mesh, loader, evals, info, turns)
 
 
 def plan_on(run: RunConfig, topology: str) -> StepPlan:
-    """What the training step of `run` would need of devices that are not here, such as "v5p:4x4x4": compiled for them, never run.
+    """What the training step of `run` would need of devices that are not here, such as "v5p:4x4x4":
+    compiled for them, never run.
 
-    Reads no data: of the tokenizer only its vocabulary, where model.vocab_size is left out. Rows are as long as data.pack.seq_length, or as
-    the longest that data.tokenize.max_length lets be. Raises what plan_step raises, and ConfigError where neither is set.
+    Reads no data: of the tokenizer only its vocabulary, where model.vocab_size is left out. Rows
+    are as long as data.pack.seq_length, or as the longest that data.tokenize.max_length lets be.
+    Raises what plan_step raises, and ConfigError where neither is set.
     """
     _check_mesh(run)
     data, load = run.data, run.data.load or LoadStageConfig()
@@ -197,17 +247,30 @@ def plan_on(run: RunConfig, topology: str) -> StepPlan:
     length = data.pack.seq_length if data.pack is not None and data.pack.enabled else longest
     if length is None:
         problem = "neither it nor data.tokenize.max_length says how long rows are"
-        raise ConfigError(at="data.pack", problem=problem, fix="Set pack.seq_length, or tokenize.max_length.")
+        raise ConfigError(
+            at="data.pack", problem=problem, fix="Set pack.seq_length, or tokenize.max_length."
+        )
     model = run.model
     if isinstance(model, ModelConfig) and model.vocab_size is None:
         model = dataclasses.replace(model, vocab_size=_tokenizer(data).vocab_size)
-    return plan_step(model, run.train, topology, batch_size=load.batch_size, seq_length=length, accumulation_steps=load.accumulation_steps)
+    return plan_step(
+        model,
+        run.train,
+        topology,
+        batch_size=load.batch_size,
+        seq_length=length,
+        accumulation_steps=load.accumulation_steps,
+    )
 
 
 def _tokenizer(data: PipelineConfig) -> Tokenizer:
     name = data.default_tokenizer or data.datasets[0].tokenizer
     if name is None:
-        raise ConfigError(at="model.vocab_size", problem="not set, and the data names no tokenizer", fix="Set either.")
+        raise ConfigError(
+            at="model.vocab_size",
+            problem="not set, and the data names no tokenizer",
+            fix="Set either.",
+        )
     return load_tokenizer(name)
 
 
@@ -217,7 +280,11 @@ def tokens_of(pipeline: Pipeline) -> TokenInfo:
         info = token_info(source)
         if info is not None:
             return info
-    raise ConfigError(at="data", problem="nobody knows whose tokens these are", fix="Name a tokenizer, or call tokenize().")
+    raise ConfigError(
+        at="data",
+        problem="nobody knows whose tokens these are",
+        fix="Name a tokenizer, or call tokenize().",
+    )
 
 
 def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]) -> TokenInfo:
@@ -231,7 +298,8 @@ def _check_data(run: RunConfig, data: Pipeline, held_out: Mapping[str, Pipeline]
 
 
 def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
-    """Raises ConfigError for pairs of answers whose tokens would be trained one after the other, and for a preference without pairs.
+    """Raises ConfigError for pairs of answers whose tokens would be trained one after the other,
+    and for a preference without pairs.
 
     Rows that were saved packed do not tell.
     """
@@ -239,10 +307,18 @@ def _check_pairs(run: RunConfig, at: str, pipeline: Pipeline) -> None:
         paired = holds_pairs(source)
         if paired and run.train.preference is None:
             problem = "holds pairs of answers, and without train.preference the rejected ones would be trained like the others"
-            raise ConfigError(at=at, problem=problem, fix="Set train.preference, or leave prompt.rejected_column out.")
+            raise ConfigError(
+                at=at,
+                problem=problem,
+                fix="Set train.preference, or leave prompt.rejected_column out.",
+            )
         if paired is False and run.train.preference is not None:
             problem = "is given, but the rows hold no pairs of answers"
-            raise ConfigError(at="train.preference", problem=f"{problem} ({at})", fix="Name prompt.rejected_column, or leave it out.")
+            raise ConfigError(
+                at="train.preference",
+                problem=f"{problem} ({at})",
+                fix="Name prompt.rejected_column, or leave it out.",
+            )
 
 
 def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader | StreamLoader:
@@ -250,7 +326,9 @@ def _loader(pipeline: Pipeline, options: LoadStageConfig, mesh: Any) -> Loader |
 
 
 def _known_loader(pipeline: Pipeline, options: LoadStageConfig) -> Loader | StreamLoader | None:
-    """The loader of a chain, to ask what data it reads; None where that would have to be prepared first."""
+    """The loader of a chain, to ask what data it reads; None where that would have to be prepared
+    first.
+    """
     return _loader(pipeline, options, None) if pipeline.prepared() else None
 
 
@@ -261,17 +339,37 @@ def _held_out(options: LoadStageConfig) -> LoadStageConfig:
 
 
 def _check_mesh(run: RunConfig) -> None:
-    for at, data in (("data", run.data), *((f"eval.{name}", data) for name, data in run.eval.items())):
+    for at, data in (
+        ("data", run.data),
+        *((f"eval.{name}", data) for name, data in run.eval.items()),
+    ):
         own = data.load.mesh if data.load is not None else None
-        if own is not None and own != run.train.mesh and (isinstance(run.train.mesh, str) or own != run.train.mesh.given):
-            raise ConfigError(at=f"{at}.load.mesh", problem=f"{own}, but training runs on {run.train.mesh}", fix="Leave it out.")
+        if (
+            own is not None
+            and own != run.train.mesh
+            and (isinstance(run.train.mesh, str) or own != run.train.mesh.given)
+        ):
+            raise ConfigError(
+                at=f"{at}.load.mesh",
+                problem=f"{own}, but training runs on {run.train.mesh}",
+                fix="Leave it out.",
+            )
 
 
-def with_vocabulary(model: ModelConfig | PretrainedConfig, info: TokenInfo) -> ModelConfig | PretrainedConfig:
-    """`model` with a vocabulary for these tokens, or at its commit. Raises ConfigError where its own is too small."""
+def with_vocabulary(
+    model: ModelConfig | PretrainedConfig, info: TokenInfo
+) -> ModelConfig | PretrainedConfig:
+    """`model` with a vocabulary for these tokens, or at its commit. Raises ConfigError where its
+    own is too small.
+    """
     if isinstance(model, PretrainedConfig):
         found = find_pretrained(model)
-        check_vocabulary("model.pretrained", found.config, info, "Leave data.default_tokenizer out, and its own is taken.")
+        check_vocabulary(
+            "model.pretrained",
+            found.config,
+            info,
+            "Leave data.default_tokenizer out, and its own is taken.",
+        )
         return found.named
     if model.vocab_size is None:
         return dataclasses.replace(model, vocab_size=info.vocab_size)
@@ -282,8 +380,14 @@ def with_vocabulary(model: ModelConfig | PretrainedConfig, info: TokenInfo) -> M
 def check_vocabulary(at: str, model: ModelConfig, info: TokenInfo, fix: str) -> None:
     """Raises ConfigError for more tokens than the model has; it may have more (many are padded)."""
     if model.vocabulary < info.vocab_size:
-        problem = f"{model.vocabulary}, but the tokenizer {info.tokenizer!r} has {info.vocab_size} tokens"
-        raise ConfigError(at=at, problem=problem if at.endswith("size") else f"has a vocabulary of {problem}", fix=fix)
+        problem = (
+            f"{model.vocabulary}, but the tokenizer {info.tokenizer!r} has {info.vocab_size} tokens"
+        )
+        raise ConfigError(
+            at=at,
+            problem=problem if at.endswith("size") else f"has a vocabulary of {problem}",
+            fix=fix,
+        )
 
 
 def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
@@ -296,15 +400,19 @@ def _same_tokens(at: str, train: TokenInfo, held_out: TokenInfo) -> None:
 
 
 def _completed(run: RunConfig) -> RunConfig:
-    """A run without a data seed takes the one that its folder records, so that it goes on with the batches it began with; one whose data
-    names no tokenizer takes that of its published model."""
+    """A run without a data seed takes the one that its folder records, so that it goes on with the
+    batches it began with; one whose data names no tokenizer takes that of its published model."""
     if isinstance(run.model, PretrainedConfig):
         run = dataclasses.replace(run, data=with_tokenizer_of(run.data, run.model))
     if run.data.seed is not None:
         return run
     seed = recorded_seed(run.train.output_dir)
     if seed is not None:
-        log.info("data.seed: none was given, going on with %d of the run in %s", seed, run.train.output_dir)
+        log.info(
+            "data.seed: none was given, going on with %d of the run in %s",
+            seed,
+            run.train.output_dir,
+        )
     elif (seed := shared_seed()) is None:  # one process draws its own, several the same
         return run
     return dataclasses.replace(run, data=dataclasses.replace(run.data, seed=seed))

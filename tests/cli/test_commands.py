@@ -42,7 +42,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--help"]) == 0
 
 
-def test_prepare_a_pipeline_config(pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_a_pipeline_config(
+    pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["prepare", str(pipeline_yaml)]) == 0
     text = capsys.readouterr().out
     assert "Ledger: where every row and token went" in text
@@ -54,14 +56,43 @@ def test_prepare_a_pipeline_config(pipeline_yaml: Path, tmp_path: Path, capsys: 
     assert "up to date" in capsys.readouterr().out
 
 
-def test_streaming_has_nothing_to_prepare_and_says_so(pipeline_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", str(pipeline_yaml), "--set", "streaming=true", "--set", "save.enabled=false"]) == 0
-    assert capsys.readouterr().out.strip() == "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens"
+def test_streaming_has_nothing_to_prepare_and_says_so(
+    pipeline_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "prepare",
+                str(pipeline_yaml),
+                "--set",
+                "streaming=true",
+                "--set",
+                "save.enabled=false",
+            ]
+        )
+        == 0
+    )
+    assert (
+        capsys.readouterr().out.strip()
+        == "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens"
+    )
 
 
 def test_set_changes_a_value(pipeline_yaml: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    assert main(["prepare", str(pipeline_yaml), "--set", "pack.seq_length=32", "--set", f"save.output_dir={other}"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                str(pipeline_yaml),
+                "--set",
+                "pack.seq_length=32",
+                "--set",
+                f"save.output_dir={other}",
+            ]
+        )
+        == 0
+    )
     assert json.loads((other / MANIFEST).read_text())["tokens"]["seq_length"] == 32
 
 
@@ -69,10 +100,21 @@ def test_prepare_a_run_config_needs_no_jax(pipeline_yaml: Path, tmp_path: Path) 
     run = tmp_path / "run.yaml"
     held_out = {"datasets": [{"data_files": str(tmp_path / "data" / "docs" / "a.jsonl")}]}
     run.write_text(
-        yaml.safe_dump({"data": yaml.safe_load(pipeline_yaml.read_text()), "train": {"output_dir": "run"}, "eval": {"docs": held_out}})
+        yaml.safe_dump(
+            {
+                "data": yaml.safe_load(pipeline_yaml.read_text()),
+                "train": {"output_dir": "run"},
+                "eval": {"docs": held_out},
+            }
+        )
     )
     script = "import sys; from easypipe.cli import main; code = main(sys.argv[1:]); assert 'jax' not in sys.modules; sys.exit(code)"
-    done = subprocess.run([sys.executable, "-c", script, "prepare", str(run)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, "prepare", str(run)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "eval.docs" in done.stdout
 
@@ -81,7 +123,10 @@ def test_prepare_a_run_config_needs_no_jax(pipeline_yaml: Path, tmp_path: Path) 
     ("arguments", "message"),
     [
         (["--set", "pack.seq_lenght=32"], "easypipe: pack.seq_lenght: unknown key"),
-        (["--set", "pack.seq_length=0"], "easypipe: pack.seq_length: 0 is no row length. Give 1 to 16777216 tokens."),
+        (
+            ["--set", "pack.seq_length=0"],
+            "easypipe: pack.seq_length: 0 is no row length. Give 1 to 16777216 tokens.",
+        ),
         (["--set", "datasets.0.data_files=nowhere.jsonl"], "no such file or folder"),
         (["--set", "mix.weights={cod: 1, docs: 1}"], "Did you mean 'code'?"),
         (["--set", "nonsense"], "easypipe: nonsense: not of the form key.path=value"),
@@ -98,7 +143,9 @@ def test_errors_are_one_line_and_exit_with_2(
     assert sum(line.startswith("easypipe: ") for line in text.splitlines()) == 1
 
 
-def test_a_missing_config_and_a_wrong_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_config_and_a_wrong_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["prepare", str(tmp_path / "nowhere.yaml")]) == 2
     assert "no such file. Give the path of a YAML file." in capsys.readouterr().err
     assert main(["prepar"]) == 2
@@ -124,10 +171,15 @@ def test_failures_that_are_not_the_users_exit_with_1(
     assert main(["prepare", str(pipeline_yaml)]) == 1
     monkeypatch.setattr("easypipe.cli.prepare.prepare_data", lambda *_, **__: 1 / 0)
     assert main(["prepare", str(pipeline_yaml)]) == 1
-    assert "ZeroDivisionError: division by zero. This is not what should happen; run again with --debug" in capsys.readouterr().err
+    assert (
+        "ZeroDivisionError: division by zero. This is not what should happen; run again with --debug"
+        in capsys.readouterr().err
+    )
 
 
-def test_ctrl_c_leaves_what_is_committed(pipeline_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_leaves_what_is_committed(
+    pipeline_yaml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -136,7 +188,9 @@ def test_ctrl_c_leaves_what_is_committed(pipeline_yaml: Path, monkeypatch: pytes
     assert "stopped; run the same command again to go on" in capsys.readouterr().err
 
 
-def test_ctrl_c_before_a_command_began_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_before_a_command_began_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Loading the commands takes a second where the machine is cold."""
 
     class Loading:
@@ -148,14 +202,27 @@ def test_ctrl_c_before_a_command_began_is_no_traceback(monkeypatch: pytest.Monke
     assert capsys.readouterr().err == "easypipe: stopped; run the same command again to go on\n"
 
 
-def test_train_and_its_refusals(pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
-    data = yaml.safe_load(pipeline_yaml.read_text()) | {"load": {"batch_size": 4, "num_epochs": None}, "seed": None}
+def test_train_and_its_refusals(
+    pipeline_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+    }
+    data = yaml.safe_load(pipeline_yaml.read_text()) | {
+        "load": {"batch_size": 4, "num_epochs": None},
+        "seed": None,
+    }
     values = {
         "data": data,
         "model": model,
         "train": {"output_dir": str(tmp_path / "run"), "steps": 4, "checkpoint": {"every": 2}},
-        "eval": {"docs": {"datasets": [{"data_files": str(tmp_path / "data" / "docs" / "a.jsonl")}]}},
+        "eval": {
+            "docs": {"datasets": [{"data_files": str(tmp_path / "data" / "docs" / "a.jsonl")}]}
+        },
     }
     del data["save"]
     path = tmp_path / "run.yaml"
@@ -164,19 +231,28 @@ def test_train_and_its_refusals(pipeline_yaml: Path, tmp_path: Path, capsys: pyt
     text = capsys.readouterr().out
     assert "trained 4 steps: loss" in text
     assert "»" in text
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "docs" in lines[-1]["eval"]
     for plot in ("loss", "mixture"):
         assert (tmp_path / "run" / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
     drawn = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert (drawn["steps"], {dataset["name"] for dataset in drawn["datasets"]}) == (4, {"code", "docs"})
+    assert (drawn["steps"], {dataset["name"] for dataset in drawn["datasets"]}) == (
+        4,
+        {"code", "docs"},
+    )
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["data"]["seed"] is not None
-    assert main(["train", str(path), "--samples", "0"]) == 0  # finished: nothing is trained again, the drawn seed is remembered
+    # finished: nothing is trained again, the drawn seed is remembered
+    assert main(["train", str(path), "--samples", "0"]) == 0
     assert "goes on from step 4" in capsys.readouterr().out
     for change, message in (
         ("model.vocab_size=100", "model.vocab_size: 100, but the tokenizer"),
-        ("data.load.mesh={data: 4}", "data.load.mesh: {'data': 4}, but training runs on dp. Leave it out."),
+        (
+            "data.load.mesh={data: 4}",
+            "data.load.mesh: {'data': 4}, but training runs on dp. Leave it out.",
+        ),
         (f"eval.docs.default_tokenizer={tokenizer(300)}", "is not the one of the training data"),
         ("data.load.batch_size=3", "belongs to another run"),
         ("data.pack.seq_length=32", "plan"),
@@ -190,7 +266,13 @@ def test_the_installed_command(tmp_path: Path) -> None:
     if not command.exists():
         pytest.skip("easypipe is not installed as a command here")
     done = subprocess.run(
-        [command, "prepare", "nowhere.yaml"], capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "200"}
+        [command, "prepare", "nowhere.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"COLUMNS": "200"},
     )
     assert done.returncode == 2
-    assert done.stderr.strip() == "easypipe: nowhere.yaml: no such file. Give the path of a YAML file."
+    assert (
+        done.stderr.strip() == "easypipe: nowhere.yaml: no such file. Give the path of a YAML file."
+    )

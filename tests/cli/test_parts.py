@@ -11,8 +11,15 @@ from token_support import small_tokenizer_folder, texts
 
 
 def easypipe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from easypipe.cli import main; sys.exit(main(sys.argv[1:]))", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from easypipe.cli import main; sys.exit(main(sys.argv[1:]))",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 def write_project(folder: Path) -> Path:
@@ -20,7 +27,9 @@ def write_project(folder: Path) -> Path:
     for number in range(5):
         rows = [json.dumps({"text": text}) + "\n" for text in texts(20, seed=number)]
         (folder / f"part-{number}.jsonl").write_text("".join(rows))
-    (folder / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(9, seed=77)))
+    (folder / "held.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(9, seed=77))
+    )
     config = {
         "data": {
             "datasets": [{"name": "d", "data_files": "part-*.jsonl"}],
@@ -41,10 +50,14 @@ def test_f15_parts_on_several_machines_make_what_one_machine_makes(tmp_path: Pat
     assert easypipe("prepare", "run.yaml", cwd=alone).returncode == 0
     first = easypipe("prepare", "run.yaml", "--shard", "0/2", cwd=array)
     assert first.returncode == 0, first.stderr
-    assert "part 0 of 2: 69 rows tokenized" in first.stdout  # three of five files, and the held-out one
+    # three of five files, and the held-out one
+    assert "part 0 of 2: 69 rows tokenized" in first.stdout
     early = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
     assert early.returncode == 2
-    assert "--finalize: 2 of 5 ranges of dataset 'd' are not tokenized. Run the parts that are missing" in early.stderr
+    assert (
+        "--finalize: 2 of 5 ranges of dataset 'd' are not tokenized. Run the parts that are missing"
+        in early.stderr
+    )
     assert not (array / "out").exists()
     assert easypipe("prepare", "run.yaml", "--shard", "1/2", cwd=array).returncode == 0
     last = easypipe("prepare", "run.yaml", "--finalize", cwd=array)
@@ -52,7 +65,10 @@ def test_f15_parts_on_several_machines_make_what_one_machine_makes(tmp_path: Pat
     said = next(line for line in last.stdout.splitlines() if line.startswith("tokenize d:"))
     assert "5 ranges found finished" in said, "seconds in which nothing was tokenized make no rate"
     assert "MB/s" not in said
-    made = {folder: {f.name: f.read_bytes() for f in (folder / "out").rglob("*") if f.is_file()} for folder in (alone, array)}
+    made = {
+        folder: {f.name: f.read_bytes() for f in (folder / "out").rglob("*") if f.is_file()}
+        for folder in (alone, array)
+    }
     assert made[alone] == made[array]
 
 

@@ -1,4 +1,6 @@
-"""The quickstart: killed with -9 in the middle of everything it does, it ends where an uninterrupted run ends, bit for bit."""
+"""The quickstart: killed with -9 in the middle of everything it does, it ends where an
+uninterrupted run ends, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,11 @@ SMALL = [
 ]
 
 
-# A third of the standard library. The whole one is in .ci/run, and what tests/test_docs.py has its examples read.
-PACKAGES = "asyncio collections email html http importlib json logging multiprocessing unittest urllib xml"
+# A third of the standard library. The whole one is in .ci/run, and what tests/test_docs.py has its
+# examples read.
+PACKAGES = (
+    "asyncio collections email html http importlib json logging multiprocessing unittest urllib xml"
+)
 
 PROGRAM = """
 import os, sys, sysconfig
@@ -58,10 +63,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A Python with a small standard library, here and in the processes that are started."""
     paths, small = sysconfig.get_paths, tmp_path_factory.mktemp("python") / "lib"
     for name in PACKAGES.split():
-        shutil.copytree(Path(paths()["stdlib"], name), small / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            Path(paths()["stdlib"], name),
+            small / name,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SMALL_LIBRARY", str(small))
-        patch.setattr(sysconfig, "get_paths", lambda *scheme: paths(*scheme) | {"stdlib": str(small)})
+        patch.setattr(
+            sysconfig, "get_paths", lambda *scheme: paths(*scheme) | {"stdlib": str(small)}
+        )
         yield
 
 
@@ -71,19 +82,40 @@ def command(*arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def keeps(library: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of runs that take compiled programs from each other, though not from `whole`: it compiles its own."""
-    programs = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    """The environment of runs that take compiled programs from each other, though not from `whole`:
+    it compiles its own.
+    """
+    programs = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return {**os.environ, **programs}
 
 
 def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command(*arguments), cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        command(*arguments),
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
-def kill_when(reached: Callable[[], bool], *arguments: str, cwd: Path, env: dict[str, str] | None = None, how: int = signal.SIGKILL) -> int:
-    process = subprocess.Popen(command(*arguments), cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def kill_when(
+    reached: Callable[[], bool],
+    *arguments: str,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    how: int = signal.SIGKILL,
+) -> int:
+    process = subprocess.Popen(
+        command(*arguments), cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 300
     while not reached():
         assert process.poll() is None, f"ended with {process.returncode} before it could be killed"
@@ -95,13 +127,22 @@ def kill_when(reached: Callable[[], bool], *arguments: str, cwd: Path, env: dict
 
 def curve(folder: Path) -> list[tuple]:
     """What has to be equal, bit for bit."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     same = ("step", "loss", "nll", "grad_norm", "learning_rate", "num_tokens", "num_targets")
-    return [(*(line[key] for key in same), json.dumps(line.get("eval"), sort_keys=True)) for line in lines]
+    return [
+        (*(line[key] for key in same), json.dumps(line.get("eval"), sort_keys=True))
+        for line in lines
+    ]
 
 
 def saved(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((folder / "packed").rglob("*")) if path.is_file()}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted((folder / "packed").rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +154,15 @@ def whole(library: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 def test_it_does_what_it_says(whole: tuple[Path, str]) -> None:
     folder, text = whole
-    for part in ("Ledger", "MB/s", "of their slots filled", "trained 8 steps", "metrics.jsonl", "loss.png", str(folder)):
+    for part in (
+        "Ledger",
+        "MB/s",
+        "of their slots filled",
+        "trained 8 steps",
+        "metrics.jsonl",
+        "loss.png",
+        str(folder),
+    ):
         assert part in text
     assert text.count("»") == 3
     assert len(list((folder / "data" / "code").glob("*.jsonl"))) > 1
@@ -129,7 +178,9 @@ def test_it_does_what_it_says(whole: tuple[Path, str]) -> None:
     assert all(sum(entry["in"].values()) == sum(entry["out"].values()) for entry in entries)
 
 
-def test_killed_in_the_middle_of_everything(whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_everything(
+    whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path
+) -> None:
     folder = tmp_path / "project"
     arguments = ("quickstart", "--output-dir", "project", *SMALL)
     moments = [
@@ -137,7 +188,10 @@ def test_killed_in_the_middle_of_everything(whole: tuple[Path, str], keeps: dict
         lambda: (folder / MARKER).exists(),
         lambda: (folder / "tokenizer" / "tokenizer.json").exists(),
         lambda: any((folder / "cache").glob("ranges/*/*.json")),
-        lambda: any((folder / "packed").glob("_shards/*.json")) or (folder / "packed" / MANIFEST).exists(),
+        lambda: (
+            any((folder / "packed").glob("_shards/*.json"))
+            or (folder / "packed" / MANIFEST).exists()
+        ),
         lambda: (folder / "run" / "checkpoints" / "2").exists(),
         lambda: (folder / "run" / "checkpoints" / "6").exists(),
     ]
@@ -150,19 +204,28 @@ def test_killed_in_the_middle_of_everything(whole: tuple[Path, str], keeps: dict
     assert saved(folder) == saved(whole[0])
 
 
-def test_ctrl_c_saves_and_goes_on(whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_goes_on(
+    whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path
+) -> None:
     folder = tmp_path / "project"
     shutil.copytree(whole[0], folder, ignore=shutil.ignore_patterns("run"))
     arguments = ("quickstart", "--output-dir", "project", *SMALL)
     metrics = folder / "run" / "metrics.jsonl"
     # It compiles what it evaluates with after step 4, and so is not over before the signal comes.
-    code = kill_when(lambda: metrics.exists() and metrics.stat().st_size > 0, *arguments, cwd=tmp_path, how=signal.SIGINT)
+    code = kill_when(
+        lambda: metrics.exists() and metrics.stat().st_size > 0,
+        *arguments,
+        cwd=tmp_path,
+        how=signal.SIGINT,
+    )
     assert code == 130
     run(*arguments, cwd=tmp_path, env=keeps)
     assert curve(folder) == curve(whole[0])
 
 
-def test_prepare_and_train_do_the_same(whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path) -> None:
+def test_prepare_and_train_do_the_same(
+    whole: tuple[Path, str], keeps: dict[str, str], tmp_path: Path
+) -> None:
     folder = tmp_path / "elsewhere"
     shutil.copytree(whole[0], folder, ignore=shutil.ignore_patterns("run", "packed", "cache"))
     run("prepare", "quickstart.yaml", "--set=data.pack.seq_length=128", cwd=folder)
@@ -175,15 +238,23 @@ def test_prepare_and_train_do_the_same(whole: tuple[Path, str], keeps: dict[str,
 # the project folder
 
 
-def test_the_project_is_the_same_every_time_and_held_out_modules_are_apart(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_project_is_the_same_every_time_and_held_out_modules_are_apart(
+    whole: tuple[Path, str], tmp_path: Path
+) -> None:
     assert write_project(tmp_path / "again")
-    files = [path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(tmp_path / "again")
+        for path in (tmp_path / "again").rglob("*")
+        if path.is_file()
+    ]
     for name in files:
         assert (tmp_path / "again" / name).read_bytes() == (whole[0] / name).read_bytes(), name
     modules = list(standard_library())
     train, held = ({m.name for m in modules if m.held_out is out} for out in (False, True))
     assert len(train) > 10 * len(held) > 0
-    assert len(list(training_texts(tmp_path / "again"))) == len(train) + sum(bool(m.docs) for m in modules if not m.held_out)
+    assert len(list(training_texts(tmp_path / "again"))) == len(train) + sum(
+        bool(m.docs) for m in modules if not m.held_out
+    )
 
 
 def test_edits_stay(tmp_path: Path) -> None:
@@ -213,6 +284,8 @@ def test_a_killed_writer_is_finished_and_leaves_files_that_stood_alone(tmp_path:
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is not empty: thesis.txt. Choose another folder with --output-dir."):
+    with pytest.raises(
+        ConfigError, match=r"is not empty: thesis.txt. Choose another folder with --output-dir."
+    ):
         write_project(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -1,4 +1,6 @@
-"""Files that carry a checksum of themselves: what was written comes back, and whatever else stands there is damage."""
+"""Files that carry a checksum of themselves: what was written comes back, and whatever else stands
+there is damage.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe.core.checked import KEY, checked_json, commit_checked, parse_checked, read_checked, recall_checked
+from easypipe.core.checked import (
+    KEY,
+    checked_json,
+    commit_checked,
+    parse_checked,
+    read_checked,
+    recall_checked,
+)
 from easypipe.core.errors import DamagedFileError, MissingFileError
 
 VALUE = {"states": [{"epoch": 3, "checksum": "0" * 32}], "plan": 'a"b\n', KEY[:4]: None}
-SHAPES = [b"", b"{", b"[1]", b"null", b'"x"', b"3", b"\xff\xfe", b"{}", json.dumps({**VALUE, KEY: "0" * 32}).encode()]
+SHAPES = [
+    b"",
+    b"{",
+    b"[1]",
+    b"null",
+    b'"x"',
+    b"3",
+    b"\xff\xfe",
+    b"{}",
+    json.dumps({**VALUE, KEY: "0" * 32}).encode(),
+]
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -24,8 +43,12 @@ json_values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text().filter(lambda key: key != KEY), json_values, max_size=4), st.data())
-def test_what_was_written_comes_back_and_no_changed_byte_does(value: dict[str, Any], data: st.DataObject) -> None:
+@given(
+    st.dictionaries(st.text().filter(lambda key: key != KEY), json_values, max_size=4), st.data()
+)
+def test_what_was_written_comes_back_and_no_changed_byte_does(
+    value: dict[str, Any], data: st.DataObject
+) -> None:
     written = checked_json(value)
     assert parse_checked(written, "a.json") == value
     at, bit = data.draw(st.integers(0, len(written) - 1)), data.draw(st.integers(0, 7))
@@ -38,7 +61,9 @@ def test_what_was_written_comes_back_and_no_changed_byte_does(value: dict[str, A
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_damage_of_any_shape(tmp_path: Path, shape: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_of_any_shape(
+    tmp_path: Path, shape: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(shape)
     with pytest.raises(DamagedFileError, match=r"damaged: .*Delete the file and run again"):

@@ -5,7 +5,15 @@ from typing import Any, Literal
 
 import pytest
 
-from easypipe.core.config import apply_overrides, config, digest, from_dict, load_yaml, parse_yaml, to_dict
+from easypipe.core.config import (
+    apply_overrides,
+    config,
+    digest,
+    from_dict,
+    load_yaml,
+    parse_yaml,
+    to_dict,
+)
 from easypipe.core.errors import ConfigError
 
 
@@ -16,7 +24,11 @@ class Inner:
 
     def check(self) -> None:
         if self.seq_length < 1:
-            raise ConfigError(at="seq_length", problem=f"{self.seq_length} is no row length", fix="Give at least 1.")
+            raise ConfigError(
+                at="seq_length",
+                problem=f"{self.seq_length} is no row length",
+                fix="Give at least 1.",
+            )
 
 
 @config
@@ -40,30 +52,51 @@ class Outer:
 GOOD: dict[str, Any] = {"inner": {"seq_length": 8}}
 
 REFUSED = [
-    ({"inner": {"seq_lenght": 8}}, "inner.seq_lenght: unknown key (have: seq_length, strategy). Did you mean 'seq_length'?"),
-    ({**GOOD, "seq_length": 8}, "seq_length: unknown key (have: KEYS). Did you mean 'inner.seq_length' or 'either.seq_length'?"),
+    (
+        {"inner": {"seq_lenght": 8}},
+        "inner.seq_lenght: unknown key (have: seq_length, strategy). Did you mean 'seq_length'?",
+    ),
+    (
+        {**GOOD, "seq_length": 8},
+        "seq_length: unknown key (have: KEYS). Did you mean 'inner.seq_length' or 'either.seq_length'?",
+    ),
     ({"inner": {"seq_length": "8"}}, "inner.seq_length: wants a whole number, got '8' (str)"),
     ({"inner": {"seq_length": True}}, "inner.seq_length: wants a whole number, got True (bool)"),
     ({"inner": {"seq_length": 0}}, "inner.seq_length: 0 is no row length. Give at least 1."),
-    ({**GOOD, "many": [GOOD["inner"], {"seq_length": 0}]}, "many[1].seq_length: 0 is no row length. Give at least 1."),
+    (
+        {**GOOD, "many": [GOOD["inner"], {"seq_length": 0}]},
+        "many[1].seq_length: 0 is no row length. Give at least 1.",
+    ),
     (
         {**GOOD, "many": [{"seq_length": 1, "strategy": "gredy"}]},
         "many[0].strategy: 'gredy' is not an option (have: greedy, pool). Did you mean 'greedy'?",
     ),
     ({**GOOD, "weights": {"code": "much"}}, "weights.code: wants a number, got 'much' (str)"),
-    ({**GOOD, "either": {"seq_length": 0}}, "either.seq_length: 0 is no row length. Give at least 1."),
+    (
+        {**GOOD, "either": {"seq_length": 0}},
+        "either.seq_length: 0 is no row length. Give at least 1.",
+    ),
     (
         {**GOOD, "either": 3},
         "either: wants a mapping of options or a text, got 3 (int) (have: seq_length, strategy). "
         "Give at least seq_length; null leaves it out.",
     ),
-    ({**GOOD, "inner": True}, "inner: wants a mapping of options, got True (bool) (have: seq_length, strategy). Give at least seq_length."),
+    (
+        {**GOOD, "inner": True},
+        "inner: wants a mapping of options, got True (bool) (have: seq_length, strategy). Give at least seq_length.",
+    ),
     (
         {**GOOD, "section": True},
         "section: wants a mapping of options, got True (bool) (have: steps). {} takes all defaults; null leaves it out.",
     ),
-    ({**GOOD, "section": {"steps": 1e3}}, "section.steps: wants a whole number, got 1000.0 (float). Write 1000."),
-    ({**GOOD, "section": {"steps": "None"}}, "section.steps: wants a whole number, got 'None' (str). Write null for none."),
+    (
+        {**GOOD, "section": {"steps": 1e3}},
+        "section.steps: wants a whole number, got 1000.0 (float). Write 1000.",
+    ),
+    (
+        {**GOOD, "section": {"steps": "None"}},
+        "section.steps: wants a whole number, got 'None' (str). Write null for none.",
+    ),
     ({**GOOD, "flag": "maybe"}, "flag: wants true or false, got 'maybe' (str)"),
     ({**GOOD, "many": "a"}, "many: wants a list, got 'a' (str). Write [a]."),
     ({**GOOD, "files": ["a", 3]}, "files[1]: wants a text, got 3 (int)"),
@@ -71,11 +104,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("values", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_refusals_name_the_key_path_and_the_fix(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         from_dict(Outer, values)
-    message = message.replace("KEYS", "inner, many, weights, either, files, anything, section, flag, token")
+    message = message.replace(
+        "KEYS", "inner, many, weights, either, files, anything, section, flag, token"
+    )
     assert str(refusal.value) == message
     with pytest.raises(ConfigError) as refusal:
         from_dict(Outer, values, at="data")
@@ -105,7 +142,9 @@ def test_round_trip_leaves_secrets_out() -> None:
 
 
 def test_digest_depends_on_values_only() -> None:
-    assert digest(Outer(inner=Inner(seq_length=2))) == digest(Outer(inner=Inner(seq_length=2, strategy="greedy")))
+    assert digest(Outer(inner=Inner(seq_length=2))) == digest(
+        Outer(inner=Inner(seq_length=2, strategy="greedy"))
+    )
     assert digest(Outer(inner=Inner(seq_length=2))) != digest(Outer(inner=Inner(seq_length=3)))
     assert digest(1) != digest("1")
 
@@ -116,7 +155,10 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
     assert load_yaml(path) == {"lr": 1e-4, "name": "1e", "n": 3}
     with pytest.raises(ConfigError, match="key 'a' stands twice"):
         parse_yaml("a: 1\na: 2\n", at="x.yaml")
-    assert parse_yaml("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\n", at="x.yaml")["d"] == {"b": 1, "c": 3}
+    assert parse_yaml("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\n", at="x.yaml")["d"] == {
+        "b": 1,
+        "c": 3,
+    }
     with pytest.raises(ConfigError, match="not valid YAML"):
         parse_yaml("a: !!python/object/apply:os.system [ls]\n", at="x.yaml")
     with pytest.raises(ConfigError, match="no such file"):
@@ -128,8 +170,13 @@ def test_yaml_numbers_and_duplicates(tmp_path: Any) -> None:
 
 def test_overrides() -> None:
     values = {"data": {"datasets": [{"name": "a"}]}, "train": None}
-    changed = apply_overrides(values, ["train.optimizer.learning_rate=1e-4", "data.datasets.0.name=b", "data.flag=true"])
-    assert changed == {"data": {"datasets": [{"name": "b"}], "flag": True}, "train": {"optimizer": {"learning_rate": 1e-4}}}
+    changed = apply_overrides(
+        values, ["train.optimizer.learning_rate=1e-4", "data.datasets.0.name=b", "data.flag=true"]
+    )
+    assert changed == {
+        "data": {"datasets": [{"name": "b"}], "flag": True},
+        "train": {"optimizer": {"learning_rate": 1e-4}},
+    }
     assert values["train"] is None
     with pytest.raises(ConfigError, match=r"data\.datasets\.1: no item '1' \(have: 0\)"):
         apply_overrides(values, ["data.datasets.1.name=b"])

@@ -15,7 +15,11 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
         assert issubclass(cls, errors.EasypipeError)
         error = cls(at="file.txt, row 3", problem="bad", have=["a", "b"], fix="Do this.")
         assert str(error) == "file.txt, row 3: bad (have: a, b). Do this."
-    defined = {n for n, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.EasypipeError)}
+    defined = {
+        n
+        for n, c in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(c, errors.EasypipeError)
+    }
     assert defined - {"EasypipeError"} == {name for name, _ in drawn}
 
 
@@ -30,5 +34,9 @@ def test_names_of_several_words_are_near_by_their_words() -> None:
     prompt = ["format_type", "template", "label_column", "template_date"]
     assert errors.did_you_mean("chat_template", prompt) == "Did you mean 'template'?"
     assert errors.did_you_mean("label", prompt) == "Did you mean 'label_column'?"
-    assert errors.did_you_mean("template", ["template_date", "chat_template"]) == "Did you mean 'chat_template'?"  # the last word counts
+    # the last word counts
+    assert (
+        errors.did_you_mean("template", ["template_date", "chat_template"])
+        == "Did you mean 'chat_template'?"
+    )
     assert errors.did_you_mean("lr", ["lora", "learning_rate"]) == "Did you mean 'learning_rate'?"

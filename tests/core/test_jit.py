@@ -28,16 +28,32 @@ WITH_KERNELS = ("plan", "sources")
 
 def run(package: Path, cache: str) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
-    environment |= {"PYTHONPATH": str(package.parent), "XDG_CACHE_HOME": cache, "HOME": cache, "PYTHONDONTWRITEBYTECODE": "1"}
-    found = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    environment |= {
+        "PYTHONPATH": str(package.parent),
+        "XDG_CACHE_HOME": cache,
+        "HOME": cache,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert found.returncode == 0, found.stderr
     return found.stdout
 
 
 def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
-    """`__pycache__` is a file and the home is no folder: what a read-only image looks like, also to root."""
+    """`__pycache__` is a file and the home is no folder: what a read-only image looks like, also to
+    root.
+    """
     package = tmp_path / "easypipe"
-    shutil.copytree(Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for part in WITH_KERNELS:
         (package / part / "__pycache__").write_text("")
     output = run(package, "/dev/null/nothing")
@@ -47,7 +63,9 @@ def test_kernels_run_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 def test_kernels_are_kept_in_the_users_cache_where_the_package_is_read_only(tmp_path: Path) -> None:
     package, home = tmp_path / "easypipe", tmp_path / "home"
-    shutil.copytree(Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(easypipe.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for part in WITH_KERNELS:
         (package / part / "__pycache__").write_text("")
     assert "no disk cache" not in run(package, str(home))
@@ -57,7 +75,9 @@ def test_kernels_are_kept_in_the_users_cache_where_the_package_is_read_only(tmp_
 def test_numba_is_loaded_by_the_first_kernel_alone() -> None:
     first = "from easypipe import Pipeline, tokenize_and_save\nprint('numba' in sys.modules)\n"
     program = PROGRAM.replace("import numpy", f"{first}import numpy")
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert found.stdout.split() == ["False", "1"]
 
 

@@ -8,7 +8,9 @@ from easypipe.core.ledger import Ledger
 
 def test_a_closed_balance_passes_and_a_leak_raises() -> None:
     ledger = Ledger()
-    ledger.add("tokenize", "code", "rows", into={"read": 10}, out={"written": 9, "null": 1, "empty": 0})
+    ledger.add(
+        "tokenize", "code", "rows", into={"read": 10}, out={"written": 9, "null": 1, "empty": 0}
+    )
     ledger.check()
     assert ledger.find("tokenize", "code", "rows").out == {"written": 9, "null": 1}
     assert list(ledger.rows()) == [("tokenize", "code", "rows", 10, "written 9, null 1")]
@@ -30,6 +32,14 @@ def test_json() -> None:
     ledger = Ledger(facts={"seconds": 1.5})
     ledger.add("tokenize", "a", "rows", into={"read": 0}, out={"written": 0})
     assert ledger.to_json() == {
-        "entries": [{"stage": "tokenize", "dataset": "a", "unit": "rows", "in": {"read": 0}, "out": {"written": 0}}],
+        "entries": [
+            {
+                "stage": "tokenize",
+                "dataset": "a",
+                "unit": "rows",
+                "in": {"read": 0},
+                "out": {"written": 0},
+            }
+        ],
         "facts": {"seconds": 1.5},
     }

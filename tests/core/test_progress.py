@@ -12,8 +12,12 @@ from easypipe.core.progress import Pace, ProgressLine, clock
 from easypipe.core.protocols import ProgressEvent
 
 
-def event(done: int, num_bytes: int = 0, total: int | None = 1000, dataset: str = "x") -> ProgressEvent:
-    return ProgressEvent(stage="save", dataset=dataset, done=done, total=total, unit="rows", num_bytes=num_bytes)
+def event(
+    done: int, num_bytes: int = 0, total: int | None = 1000, dataset: str = "x"
+) -> ProgressEvent:
+    return ProgressEvent(
+        stage="save", dataset=dataset, done=done, total=total, unit="rows", num_bytes=num_bytes
+    )
 
 
 def test_rate_and_time_to_go() -> None:
@@ -55,7 +59,9 @@ def test_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ticks = iter([0.0, 5.0, 11.0, 12.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(ticks))
     listen = ProgressLine(io.StringIO())

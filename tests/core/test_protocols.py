@@ -18,19 +18,27 @@ from easypipe.sources.open import open_files
 
 def test_shards_by_name(tmp_path: Path) -> None:
     for name, rows in (("a", 3000), ("b", 3)):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{i}\n" + ("\n" if i == 1 else "") for i in range(rows)))
+        (tmp_path / f"{name}.txt").write_text(
+            "".join(f"{name}{i}\n" + ("\n" if i == 1 else "") for i in range(rows))
+        )
     source = open_files(tmp_path)
     names = source.shard_names
     assert names == (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
     assert list(source.open_shard(names[1])) == [{"text": "b0"}, {"text": "b1"}, {"text": "b2"}]
     assert [row["text"] for row in source.open_shard(names[0])] == [f"a{i}" for i in range(3000)]
-    assert [row["text"] for row in source.open_shard_at_row(names[0], 2999)] == ["a2998", "a2999"]  # a blank line is a physical row
+    # a blank line is a physical row
+    assert [row["text"] for row in source.open_shard_at_row(names[0], 2999)] == ["a2998", "a2999"]
     assert list(source.open_shard_at_row(names[1], 4)) == []
     with pytest.raises(SourceError, match=r"no shard has this name .*Did you mean"):
         source.open_shard(str(tmp_path / "c.txt"))
-    with pytest.raises(SourceError, match=re.escape("b.txt: row 5 was asked for. It has rows 0:4.")):
+    with pytest.raises(
+        SourceError, match=re.escape("b.txt: row 5 was asked for. It has rows 0:4.")
+    ):
         source.open_shard_at_row(names[1], 5)
-    assert [row["n"] for row in LimitedSource(InMemoryShardedSource({"n": range(10)}), 3).open_shard("memory")] == [0, 1, 2]
+    assert [
+        row["n"]
+        for row in LimitedSource(InMemoryShardedSource({"n": range(10)}), 3).open_shard("memory")
+    ] == [0, 1, 2]
 
 
 def test_a_source_of_ones_own() -> None:
@@ -48,13 +56,18 @@ def test_a_source_of_ones_own() -> None:
 
 
 def test_every_source_has_them() -> None:
-    """Whatever in the house has `read(shard, start, stop)`, `shards` and a fingerprint is a ShardedDataSource."""
+    """Whatever in the house has `read(shard, start, stop)`, `shards` and a fingerprint is a
+    ShardedDataSource.
+    """
     house, without = Path(easypipe.__file__).parent, []
     for path in house.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
                 bases = {ast.unparse(base) for base in node.bases}
-                if {"read", "fingerprint", "shards"} <= names and not bases & {"ShardedDataSource", "Protocol"}:
+                if {"read", "fingerprint", "shards"} <= names and not bases & {
+                    "ShardedDataSource",
+                    "Protocol",
+                }:
                     without.append(f"{path.name}: {node.name}")
     assert not without

@@ -1,4 +1,6 @@
-"""The keyed permutation is a bijection of any range up to 2^48, the same whichever indices are asked for together, and looks random."""
+"""The keyed permutation is a bijection of any range up to 2^48, the same whichever indices are
+asked for together, and looks random.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe.core.random import MAX_ROWS, child, draw_seed, fold, mix64, permute, round_keys, word_bits
+from easypipe.core.random import (
+    MAX_ROWS,
+    child,
+    draw_seed,
+    fold,
+    mix64,
+    permute,
+    round_keys,
+    word_bits,
+)
 
 keys = st.integers(0, (1 << 64) - 1)
 
@@ -29,7 +40,9 @@ def test_any_size_is_permuted(size: int, key: int) -> None:
 
 
 @given(size=st.integers(1, MAX_ROWS), key=keys, data=st.data())
-def test_large_sizes_neither_collide_nor_leave_the_range(size: int, key: int, data: st.DataObject) -> None:
+def test_large_sizes_neither_collide_nor_leave_the_range(
+    size: int, key: int, data: st.DataObject
+) -> None:
     start = data.draw(st.integers(0, size - 1))
     run = np.arange(start, min(size, start + 2000))
     spread = (np.arange(2000, dtype=np.int64) * max(1, size // 2000)) % size
@@ -38,7 +51,9 @@ def test_large_sizes_neither_collide_nor_leave_the_range(size: int, key: int, da
     assert image.min() >= 0
     assert image.max() < size
     assert np.unique(image).size == indices.size
-    assert np.array_equal(permute(indices[::-1], size, key)[::-1], image), "an image depends on what is asked for with it"
+    assert np.array_equal(permute(indices[::-1], size, key)[::-1], image), (
+        "an image depends on what is asked for with it"
+    )
 
 
 def test_a_whole_range_of_two_to_the_20_and_one_is_permuted() -> None:
@@ -48,7 +63,10 @@ def test_a_whole_range_of_two_to_the_20_and_one_is_permuted() -> None:
 
 def test_small_sizes_reach_every_permutation_about_equally_often() -> None:
     for size, permutations in ((2, 2), (3, 6), (4, 24)):
-        seen = Counter(tuple(permute(np.arange(size), size, fold(7, key)).tolist()) for key in range(permutations * 200))
+        seen = Counter(
+            tuple(permute(np.arange(size), size, fold(7, key)).tolist())
+            for key in range(permutations * 200)
+        )
         assert len(seen) == permutations
         assert min(seen.values()) > 130
         assert max(seen.values()) < 280
@@ -60,7 +78,10 @@ def test_places_are_uniform_over_keys(size: int) -> None:
     images = np.array([permute(np.array([0, 1]), size, fold(1, key)) for key in range(20 * size)])
     distances = (images[:, 1] - images[:, 0]) % size
     assert distances.min() > 0
-    for counts in (np.bincount(images[:, 0], minlength=size), np.bincount(distances, minlength=size)[1:]):
+    for counts in (
+        np.bincount(images[:, 0], minlength=size),
+        np.bincount(distances, minlength=size)[1:],
+    ):
         expected = images.shape[0] / counts.size
         chi_square = ((counts - expected) ** 2 / expected).sum()
         assert abs(chi_square - counts.size) < 6 * np.sqrt(2 * counts.size)
@@ -89,8 +110,16 @@ def test_words_are_less_than_twice_the_size(size: int) -> None:
 
 
 def test_mix64_is_splitmix64() -> None:
-    """The first outputs of the published generator from seed 1234567 (Vigna's splitmix64.c, as Rosetta Code lists them)."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    """The first outputs of the published generator from seed 1234567 (Vigna's splitmix64.c, as
+    Rosetta Code lists them).
+    """
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert [child(1234567, index) for index in range(5)] == published
     assert round_keys(1234567)[:5].tolist() == published
     words = np.arange(1 << 16, dtype=np.uint64)
@@ -101,7 +130,10 @@ def test_children_of_neighbouring_keys_differ() -> None:
     assert len({child(key, index) for key in range(50) for index in range(50)}) == 2500
 
 
-@given(seed=st.integers(-(1 << 70), 1 << 70), names=st.lists(st.one_of(st.text(max_size=5), st.integers(-5, 5)), max_size=4))
+@given(
+    seed=st.integers(-(1 << 70), 1 << 70),
+    names=st.lists(st.one_of(st.text(max_size=5), st.integers(-5, 5)), max_size=4),
+)
 def test_fold_gives_64_bits_and_is_a_function(seed: int, names: list[str | int]) -> None:
     assert fold(seed, *names) == fold(seed, *names)
     assert 0 <= fold(seed, *names) < 1 << 64
@@ -114,7 +146,9 @@ def test_fold_separates_names() -> None:
 
 
 def test_the_values_are_pinned() -> None:
-    """Other numbers here mean that every saved state, cache and plan of earlier versions names other rows."""
+    """Other numbers here mean that every saved state, cache and plan of earlier versions names
+    other rows.
+    """
     assert fold(0, "order", "code") == 3275208207239480117
     assert permute(np.arange(10), 10, 42).tolist() == [8, 6, 2, 4, 0, 5, 3, 7, 9, 1]
 

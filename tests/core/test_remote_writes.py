@@ -1,4 +1,6 @@
-"""Writing to object stores that fail in passing ways, lose answers, and give up: S3 and GCS servers on loopback behind a faulty proxy."""
+"""Writing to object stores that fail in passing ways, lose answers, and give up: S3 and GCS servers
+on loopback behind a faulty proxy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from stores import SECRET, Store, faulty
 
 @pytest.fixture
 def quick() -> Iterator[None]:
-    remote.set_retry_policy(remote.RetryPolicy(attempts=4, first_wait_s=0.01, attempt_timeout_s=10, deadline_s=30))
+    remote.set_retry_policy(
+        remote.RetryPolicy(attempts=4, first_wait_s=0.01, attempt_timeout_s=10, deadline_s=30)
+    )
     yield
     remote.set_retry_policy(None)
 
@@ -41,17 +45,26 @@ def test_the_first_to_create_wins(store: Store) -> None:
     with faulty(store) as (behind, proxy):
         proxy.faults.append("lost")
         other = f"{store.new()}/manifest.json"
-        assert storage.create_bytes(other, b"mine", behind.options), "it was made, though nobody was told"
+        assert storage.create_bytes(other, b"mine", behind.options), (
+            "it was made, though nobody was told"
+        )
         assert len(proxy.seen) >= 2
 
 
-def test_giving_up_names_the_url_and_no_secret(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    remote.set_retry_policy(remote.RetryPolicy(attempts=2, first_wait_s=0.01, attempt_timeout_s=0.3, deadline_s=1.0))
+def test_giving_up_names_the_url_and_no_secret(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.set_retry_policy(
+        remote.RetryPolicy(attempts=2, first_wait_s=0.01, attempt_timeout_s=0.3, deadline_s=1.0)
+    )
     try:
         with faulty(store) as (behind, proxy), caplog.at_level(logging.DEBUG, "easypipe"):
             proxy.always = 503
             url = f"{store.new()}/a.json"
-            with pytest.raises(StorageError, match=rf"{url}: cannot be written: gave up after 2 attempts in .*run again") as caught:
+            with pytest.raises(
+                StorageError,
+                match=rf"{url}: cannot be written: gave up after 2 attempts in .*run again",
+            ) as caught:
                 storage.commit_bytes(url, b"content", behind.options)
     finally:
         remote.set_retry_policy(None)
@@ -86,7 +99,9 @@ def test_the_store_is_asked_to_compare_checksums(monkeypatch: pytest.MonkeyPatch
         def put_file(self, local: str, name: str, consistency: str | None = None) -> None:
             self.asked.append(consistency)
 
-        def pipe_file(self, name: str, data: bytes, mode: str, consistency: str | None = None) -> None:
+        def pipe_file(
+            self, name: str, data: bytes, mode: str, consistency: str | None = None
+        ) -> None:
             self.asked.append(consistency)
 
         def invalidate_cache(self) -> None:

@@ -20,13 +20,22 @@ def rows(count: int) -> int:
 
 
 def half(number: int) -> Result[int, ConfigError]:
-    return Ok(number // 2) if number % 2 == 0 else Err(ConfigError(at="number", problem=f"{number} is odd"))
+    return (
+        Ok(number // 2)
+        if number % 2 == 0
+        else Err(ConfigError(at="number", problem=f"{number} is odd"))
+    )
 
 
 def test_f16_ok():
     found = attempt(rows, 5)
     assert found == Ok(20)
-    assert (found.is_ok(), found.is_err(), found.unwrap(), found.unwrap_or(0)) == (True, False, 20, 20)
+    assert (found.is_ok(), found.is_err(), found.unwrap(), found.unwrap_or(0)) == (
+        True,
+        False,
+        20,
+        20,
+    )
     assert found.map(str) == Ok("20")
     assert found.and_then(half) == Ok(10)
     assert found.and_then(half).and_then(half).and_then(half).is_err()

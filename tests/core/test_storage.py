@@ -1,4 +1,6 @@
-"""Commit or nothing: a process that stops at any step leaves the old bytes or the new ones, and no litter that stays."""
+"""Commit or nothing: a process that stops at any step leaves the old bytes or the new ones, and no
+litter that stays.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +76,17 @@ def test_stamp_and_object_stores() -> None:
     assert not storage.exists("memory://bucket/y")
 
 
-@pytest.mark.parametrize("size", [0, 1, storage.HASHED_BYTES - 1, storage.HASHED_BYTES, 2 * storage.HASHED_BYTES + 7])
+@pytest.mark.parametrize(
+    "size", [0, 1, storage.HASHED_BYTES - 1, storage.HASHED_BYTES, 2 * storage.HASHED_BYTES + 7]
+)
 def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path, size: int) -> None:
     content = bytes(i * 37 % 251 for i in range(size))
     stamp = storage.commit_bytes(tmp_path / "x", content)
-    assert stamp == storage.checksum(tmp_path / "x") == storage.Stamp(num_bytes=size, checksum=xxhash.xxh3_128_hexdigest(content))
+    assert (
+        stamp
+        == storage.checksum(tmp_path / "x")
+        == storage.Stamp(num_bytes=size, checksum=xxhash.xxh3_128_hexdigest(content))
+    )
 
 
 def test_a_range_is_whole_or_an_error_and_temporaries_are_not_listed(tmp_path: Path) -> None:
@@ -106,8 +114,12 @@ def test_errors_name_the_path(tmp_path: Path) -> None:
         storage.filesystem("nosuch://bucket/x")
 
 
-def test_file_and_folder_are_on_the_disk_before_and_after_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rename that reaches the disk before the bytes, or never, would be a commit that a power cut undoes."""
+def test_file_and_folder_are_on_the_disk_before_and_after_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename that reaches the disk before the bytes, or never, would be a commit that a power cut
+    undoes.
+    """
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
 

@@ -1,4 +1,6 @@
-"""Tokenizing on a real Ray cluster of two nodes on this machine: same bytes as here, whoever dies on the way."""
+"""Tokenizing on a real Ray cluster of two nodes on this machine: same bytes as here, whoever dies
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from easypipe import BaseStage, ConfigError, DatasetConfig, Pipeline, PipelineConfig, SaveStageConfig, SourceError
+from easypipe import (
+    BaseStage,
+    ConfigError,
+    DatasetConfig,
+    Pipeline,
+    PipelineConfig,
+    SaveStageConfig,
+    SourceError,
+)
 from easypipe.core.protocols import ProgressEvent
 from easypipe.executors.ray import prepare_on_ray
 from easypipe.pipeline import _Remade
@@ -29,8 +39,11 @@ ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
 def two_nodes() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    # workers cannot import this file
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     cluster.wait_for_nodes()
@@ -44,14 +57,20 @@ def write_files(folder: Path, files: int, rows: int = 20) -> list[str]:
     paths = []
     for number in range(files):
         path = folder / f"part-{number:05d}.jsonl"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(rows, seed=number)))
+        path.write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts(rows, seed=number))
+        )
         paths.append(str(path))
     return paths
 
 
-def pipeline(files: list[str], folder: Path, stage: BaseStage | None = None, listener=None, **options) -> Pipeline:
+def pipeline(
+    files: list[str], folder: Path, stage: BaseStage | None = None, listener=None, **options
+) -> Pipeline:
     config = PipelineConfig(
-        datasets=(DatasetConfig(name="d", data_files=files, tokenizer=str(small_tokenizer_folder())),),
+        datasets=(
+            DatasetConfig(name="d", data_files=files, tokenizer=str(small_tokenizer_folder())),
+        ),
         seed=1,
         cache_dir=folder / "cache",
         save=SaveStageConfig(output_dir=folder / "out", num_shards=2),
@@ -62,7 +81,12 @@ def pipeline(files: list[str], folder: Path, stage: BaseStage | None = None, lis
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
-    files = [file for kept in ("tokens", "out") for file in sorted((folder / kept).rglob("*")) if file.is_file()]
+    files = [
+        file
+        for kept in ("tokens", "out")
+        for file in sorted((folder / kept).rglob("*"))
+        if file.is_file()
+    ]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
@@ -78,7 +102,9 @@ def test_f15_a_cluster_makes_the_bytes_that_this_process_makes(tmp_path: Path) -
     assert bytes_of(here / "cache") == bytes_of(there / "cache")
     assert bytes_of(here) == bytes_of(there)
     assert [(e.done, e.total) for e in events if e.unit == "ranges"][-1] == (7, 7)
-    assert made.get_data()["d"].materialize().manifest.facts["ranges_reused"] == 7, "nothing was tokenized by this process"
+    assert made.get_data()["d"].materialize().manifest.facts["ranges_reused"] == 7, (
+        "nothing was tokenized by this process"
+    )
 
 
 class DieOnce(BaseStage):
@@ -136,14 +162,26 @@ def test_f15_an_error_is_raised_as_it_was_there_and_what_was_done_stays(tmp_path
 def test_f15_workers_that_write_elsewhere_are_noticed(tmp_path: Path) -> None:
     files = write_files(tmp_path / "data", files=2)
     here, elsewhere = pipeline(files, tmp_path / "here"), pipeline(files, tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in this folder"):
-        prepare_on_ray(here.tokenized(), _Remade.of(elsewhere.get_context(), [SourceStage(), TokenizeStage(TokenizeStageConfig())]))
+    with pytest.raises(
+        ConfigError,
+        match=r"cache_dir: Ray's workers are done, and 2 of 2 ranges of dataset 'd' are not in this folder",
+    ):
+        prepare_on_ray(
+            here.tokenized(),
+            _Remade.of(
+                elsewhere.get_context(), [SourceStage(), TokenizeStage(TokenizeStageConfig())]
+            ),
+        )
     assert elsewhere.pending() == {"d": (0, 2)}
 
 
-def test_f15_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f15_without_ray_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"executor: 'ray' needs the package ray.*easypipe\[ray\]"):
+    with pytest.raises(
+        ConfigError, match=r"executor: 'ray' needs the package ray.*easypipe\[ray\]"
+    ):
         pipeline(write_files(tmp_path / "data", files=1), tmp_path / "job", executor="ray").build()
 
 
@@ -154,7 +192,8 @@ def test_f15_many_tiny_files_cost_little_each(tmp_path: Path) -> None:
     started = time.perf_counter()
     made.build()
     each = (time.perf_counter() - started) / len(files)
-    assert each < 0.1, f"{each * 1e3:.0f} ms for each file"  # 20 ms on a quiet machine: benchmarks are for that
+    # 20 ms on a quiet machine: benchmarks are for that
+    assert each < 0.1, f"{each * 1e3:.0f} ms for each file"
 
 
 def test_a_cache_in_a_bucket_is_filled_by_the_nodes(tmp_path: Path, s3: Store) -> None:
@@ -162,15 +201,28 @@ def test_a_cache_in_a_bucket_is_filled_by_the_nodes(tmp_path: Path, s3: Store) -
     made = []
     for name, executor in (("here", "local"), ("spread", "ray")):
         url = f"{bucket}/{name}"
-        options = {"cache_dir": url, "cache": CacheConfig(storage_options=s3.options), "executor": executor, "save": None}
+        options = {
+            "cache_dir": url,
+            "cache": CacheConfig(storage_options=s3.options),
+            "executor": executor,
+            "save": None,
+        }
         config = PipelineConfig(
-            datasets=(DatasetConfig(name="d", data_files=files, tokenizer=str(small_tokenizer_folder())),), seed=1, **options
+            datasets=(
+                DatasetConfig(name="d", data_files=files, tokenizer=str(small_tokenizer_folder())),
+            ),
+            seed=1,
+            **options,
         )
         chain = Pipeline(config).source().tokenize()
         chain.copy().save({"output_dir": tmp_path / name, "num_shards": 2}).build()
         facts = chain.get_data()["d"].materialize().manifest.facts
-        assert facts["ranges_reused"] == (6 if executor == "ray" else 0), "nothing was tokenized by this process"
-        made.append({file: data for file, data in s3.files(url).items() if file.startswith("tokens/")})
+        assert facts["ranges_reused"] == (6 if executor == "ray" else 0), (
+            "nothing was tokenized by this process"
+        )
+        made.append(
+            {file: data for file, data in s3.files(url).items() if file.startswith("tokens/")}
+        )
     assert made[0] == made[1]
     assert len(made[0]) == 6
     assert [path.read_bytes() for path in sorted((tmp_path / "here").glob("part-*"))] == [

@@ -1,4 +1,6 @@
-"""A run on images from one config: by the command, from Python, and spelled out with the faces that it is short for."""
+"""A run on images from one config: by the command, from Python, and spelled out with the faces that
+it is short for.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,31 @@ from loader_processes import free_port
 from strategies import examples
 
 CONFIG = Path(__file__).parents[2] / "configs" / "classify.yaml"
-TASK = {"name": "t", "modality": "vision", "task_type": "classification", "options": {"channels": 1, "normalize": False}}
+TASK = {
+    "name": "t",
+    "modality": "vision",
+    "task_type": "classification",
+    "options": {"channels": 1, "normalize": False},
+}
 
 
 def digits(path: Path, rows: int = 640) -> None:
     """Writes scikit-learn's digits as the docs do."""
     found = pytest.importorskip("sklearn.datasets").load_digits()
     images = (found.images[:rows] * 255 / 16).astype("uint8")
-    pq.write_table(pa.table({"image": images.tolist(), "label": found.target[:rows]}), path, row_group_size=100)
+    pq.write_table(
+        pa.table({"image": images.tolist(), "label": found.target[:rows]}), path, row_group_size=100
+    )
 
 
 def table(path: Path, rows: int = 20, **columns: Any) -> Path:
     """4 x 4 pixels that say their row, and labels 0, 1, 2, 0, ..."""
     images = [np.full((4, 4), i % 256, np.uint8).tolist() for i in range(rows)]
-    pq.write_table(pa.table({"image": images, "label": [i % 3 for i in range(rows)], **columns}), path, row_group_size=7)
+    pq.write_table(
+        pa.table({"image": images, "label": [i % 3 for i in range(rows)], **columns}),
+        path,
+        row_group_size=7,
+    )
     return path
 
 
@@ -54,10 +67,24 @@ def config(folder: Path, data: dict[str, Any] | None = None, **sections: Any) ->
     path = folder / "images.parquet"
     if not path.exists():
         table(path)
-    given = {"data_files": str(path), "seed": 1, "batch_size": 4, "num_workers": 1, "cache_dir": str(folder / "cache"), **(data or {})}
+    given = {
+        "data_files": str(path),
+        "seed": 1,
+        "batch_size": 4,
+        "num_workers": 1,
+        "cache_dir": str(folder / "cache"),
+        **(data or {}),
+    }
     model = {"hidden_sizes": [2], **sections.pop("model", {})}
     return from_dict(
-        ClassifyConfig, {"task": TASK, "data": given, "train": {"output_dir": str(folder / "run"), "steps": 2}, "model": model, **sections}
+        ClassifyConfig,
+        {
+            "task": TASK,
+            "data": given,
+            "train": {"output_dir": str(folder / "run"), "steps": 2},
+            "model": model,
+            **sections,
+        },
     )
 
 
@@ -83,7 +110,14 @@ def test_the_command_and_python_train_the_same_and_go_on_when_killed(
     assert "held out val: loss" in told
     assert "accuracy" in told
     run = tmp_path / "runs" / "digits"
-    assert {"checkpoints", "metrics.jsonl", "run.yaml", "versions.json", "fingerprints.json", "loss.png"} <= {p.name for p in run.iterdir()}
+    assert {
+        "checkpoints",
+        "metrics.jsonl",
+        "run.yaml",
+        "versions.json",
+        "fingerprints.json",
+        "loss.png",
+    } <= {p.name for p in run.iterdir()}
     whole = losses(run)
     assert whole[-1][3]["val"]["accuracy"] > 0.8
     assert whole[-1][3]["val"]["num_targets"] == 128
@@ -109,7 +143,17 @@ def test_the_command_and_python_train_the_same_and_go_on_when_killed(
     assert "Traceback" not in told
 
     # Another network is another run.
-    assert main(["train", str(CONFIG), *(f"--set={value}" for value in few), "--set=model.hidden_sizes=[63]"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                str(CONFIG),
+                *(f"--set={value}" for value in few),
+                "--set=model.hidden_sizes=[63]",
+            ]
+        )
+        == 2
+    )
     assert "model.hidden_sizes" in capsys.readouterr().err
 
 
@@ -122,20 +166,35 @@ def test_the_command_and_python_train_the_same_and_go_on_when_killed(
 )
 @examples(20)
 def test_laws_one_way_and_exact_resume(
-    tmp_path_factory: pytest.TempPathFactory, counts: list[int], size: int, split: float, seed: int, stop: int
+    tmp_path_factory: pytest.TempPathFactory,
+    counts: list[int],
+    size: int,
+    split: float,
+    seed: int,
+    stop: int,
 ) -> None:
-    """The files of a config give the batches of the face over the same rows; a state goes on behind any batch."""
+    """The files of a config give the batches of the face over the same rows; a state goes on behind
+    any batch.
+    """
     folder = tmp_path_factory.mktemp("law")
     files = [str(table(folder / f"{i}.parquet", n)) for i, n in enumerate(counts)]
-    rows = [{"image": np.full((4, 4), i, np.uint8), "label": i % 3} for n in counts for i in range(n)]
+    rows = [
+        {"image": np.full((4, 4), i, np.uint8), "label": i % 3} for n in counts for i in range(n)
+    ]
     options: dict[str, Any] = {"batch_size": size, "seed": seed, "num_workers": 0, "num_epochs": 2}
     split = 0.0 if len(rows) * (1 - split) < size + 1 else split
-    inputs = classify.inputs_of(config(folder, {"data_files": files, "val_split": split, **options}))
-    module = UniversalDataModule(rows, task_spec=from_dict(TaskSpec, TASK), val_split=split, **options)
+    inputs = classify.inputs_of(
+        config(folder, {"data_files": files, "val_split": split, **options})
+    )
+    module = UniversalDataModule(
+        rows, task_spec=from_dict(TaskSpec, TASK), val_split=split, **options
+    )
     laws.assert_one_way(inputs.train, module.train_dataloader(), what="a run on images")
     if split:
         laws.assert_one_way(inputs.val, module.val_dataloader(), what="its held-out rows")
-    laws.assert_exact_resume(inputs.module.train_dataloader, len(inputs.train), stops=[stop % (len(inputs.train) + 1)])
+    laws.assert_exact_resume(
+        inputs.module.train_dataloader, len(inputs.train), stops=[stop % (len(inputs.train) + 1)]
+    )
 
 
 def test_what_rows_may_hold(tmp_path: Path) -> None:
@@ -161,18 +220,36 @@ def test_what_rows_may_hold(tmp_path: Path) -> None:
         path = tmp_path / f"{kind}.parquet"
         if images is not None:
             pq.write_table(pa.table({"image": images, **labels}), path)
-        rows = [{"image": png(a), "label": i % 2} for i, a in enumerate(arrays)] if images is None else str(path)
+        rows = (
+            [{"image": png(a), "label": i % 2} for i, a in enumerate(arrays)]
+            if images is None
+            else str(path)
+        )
         seen[kind] = classify.inputs_of(config(tmp_path, {"data_files": rows}))
         assert seen[kind].run.model.image_shape == (6, 5, 1)
-        laws.assert_same_batches(seen[kind].train.loader(0), seen["bytes"].train.loader(0), what=kind) if kind != "floats" else None
-    np.testing.assert_allclose(seen["floats"].train.batch(0)["pixel_values"], seen["bytes"].train.batch(0)["pixel_values"], rtol=1e-6)
+        laws.assert_same_batches(
+            seen[kind].train.loader(0), seen["bytes"].train.loader(0), what=kind
+        ) if kind != "floats" else None
+    np.testing.assert_allclose(
+        seen["floats"].train.batch(0)["pixel_values"],
+        seen["bytes"].train.batch(0)["pixel_values"],
+        rtol=1e-6,
+    )
 
     small = classify.inputs_of(
-        config(tmp_path, {"data_files": str(tmp_path / "bytes.parquet")}, task=TASK | {"options": {"image_size": 4}})
+        config(
+            tmp_path,
+            {"data_files": str(tmp_path / "bytes.parquet")},
+            task=TASK | {"options": {"image_size": 4}},
+        )
     )
     assert small.train.batch(0)["pixel_values"].shape == (4, 4, 4, 3)
 
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"image": a.tolist(), "label": i % 2}) + "\n" for i, a in enumerate(arrays)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"image": a.tolist(), "label": i % 2}) + "\n" for i, a in enumerate(arrays)
+        )
+    )
     lines = classify.inputs_of(config(tmp_path, {"data_files": str(tmp_path / "rows.jsonl")}))
     laws.assert_same_batches(lines.train, seen["bytes"].train.loader(0), what="lines")
 
@@ -180,15 +257,24 @@ def test_what_rows_may_hold(tmp_path: Path) -> None:
 def test_labels_may_be_names(tmp_path: Path) -> None:
     names = ["cat", "ant", "bee", "cat", "ant", "bee", "cat", "ant"]
     table(tmp_path / "named.parquet", 8, name=names)
-    data = {"data_files": str(tmp_path / "named.parquet"), "label_column": "name", "val_split": 0.25}
+    data = {
+        "data_files": str(tmp_path / "named.parquet"),
+        "label_column": "name",
+        "val_split": 0.25,
+    }
     inputs = classify.inputs_of(config(tmp_path, data))
     assert inputs.run.data.classes == ("ant", "bee", "cat")
     assert inputs.per_class == {"ant": 3, "bee": 2, "cat": 3}
     assert inputs.run.model.num_classes == 3
     other = classify.inputs_of(config(tmp_path, {**data, "classes": ["cat", "bee", "ant", "dog"]}))
-    assert (2 - np.sort(inputs.train.batch(0)["labels"])).tolist() == sorted(other.train.batch(0)["labels"], reverse=True)
+    assert (2 - np.sort(inputs.train.batch(0)["labels"])).tolist() == sorted(
+        other.train.batch(0)["labels"], reverse=True
+    )
     assert other.run.model.num_classes == 4
-    with pytest.raises(SourceError, match=r"data_files, row 0, column 'name': label 'cat' is none of the classes \(have: ant, bee\)"):
+    with pytest.raises(
+        SourceError,
+        match=r"data_files, row 0, column 'name': label 'cat' is none of the classes \(have: ant, bee\)",
+    ):
         classify.inputs_of(config(tmp_path, {**data, "classes": ["ant", "bee"]}))
     with pytest.raises(ConfigError, match="Name each once"):
         config(tmp_path, {"classes": ["ant", "ant"]})
@@ -221,7 +307,10 @@ def test_options_of_the_data(tmp_path: Path) -> None:
 
     assert len(other(batch_size=10).train) == 2
     assert len(other(num_epochs=3).train) == 15
-    assert (other(split="train[:50%]").per_class, other(val_split=0.25).val_rows) == ({"0": 4, "1": 3, "2": 3}, 5)
+    assert (other(split="train[:50%]").per_class, other(val_split=0.25).val_rows) == (
+        {"0": 4, "1": 3, "2": 3},
+        5,
+    )
     held_out = other(val_files=str(table(tmp_path / "val.parquet", 6)), split="train[:60%]")
     assert (held_out.val_rows, len(held_out.val), len(held_out.train)) == (6, 2, 3)
     first, second = plain.train.batch(0), other(seed=2).train.batch(0)
@@ -242,11 +331,19 @@ def test_options_of_the_network(tmp_path: Path) -> None:
     def shapes(**model: Any) -> dict[str, tuple[int, ...]]:
         made = classify.inputs_of(config(tmp_path, model=model))
         trainer = engine.Trainer(made.run.model, made.run.train, made.train)
-        return {name: value.shape for name, value in trainer.layout.params.items() if name.endswith("kernel")}
+        return {
+            name: value.shape
+            for name, value in trainer.layout.params.items()
+            if name.endswith("kernel")
+        }
 
     assert shapes() == {"layers.0.kernel": (3, 3, 1, 2), "out.kernel": (2, 3)}
     assert shapes(num_classes=5)["out.kernel"] == (2, 5)
-    assert shapes(kind="mlp", hidden_sizes=[7, 6]) == {"layers.0.kernel": (16, 7), "layers.1.kernel": (7, 6), "out.kernel": (6, 3)}
+    assert shapes(kind="mlp", hidden_sizes=[7, 6]) == {
+        "layers.0.kernel": (16, 7),
+        "layers.1.kernel": (7, 6),
+        "out.kernel": (6, 3),
+    }
     assert shapes(kind="mlp", hidden_sizes=[]) == {"out.kernel": (16, 3)}
     assert shapes(image_shape=[4, 4, 1]) == shapes()
 
@@ -254,35 +351,91 @@ def test_options_of_the_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"image_column": "imag"}}, r"data.image_column: data_files have no column 'imag' .*Did you mean 'image'\?"),
+        (
+            {"data": {"image_column": "imag"}},
+            r"data.image_column: data_files have no column 'imag' .*Did you mean 'image'\?",
+        ),
         ({"data": {"label_column": "image"}}, "data.label_column: is the image_column too"),
-        ({"data": {"val_split": 0.5, "val_files": "x.parquet"}}, "data.val_split: has no effect beside val_files"),
+        (
+            {"data": {"val_split": 0.5, "val_files": "x.parquet"}},
+            "data.val_split: has no effect beside val_files",
+        ),
         ({"data": {"val_split": 1.0}}, "data.val_split: 1.0 is no share"),
-        ({"data": {"val_split": 0.01}}, "data.val_split: 0.01 of 20 rows leaves none to validate on"),
+        (
+            {"data": {"val_split": 0.01}},
+            "data.val_split: 0.01 of 20 rows leaves none to validate on",
+        ),
         ({"data": {"data_files": []}}, "data.data_files: an empty list"),
         ({"data": {"bach_size": 3}}, r"data.bach_size: unknown key .*Did you mean 'batch_size'\?"),
         ({"data": {"batch_size": 21}}, "21"),
-        ({"task": TASK | {"modality": "audio"}}, "task.modality: 'audio' is nothing that is trained from a config"),
+        (
+            {"task": TASK | {"modality": "audio"}},
+            "task.modality: 'audio' is nothing that is trained from a config",
+        ),
         ({"task": TASK | {"task_type": "regression"}}, "task.task_type: 'regression'"),
-        ({"task": TASK | {"options": {"chanels": 1}}}, r"task.options: .*'chanels'.*Did you mean 'channels'\?"),
-        ({"task": TASK | {"options": {"channels_last": False}}}, "task.options: batches are .* Leave channels_last out"),
-        ({"model": {"hidden_sizes": [2, 2, 2]}}, "model.hidden_sizes: 3 halvings leave nothing of a side of 4 pixels. Give at most 2"),
+        (
+            {"task": TASK | {"options": {"chanels": 1}}},
+            r"task.options: .*'chanels'.*Did you mean 'channels'\?",
+        ),
+        (
+            {"task": TASK | {"options": {"channels_last": False}}},
+            "task.options: batches are .* Leave channels_last out",
+        ),
+        (
+            {"model": {"hidden_sizes": [2, 2, 2]}},
+            "model.hidden_sizes: 3 halvings leave nothing of a side of 4 pixels. Give at most 2",
+        ),
         ({"model": {"hidden_sizes": [0]}}, r"model.hidden_sizes\[0\]: 0 is not a size"),
         ({"model": {"hidden_sizes": []}}, "model.hidden_sizes: a convnet without convolutions"),
-        ({"model": {"num_classes": 2}}, "model.num_classes: 2, but labels go to 2. Leave it out, or give at least 3"),
+        (
+            {"model": {"num_classes": 2}},
+            "model.num_classes: 2, but labels go to 2. Leave it out, or give at least 3",
+        ),
         ({"model": {"num_classes": 1}}, "model.num_classes: 1 leaves nothing to tell apart"),
-        ({"model": {"image_shape": [5, 4, 1]}}, r"model.image_shape: \[5, 4, 1\], but the images are \[4, 4, 1\]"),
+        (
+            {"model": {"image_shape": [5, 4, 1]}},
+            r"model.image_shape: \[5, 4, 1\], but the images are \[4, 4, 1\]",
+        ),
         ({"model": {"image_shape": [0, 4, 1]}}, "model.image_shape: .* is no"),
-        ({"train": {"output_dir": "x", "preference": {}}}, "train.preference: is for pairs of answers"),
-        ({"train": {"output_dir": "x", "lora": {}}}, "train.lora: adapts the projections of a decoder"),
-        ({"train": {"output_dir": "x", "distributed": {"num_processes": 2, "process_id": 0, "coordinator": "h:1"}}}, "train.distributed"),
-        ({"train": {"output_dir": "x", "steps": 9, "optimizer": {"warmup_steps": 1}}}, "train.steps: 9 steps, but the loader ends after 5"),
-        ({"train": {"output_dir": "x", "steps": 2, "loss": {"chunk_size": 4}}}, "train.loss.chunk_size: has no effect"),
+        (
+            {"train": {"output_dir": "x", "preference": {}}},
+            "train.preference: is for pairs of answers",
+        ),
+        (
+            {"train": {"output_dir": "x", "lora": {}}},
+            "train.lora: adapts the projections of a decoder",
+        ),
+        (
+            {
+                "train": {
+                    "output_dir": "x",
+                    "distributed": {"num_processes": 2, "process_id": 0, "coordinator": "h:1"},
+                }
+            },
+            "train.distributed",
+        ),
+        (
+            {"train": {"output_dir": "x", "steps": 9, "optimizer": {"warmup_steps": 1}}},
+            "train.steps: 9 steps, but the loader ends after 5",
+        ),
+        (
+            {"train": {"output_dir": "x", "steps": 2, "loss": {"chunk_size": 4}}},
+            "train.loss.chunk_size: has no effect",
+        ),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_by_its_key(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
-    sections = {"train": {"output_dir": str(tmp_path / "run"), "steps": 2, "optimizer": {"warmup_steps": 1}}, **sections}
+def test_what_does_not_fit_is_refused_by_its_key(
+    tmp_path: Path, sections: dict[str, Any], message: str
+) -> None:
+    sections = {
+        "train": {
+            "output_dir": str(tmp_path / "run"),
+            "steps": 2,
+            "optimizer": {"warmup_steps": 1},
+        },
+        **sections,
+    }
     with pytest.raises(ConfigError, match=message):
         classify.train(config(tmp_path, sections.pop("data", None), **sections))
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -304,25 +457,42 @@ def test_bad_labels_name_their_row(tmp_path: Path, labels: list[Any], message: s
 
 
 def test_a_bad_image_names_its_row(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"image": [b"no image"] * 4 + [None], "label": [0, 1] * 2 + [1]}), tmp_path / "images.parquet")
+    pq.write_table(
+        pa.table({"image": [b"no image"] * 4 + [None], "label": [0, 1] * 2 + [1]}),
+        tmp_path / "images.parquet",
+    )
     with pytest.raises(SourceError, match="row 0 of the batch: is no image that Pillow reads"):
-        classify.inputs_of(config(tmp_path, {"split": "train[:4]"}, task=TASK | {"options": {"channels": 1}}))
+        classify.inputs_of(
+            config(tmp_path, {"split": "train[:4]"}, task=TASK | {"options": {"channels": 1}})
+        )
     with pytest.raises(SourceError, match="data_files, row 4, column 'image': there is none"):
         Images(config(tmp_path).data, "data_files").rows(None)[4]
     known = table(tmp_path / "val.parquet")
     images = [{"image": np.zeros((4, 4), np.uint8).tolist(), "label": i % 2} for i in range(8)]
-    with pytest.raises(SourceError, match=r"val_files, row 2: label 2, but the model has 2 classes. Set model.num_classes"):
+    with pytest.raises(
+        SourceError,
+        match=r"val_files, row 2: label 2, but the model has 2 classes. Set model.num_classes",
+    ):
         classify.inputs_of(config(tmp_path, {"data_files": images, "val_files": str(known)}))
-    made = classify.inputs_of(config(tmp_path, {"data_files": images, "val_files": str(known)}, model={"num_classes": 3}))
+    made = classify.inputs_of(
+        config(tmp_path, {"data_files": images, "val_files": str(known)}, model={"num_classes": 3})
+    )
     assert made.val_rows == 20
 
 
-def test_commands_know_what_such_a_config_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_know_what_such_a_config_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "classify.yaml"
     table(tmp_path / "images.parquet")
     values = {
         "task": TASK,
-        "data": {"data_files": str(tmp_path / "images.parquet"), "batch_size": 4, "val_split": 0.2, "num_epochs": 2},
+        "data": {
+            "data_files": str(tmp_path / "images.parquet"),
+            "batch_size": 4,
+            "val_split": 0.2,
+            "num_epochs": 2,
+        },
         "train": {"output_dir": str(tmp_path / "run")},
     }
     path.write_text(yaml.safe_dump(values))
@@ -348,24 +518,53 @@ def test_commands_know_what_such_a_config_is(tmp_path: Path, capsys: pytest.Capt
         )
     path.write_text(yaml.safe_dump(values | {"modle": {}}))
     assert main(["train", str(path)]) == 2
-    assert "modle: unknown key (have: task, data, train, model). Did you mean 'model'?" in capsys.readouterr().err
+    assert (
+        "modle: unknown key (have: task, data, train, model). Did you mean 'model'?"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_run_without_a_seed_records_one_and_goes_on_with_it(tmp_path: Path) -> None:
-    made = config(tmp_path, {"seed": None}, train={"output_dir": str(tmp_path / "run"), "steps": 1, "optimizer": {"warmup_steps": 0}})
+    made = config(
+        tmp_path,
+        {"seed": None},
+        train={"output_dir": str(tmp_path / "run"), "steps": 1, "optimizer": {"warmup_steps": 0}},
+    )
     classify.train(made)
     seed = load_yaml(tmp_path / "run" / "run.yaml")["data"]["seed"]
     assert classify.inputs_of(made).run.data.seed == seed
-    assert classify.inputs_of(dataclasses.replace(made, data=dataclasses.replace(made.data, seed=None))).module.seed == seed
+    assert (
+        classify.inputs_of(
+            dataclasses.replace(made, data=dataclasses.replace(made.data, seed=None))
+        ).module.seed
+        == seed
+    )
 
 
 def test_one_of_several_processes_is_refused(tmp_path: Path) -> None:
     """Each would train on all rows, into one folder."""
     program = "import sys; from easypipe.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "train", str(CONFIG), "--set", f"train.output_dir={tmp_path / 'run'}"]
-    told = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "train",
+        str(CONFIG),
+        "--set",
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
+    told = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
     each = [os.environ | told | {"JAX_PROCESS_ID": str(i)} for i in range(2)]
-    for process in [subprocess.Popen(command, env=one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for one in each]:
+    for process in [
+        subprocess.Popen(
+            command, env=one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for one in each
+    ]:
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 2
         assert "this is one of several processes" in " ".join(said.split())

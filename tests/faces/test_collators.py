@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe import create_causal_lm_collate, create_collate_fn, create_masked_lm_collate, create_seq2seq_collate, create_vision_collate
+from easypipe import (
+    create_causal_lm_collate,
+    create_collate_fn,
+    create_masked_lm_collate,
+    create_seq2seq_collate,
+    create_vision_collate,
+)
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import OutputSchema
 from easypipe.faces.collators import default_collate
@@ -26,7 +32,9 @@ ROWS = [{"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"input_ids": [9
 def rows_of_tokens() -> st.SearchStrategy[list[dict[str, list[int]]]]:
     one = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 1)), min_size=1, max_size=12)
     return st.lists(one, min_size=1, max_size=6).map(
-        lambda rows: [{"input_ids": [t for t, _ in row], "loss_mask": [m for _, m in row]} for row in rows]
+        lambda rows: [
+            {"input_ids": [t for t, _ in row], "loss_mask": [m for _, m in row]} for row in rows
+        ]
     )
 
 
@@ -40,34 +48,50 @@ def test_f27_create_collate_fn_pads_and_never_shifts():
 
 def test_labels_are_masked_where_attention_is_0_whatever_they_were():
     row = {"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1], "labels": [5, 6, 40]}
-    assert create_collate_fn(label_pad_token_id=-1)([row])["labels"].tolist() == [[5, -1, 40]]  # labels of tokens need not be tokens
+    # labels of tokens need not be tokens
+    assert create_collate_fn(label_pad_token_id=-1)([row])["labels"].tolist() == [[5, -1, 40]]
 
 
 def test_left_padding_fixed_length_lists_and_other_columns():
     collate = create_collate_fn(0, padding_side="left", max_length=5, return_tensors=False)
-    batch = collate([row | {"weight": 0.5, "word_ids": list(range(len(row["input_ids"])))} for row in ROWS])
+    batch = collate(
+        [row | {"weight": 0.5, "word_ids": list(range(len(row["input_ids"])))} for row in ROWS]
+    )
     assert batch["input_ids"] == [[0, 5, 6, 7, 8], [0, 0, 0, 9, 4]]
     assert batch["word_ids"] == [[0, 0, 1, 2, 3], [0, 0, 0, 0, 1]]
     assert batch["weight"] == [0.5, 0.5]
-    with pytest.raises(SourceError, match=r"row 0 of the batch: 4 tokens do not fit max_length 3.*raise max_length to 4"):
+    with pytest.raises(
+        SourceError,
+        match=r"row 0 of the batch: 4 tokens do not fit max_length 3.*raise max_length to 4",
+    ):
         create_collate_fn(max_length=3)(ROWS)
     assert create_collate_fn(max_length=4)(ROWS)["input_ids"].shape == (2, 4)
 
 
 def test_one_label_for_a_row():
-    assert create_collate_fn()([{"input_ids": [1, 2], "labels": 1}, {"input_ids": [1], "labels": 0}])["labels"].tolist() == [1, 0]
+    assert create_collate_fn()(
+        [{"input_ids": [1, 2], "labels": 1}, {"input_ids": [1], "labels": 0}]
+    )["labels"].tolist() == [1, 0]
 
 
 def test_dtypes_come_from_the_output_schema_and_jax_arrays_from_return_tensors():
     import jax
 
-    wide = create_collate_fn(schema=OutputSchema(dtypes={"labels": "int64", "attention_mask": "bool"}))(ROWS)
-    assert (wide["labels"].dtype, wide["attention_mask"].dtype, wide["input_ids"].dtype) == (np.int64, np.bool_, np.int32)
+    wide = create_collate_fn(
+        schema=OutputSchema(dtypes={"labels": "int64", "attention_mask": "bool"})
+    )(ROWS)
+    assert (wide["labels"].dtype, wide["attention_mask"].dtype, wide["input_ids"].dtype) == (
+        np.int64,
+        np.bool_,
+        np.int32,
+    )
     on_device = create_causal_lm_collate(return_tensors="jax")(ROWS)
     assert all(isinstance(column, jax.Array) for column in on_device.values())
     assert_same_batch(on_device, create_causal_lm_collate()(ROWS))
     with pytest.raises(SourceError, match=r"column 'input_ids': 300 does not fit uint8"):
-        create_collate_fn(schema=OutputSchema(dtypes={"input_ids": "uint8"}))([{"input_ids": [300]}])
+        create_collate_fn(schema=OutputSchema(dtypes={"input_ids": "uint8"}))(
+            [{"input_ids": [300]}]
+        )
     with pytest.raises(ConfigError, match=r"dtypes.labels: 'text' is no dtype of numbers"):
         OutputSchema(dtypes={"labels": "text"})
 
@@ -86,9 +110,14 @@ def test_causal_lm_shifts_once(rows, side):
 
 
 def test_causal_lm_refuses_labels_that_were_shifted():
-    with pytest.raises(SourceError, match=r"column 'labels': token 0 has label 6, its id is 5. Give unshifted labels"):
+    with pytest.raises(
+        SourceError,
+        match=r"column 'labels': token 0 has label 6, its id is 5. Give unshifted labels",
+    ):
         create_causal_lm_collate()([{"input_ids": [5, 6], "labels": [6, -100]}])
-    assert create_causal_lm_collate(label_pad_token_id=-1)([{"input_ids": [5, 6], "labels": [-100, 6]}])["labels"].tolist() == [[6, -1]]
+    assert create_causal_lm_collate(label_pad_token_id=-1)(
+        [{"input_ids": [5, 6], "labels": [-100, 6]}]
+    )["labels"].tolist() == [[6, -1]]
 
 
 def test_seq2seq_starts_the_decoder():
@@ -98,21 +127,28 @@ def test_seq2seq_starts_the_decoder():
     assert batch["labels"].tolist() == [[8, 9, -100], [3, -100, 2]]
     assert batch["decoder_input_ids"].tolist() == [[1, 8, 9], [1, 3, 0]]
     assert batch["decoder_attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert create_seq2seq_collate(0, decoder_start_token_id=1, max_target_length=5)(rows)["labels"].shape == (2, 5)
+    assert create_seq2seq_collate(0, decoder_start_token_id=1, max_target_length=5)(rows)[
+        "labels"
+    ].shape == (2, 5)
     with pytest.raises(SourceError, match="column 'labels': no token to predict"):
         create_seq2seq_collate(0, decoder_start_token_id=1)([{"input_ids": [5], "labels": []}])
 
 
 def test_masked_lm_hides_by_berts_shares_and_leaves_the_rest():
     rows = [{"input_ids": list(range(5, 205))} for _ in range(50)]
-    collate = create_masked_lm_collate(mask_token_id=3, vocab_size=300, special_token_ids=[0, 1, 2, 4], seed=5)
+    collate = create_masked_lm_collate(
+        mask_token_id=3, vocab_size=300, special_token_ids=[0, 1, 2, 4], seed=5
+    )
     batch = collate(rows, keys=range(50))
     chosen = batch["labels"] != -100
     ids = np.array([row["input_ids"] for row in rows])
     assert (batch["labels"][chosen] == ids[chosen]).all()
     assert (batch["input_ids"][~chosen] == ids[~chosen]).all()
     assert abs(chosen.mean() - 0.15) < 0.015
-    masked, kept = (batch["input_ids"] == 3)[chosen].mean(), (batch["input_ids"] == ids)[chosen].mean()
+    masked, kept = (
+        (batch["input_ids"] == 3)[chosen].mean(),
+        (batch["input_ids"] == ids)[chosen].mean(),
+    )
     assert (abs(masked - 0.8) < 0.04, abs(kept - 0.1) < 0.03) == (True, True)
     assert batch["input_ids"].min() >= 3  # special tokens are never drawn
     assert len({row.tobytes() for row in chosen}) == 50  # every row has draws of its own
@@ -145,21 +181,32 @@ def test_whole_words_are_hidden_together(tmp_path: Path):
             split += hidden.size > 1
     assert split > 50
     by_ids = [{"input_ids": [5, 6, 7, 8], "word_ids": [None, 0, 0, 1]}] * 8
-    labels = create_masked_lm_collate(mask_token_id=3, vocab_size=9, whole_word=True, probability=0.5)(by_ids, keys=range(8))["labels"]
+    labels = create_masked_lm_collate(
+        mask_token_id=3, vocab_size=9, whole_word=True, probability=0.5
+    )(by_ids, keys=range(8))["labels"]
     assert ((labels[:, 1] == -100) == (labels[:, 2] == -100)).all()
 
 
 def test_what_masked_lm_cannot_know_it_asks_for(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"mask_token_id: is not known. Give it, or a tokenizer that has one"):
+    with pytest.raises(
+        ConfigError, match=r"mask_token_id: is not known. Give it, or a tokenizer that has one"
+    ):
         create_masked_lm_collate(vocab_size=9)
     with pytest.raises(SourceError, match="column 'word_ids': whole_word needs it"):
-        create_masked_lm_collate(mask_token_id=3, vocab_size=9, whole_word=True)([{"input_ids": [1]}])
+        create_masked_lm_collate(mask_token_id=3, vocab_size=9, whole_word=True)(
+            [{"input_ids": [1]}]
+        )
     with pytest.raises(ConfigError, match=r"probability: 1\.5 is no share"):
         create_masked_lm_collate(mask_token_id=3, vocab_size=9, probability=1.5)
     with pytest.raises(SourceError, match="9 is outside the vocabulary of 9"):
         create_masked_lm_collate(mask_token_id=3, vocab_size=9)([{"input_ids": [9]}])
-    plain = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}, "pre_tokenizer": {"type": "Whitespace"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(plain | {"version": "1.0", "added_tokens": []}))
+    plain = {
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps(plain | {"version": "1.0", "added_tokens": []})
+    )
     with pytest.raises(TokenizerError, match="nothing in its vocabulary tells where words begin"):
         word_starts(load_tokenizer(str(tmp_path)))
 
@@ -179,9 +226,13 @@ def test_options_that_mean_nothing_are_refused(options, message):
 
 def test_bad_rows_are_named():
     collate = create_collate_fn()
-    with pytest.raises(SourceError, match=r"row 1 of the batch, column 'input_ids': there is none .have: text"):
+    with pytest.raises(
+        SourceError, match=r"row 1 of the batch, column 'input_ids': there is none .have: text"
+    ):
         collate([{"input_ids": [1]}, {"text": "a"}])
-    with pytest.raises(SourceError, match="row 0 of the batch, column 'attention_mask': 1 values for 2 tokens"):
+    with pytest.raises(
+        SourceError, match="row 0 of the batch, column 'attention_mask': 1 values for 2 tokens"
+    ):
         collate([{"input_ids": [1, 2], "attention_mask": [1]}])
     with pytest.raises(SourceError, match="expected a row of integers, got float64"):
         collate([{"input_ids": [0.5]}])
@@ -191,7 +242,9 @@ def test_default_collate():
     assert default_collate([(np.ones(3), 1), (np.zeros(3), 2)])[1].tolist() == [1, 2]
     assert default_collate([{"a": 1, "b": "x"}, {"a": 2, "b": "y"}])["b"] == ["x", "y"]
     assert default_collate([np.ones(2), np.ones(2)])["data"].shape == (2, 2)
-    with pytest.raises(SourceError, match=r"row 1 of the batch, column 'a': shape \(2,\), the first row has \(3,\)"):
+    with pytest.raises(
+        SourceError, match=r"row 1 of the batch, column 'a': shape \(2,\), the first row has \(3,\)"
+    ):
         default_collate([{"a": [1, 2, 3]}, {"a": [1, 2]}])
     with pytest.raises(SourceError, match="row 1 of the batch: has"):
         default_collate([{"a": 1}, {"b": 1}])
@@ -199,9 +252,15 @@ def test_default_collate():
 
 def test_ids_outside_the_vocabulary_are_refused_when_a_collator_is_made():
     for options, message in (
-        ({"mask_token_id": 20}, "mask_token_id: 20 is outside the vocabulary of 10. Give a larger vocab_size."),
+        (
+            {"mask_token_id": 20},
+            "mask_token_id: 20 is outside the vocabulary of 10. Give a larger vocab_size.",
+        ),
         ({"mask_token_id": 2, "special_token_ids": [50]}, "special_token_ids: 50 is outside"),
-        ({"mask_token_id": 0, "special_token_ids": range(10)}, "all 10 tokens are special: none can be hidden"),
+        (
+            {"mask_token_id": 0, "special_token_ids": range(10)},
+            "all 10 tokens are special: none can be hidden",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             create_masked_lm_collate(vocab_size=10, **options)
@@ -209,7 +268,13 @@ def test_ids_outside_the_vocabulary_are_refused_when_a_collator_is_made():
 
 def test_a_batch_without_rows_is_refused():
     seq2seq = create_seq2seq_collate(decoder_start_token_id=1)
-    for collator in (create_collate_fn(), create_causal_lm_collate(), seq2seq, create_vision_collate(), default_collate):
+    for collator in (
+        create_collate_fn(),
+        create_causal_lm_collate(),
+        seq2seq,
+        create_vision_collate(),
+        default_collate,
+    ):
         with pytest.raises(SourceError, match="the batch: holds no rows"):
             collator([])
     masks = seq2seq([{"input_ids": [1], "labels": [2]}])

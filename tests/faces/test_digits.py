@@ -33,10 +33,18 @@ class Digits(nnx.Module):
 def module() -> UniversalDataModule:
     images, labels = datasets.load_digits(return_X_y=True)
     rows = [
-        {"image": image.reshape(8, 8).astype(np.float32) / 16, "label": int(label)} for image, label in zip(images, labels, strict=True)
+        {"image": image.reshape(8, 8).astype(np.float32) / 16, "label": int(label)}
+        for image, label in zip(images, labels, strict=True)
     ]
-    task = TaskSpec(name="digits", modality="vision", task_type="classification", options={"channels": 1, "mean": [0.3], "std": [0.35]})
-    return UniversalDataModule(rows, task_spec=task, batch_size=64, val_split=0.2, seed=7, num_workers=1, num_epochs=None)
+    task = TaskSpec(
+        name="digits",
+        modality="vision",
+        task_type="classification",
+        options={"channels": 1, "mean": [0.3], "std": [0.35]},
+    )
+    return UniversalDataModule(
+        rows, task_spec=task, batch_size=64, val_split=0.2, seed=7, num_workers=1, num_epochs=None
+    )
 
 
 def train(folder: Path, steps: int, accumulate_steps: int = 1) -> Any:
@@ -49,7 +57,13 @@ def train(folder: Path, steps: int, accumulate_steps: int = 1) -> Any:
         optimizer={"learning_rate": 0.01, "warmup_steps": 1},
         checkpoint={"every": 20},
     )
-    return Trainer(Digits, config, data.train_dataloader(), {"val": data.val_dataloader()}, loss=classification_sums).run()
+    return Trainer(
+        Digits,
+        config,
+        data.train_dataloader(),
+        {"val": data.val_dataloader()},
+        loss=classification_sums,
+    ).run()
 
 
 def test_digits_are_learned_and_a_run_goes_on_where_it_stood(tmp_path: Path) -> None:
@@ -59,7 +73,9 @@ def test_digits_are_learned_and_a_run_goes_on_where_it_stood(tmp_path: Path) -> 
     assert whole.last["eval"]["val"]["num_targets"] == 359
     val = module().val_dataloader()
     assert val is not None
-    seen = [(jnp.argmax(whole.model(batch["pixel_values"]), -1) == batch["labels"]) for batch in val]
+    seen = [
+        (jnp.argmax(whole.model(batch["pixel_values"]), -1) == batch["labels"]) for batch in val
+    ]
     assert np.concatenate(seen).mean() > 0.9
     assert whole.last["eval"]["val"]["accuracy"] == pytest.approx(np.concatenate(seen).mean())
 

@@ -1,4 +1,6 @@
-"""Document 000 (shared/spec/000): its YAML and its example, in a folder where its names are folders."""
+"""Document 000 (shared/spec/000): its YAML and its example, in a folder where its names are
+folders.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +71,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EASYPIPE_CACHE", str(tmp_path / "cache"))
     words = texts(60)
-    rows = [{"instruction": words[i], "input": words[i + 1] if i % 2 else "", "output": words[i + 2], "id": i} for i in range(30)]
+    rows = [
+        {
+            "instruction": words[i],
+            "input": words[i + 1] if i % 2 else "",
+            "output": words[i + 2],
+            "id": i,
+        }
+        for i in range(30)
+    ]
     jsonl(tmp_path / "tatsu-lab" / "alpaca" / "data.jsonl", rows)
     train_bpe(texts(100), 300, ["<s>", "</s>"], "meta-llama/Llama-2-7b-hf")
     options = Path("meta-llama/Llama-2-7b-hf/tokenizer_config.json")
-    options.write_text(json.dumps(json.loads(options.read_text()) | {"bos_token": "<s>", "eos_token": "</s>"}))
+    options.write_text(
+        json.dumps(json.loads(options.read_text()) | {"bos_token": "<s>", "eos_token": "</s>"})
+    )
     Path("pipeline_config.yaml").write_text(PRINTED)
     return tmp_path
 
@@ -105,7 +117,9 @@ def test_f16_the_documents_example_as_printed() -> None:
 def test_law_9_it_is_a_pipeline(shuffle: bool) -> None:
     given = values()
     given["dataloader"] |= {"seed": 5, "drop_last": False}
-    face = DataPipeline.from_config(given).unwrap().get_dataloader("train", shuffle=shuffle).unwrap()
+    face = (
+        DataPipeline.from_config(given).unwrap().get_dataloader("train", shuffle=shuffle).unwrap()
+    )
     spelled = PipelineConfig(
         datasets=(
             DatasetConfig(
@@ -118,14 +132,23 @@ def test_law_9_it_is_a_pipeline(shuffle: bool) -> None:
                     label_column="output",
                 ),
                 tokenizer=TokenizerConfig(
-                    name_or_path="meta-llama/Llama-2-7b-hf", max_length=2048, padding="max_length", return_attention_mask=True
+                    name_or_path="meta-llama/Llama-2-7b-hf",
+                    max_length=2048,
+                    padding="max_length",
+                    return_attention_mask=True,
                 ),
             ),
         ),
         seed=5,
         order=OrderConfig(shuffle=shuffle),
     )
-    spelling = Pipeline(spelled).source().tokenize().load(LoadStageConfig(batch_size=4, drop_last=False)).build()
+    spelling = (
+        Pipeline(spelled)
+        .source()
+        .tokenize()
+        .load(LoadStageConfig(batch_size=4, drop_last=False))
+        .build()
+    )
     assert_one_way(face, spelling, what="DataPipeline")
 
 
@@ -139,9 +162,13 @@ def test_only_the_label_column_is_trained() -> None:
     assert tokenizer.padding == "longest"
     from easypipe import load_tokenizer
 
-    rows = [json.loads(line) for line in Path("tatsu-lab/alpaca/data.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path("tatsu-lab/alpaca/data.jsonl").read_text().splitlines()
+    ]
     for r in range(4):
-        trained = load_tokenizer(tokenizer).decode(batch["labels"][r][batch["labels"][r] != -100], skip_special_tokens=True)
+        trained = load_tokenizer(tokenizer).decode(
+            batch["labels"][r][batch["labels"][r] != -100], skip_special_tokens=True
+        )
         assert trained.strip() == rows[r]["output"]
     assert len(loader) == 8  # ordered and complete
     assert batch["attention_mask"].sum() == (batch["segment_ids"] > 0).sum()
@@ -152,7 +179,12 @@ def test_law_exact_resume() -> None:
     given["tokenizer"]["max_length"] = 512
     given["dataloader"] |= {"seed": 3}
     assert_exact_resume(
-        lambda: DataPipeline.from_config(given).unwrap().get_dataloader("train", shuffle=True).unwrap(), 6, hops=(1,), stops=(0, 2)
+        lambda: (
+            DataPipeline.from_config(given).unwrap().get_dataloader("train", shuffle=True).unwrap()
+        ),
+        6,
+        hops=(1,),
+        stops=(0, 2),
     )
 
 
@@ -168,12 +200,18 @@ def test_splits_by_files_and_local_files() -> None:
     given = values()
     rows = Path("tatsu-lab/alpaca/data.jsonl").read_text().splitlines()
     Path("val.jsonl").write_text("\n".join(rows[:5]) + "\n")
-    given["dataset"]["data_files"] = {"train": "tatsu-lab/alpaca/*.jsonl", "validation": "val.jsonl"}
+    given["dataset"]["data_files"] = {
+        "train": "tatsu-lab/alpaca/*.jsonl",
+        "validation": "val.jsonl",
+    }
     pipeline = DataPipeline.from_config(given).unwrap()
     assert len(pipeline.get_dataloader("validation").unwrap()) == 2
     assert len(pipeline.get_dataloader("train").unwrap()) == 8
     error = pipeline.get_dataloader("validatoin").unwrap_err()
-    assert str(error) == "dataset.data_files: no split 'validatoin' (have: train, validation). Did you mean 'validation'?"
+    assert (
+        str(error)
+        == "dataset.data_files: no split 'validatoin' (have: train, validation). Did you mean 'validation'?"
+    )
     given["dataset"] = {"name": "val.jsonl"}
     assert len(DataPipeline.from_config(given).unwrap().get_dataloader("train[:2]").unwrap()) == 1
 
@@ -189,14 +227,24 @@ def test_a_name_that_is_no_path_is_on_the_hub() -> None:
 
 
 def test_the_printed_file_reads_a_dataset_of_the_hub(hub_mirror: WebServer) -> None:  # noqa: F811
-    """As printed, the name is one of the Hub; here it is a mirror on loopback, and there is no folder of that name."""
+    """As printed, the name is one of the Hub; here it is a mirror on loopback, and there is no
+    folder of that name.
+    """
     rows = Path("tatsu-lab/alpaca/data.jsonl").read_bytes().splitlines(keepends=True)
     Path("tatsu-lab").rename("elsewhere")
-    publish(hub_mirror, "tatsu-lab/alpaca", {"train.jsonl": b"".join(rows), "validation.jsonl": b"".join(rows[:6])})
+    publish(
+        hub_mirror,
+        "tatsu-lab/alpaca",
+        {"train.jsonl": b"".join(rows), "validation.jsonl": b"".join(rows[:6])},
+    )
     pipeline = DataPipeline.from_config("pipeline_config.yaml").unwrap()
-    assert [batch["input_ids"].shape for batch in pipeline.get_dataloader("validation").unwrap()] == [(4, 2048), (2, 2048)]
+    assert [
+        batch["input_ids"].shape for batch in pipeline.get_dataloader("validation").unwrap()
+    ] == [(4, 2048), (2, 2048)]
     assert len(pipeline.get_dataloader("train", shuffle=True).unwrap()) == 7
-    assert "no split 'valid' (have: train, validation). Did you mean 'validation'?" in str(pipeline.get_dataloader("valid").unwrap_err())
+    assert "no split 'valid' (have: train, validation). Did you mean 'validation'?" in str(
+        pipeline.get_dataloader("valid").unwrap_err()
+    )
 
 
 WRONG = [
@@ -214,8 +262,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "message"), WRONG, ids=lambda item: ".".join(item) if isinstance(item, tuple) else None)
-def test_three_views_of_one_check(path: tuple[str, ...], value: object, message: str | None) -> None:
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    WRONG,
+    ids=lambda item: ".".join(item) if isinstance(item, tuple) else None,
+)
+def test_three_views_of_one_check(
+    path: tuple[str, ...], value: object, message: str | None
+) -> None:
     given = values()
     section = given
     for key in path[:-1]:
@@ -240,7 +294,10 @@ def test_every_problem_between_sections_is_listed() -> None:
     given = values()
     given["dataset"]["columns"] = ["instruction"]
     assert len(DataPipeline.validate(given)) == 2
-    assert "prompt_template.input_columns[1]: dataset.columns has no 'input'" in DataPipeline.validate(given)[0]
+    assert (
+        "prompt_template.input_columns[1]: dataset.columns has no 'input'"
+        in DataPipeline.validate(given)[0]
+    )
 
 
 def test_what_only_data_can_tell_is_err_of_get_dataloader() -> None:
@@ -252,7 +309,9 @@ def test_what_only_data_can_tell_is_err_of_get_dataloader() -> None:
     given["tokenizer"]["name_or_path"] = "./nowhere"
     assert DataPipeline.from_config(given).unwrap().get_dataloader("train").is_err()
     assert DataPipeline.from_config("no.yaml").is_err()
-    assert "num_workers" in str(DataPipeline.from_config(values() | {"dataloader": {"num_workers": -2}}).unwrap_err())
+    assert "num_workers" in str(
+        DataPipeline.from_config(values() | {"dataloader": {"num_workers": -2}}).unwrap_err()
+    )
 
 
 def test_bugs_are_not_err(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,19 +325,27 @@ def test_options_of_the_sections() -> None:
     def widths(**options: object) -> list[int]:
         given = values()
         given["tokenizer"] |= options
-        return [batch["input_ids"].shape[1] for batch in DataPipeline.from_config(given).unwrap().get_dataloader("train").unwrap()]
+        return [
+            batch["input_ids"].shape[1]
+            for batch in DataPipeline.from_config(given).unwrap().get_dataloader("train").unwrap()
+        ]
 
     assert set(widths(max_length=200, use_fast=False)) == {200}
     assert len(set(widths(max_length=200, padding="longest"))) > 1
     assert max(widths(max_length=200, padding="longest", truncation=False)) > 200
     given = values()
     given["tokenizer"]["use_fast"] = False
-    assert DataPipeline.from_config(given).unwrap().dataset_config("train").tokenizer.backend == "tokenizers"
+    assert (
+        DataPipeline.from_config(given).unwrap().dataset_config("train").tokenizer.backend
+        == "tokenizers"
+    )
     with pytest.raises(ConfigError, match=r"dataloader.collate_fn: the rows are text"):
         DataPipelineConfig(**(values() | {"dataloader": DataLoaderConfig(collate_fn=len)}))
     for name in ("subset", "revision"):
         with pytest.raises(ConfigError, match=f"dataset.{name}: has no effect beside data_files"):
-            DataPipelineConfig(**(values() | {"dataset": {"name": "a", "data_files": {"train": "a"}, name: "b"}}))
+            DataPipelineConfig(
+                **(values() | {"dataset": {"name": "a", "data_files": {"train": "a"}, name: "b"}})
+            )
 
 
 def test_f16_f20_f21_more_options_of_the_file() -> None:
@@ -293,17 +360,26 @@ def test_f16_f20_f21_more_options_of_the_file() -> None:
     assert sum(len(batch["input_ids"]) for batch in made(num_rows=6)) == 6
     memory = fsspec.filesystem("memory")
     memory.pipe("/rows-of-000.jsonl", Path("tatsu-lab/alpaca/data.jsonl").read_bytes())
-    assert len(made(name="memory://rows-of-000.jsonl", storage_options={"skip_instance_cache": True})) == 8
+    assert (
+        len(made(name="memory://rows-of-000.jsonl", storage_options={"skip_instance_cache": True}))
+        == 8
+    )
     with pytest.raises(SourceError, match="no_such_option"):
         made(name="https://127.0.0.1:1/rows.jsonl", storage_options={"no_such_option": 1})
     left = made("tokenizer", padding_side="left")
     for one, other in zip(plain, left, strict=True):
         for row, mask, moved, shown in zip(
-            one["input_ids"], one["attention_mask"], other["input_ids"], other["attention_mask"], strict=True
+            one["input_ids"],
+            one["attention_mask"],
+            other["input_ids"],
+            other["attention_mask"],
+            strict=True,
         ):
             assert row[mask == 1].tolist() == moved[shown == 1].tolist()
             assert shown[-1] == 1
-    assert {batch["input_ids"].shape[1] % 16 for batch in made("tokenizer", pad_to_multiple_of=16)} == {0}
+    assert {
+        batch["input_ids"].shape[1] % 16 for batch in made("tokenizer", pad_to_multiple_of=16)
+    } == {0}
     kept = made("tokenizer", max_length=120, length={"policy": "keep_end"})
     cut = made("tokenizer", max_length=120)
     assert any((a["input_ids"] != b["input_ids"]).any() for a, b in zip(kept, cut, strict=True))
@@ -315,7 +391,9 @@ def test_f16_f20_f21_more_options_of_the_file() -> None:
     assert sum(len(batch["input_ids"]) for batch in loader) in range(16, 31)
     given["dataloader"] |= {"world_size": 2}
     [problem] = DataPipeline.validate(given)
-    assert problem.startswith("dataloader.world_size: ranks share rows by their numbers, and a stream has none")
+    assert problem.startswith(
+        "dataloader.world_size: ranks share rows by their numbers, and a stream has none"
+    )
 
 
 def test_batches_are_numpy_of_int32() -> None:

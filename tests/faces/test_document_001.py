@@ -1,4 +1,6 @@
-"""Document 001 (shared/spec/001): wrappers, collators and the builder; its examples, with easypipe's arrays in place of tensors."""
+"""Document 001 (shared/spec/001): wrappers, collators and the builder; its examples, with
+easypipe's arrays in place of tensors.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,15 @@ def spelling(rows: Any = ROWS, shuffle: bool = False, seed: int = 0, **load: Any
         name="dataset1",
         data_files=rows,
         prompt=PROMPT,
-        tokenizer=TokenizerConfig(name_or_path=tokenizer(), max_length=400, return_attention_mask=True),
+        tokenizer=TokenizerConfig(
+            name_or_path=tokenizer(), max_length=400, return_attention_mask=True
+        ),
     )
-    pipeline = Pipeline(PipelineConfig(datasets=(dataset,), seed=seed, order=OrderConfig(shuffle=shuffle))).source().tokenize()
+    pipeline = (
+        Pipeline(PipelineConfig(datasets=(dataset,), seed=seed, order=OrderConfig(shuffle=shuffle)))
+        .source()
+        .tokenize()
+    )
     return pipeline.load(LoadStageConfig(batch_size=4, **{"drop_last": shuffle, **load})).build()
 
 
@@ -85,9 +93,13 @@ def test_f26_the_map_style_example(engine: PromptEngine) -> None:
     with pytest.raises(IndexError, match="row 41 of 41"):
         dataset[41]
     chosen = dataset.select([5, 7, 5])
-    assert [row["input_ids"].tolist() for row in chosen] == [dataset[i]["input_ids"].tolist() for i in (5, 7, 5)]
+    assert [row["input_ids"].tolist() for row in chosen] == [
+        dataset[i]["input_ids"].tolist() for i in (5, 7, 5)
+    ]
     assert_one_way(
-        DataLoaderBuilder().with_dataset(chosen).with_batch_size(4).build(), spelling(raw_ds.select([5, 7, 5])), what="a selection"
+        DataLoaderBuilder().with_dataset(chosen).with_batch_size(4).build(),
+        spelling(raw_ds.select([5, 7, 5])),
+        what="a selection",
     )
 
 
@@ -103,30 +115,50 @@ def test_encoded_rows_are_kept_where_asked() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_law_9_a_preprocessed_dataset_is_a_pipeline(engine: PromptEngine, shuffle: bool) -> None:
-    built = DataLoaderBuilder().with_dataset(PreprocessedDataset(ROWS, engine)).with_batch_size(4).with_options(shuffle=shuffle, seed=6)
+    built = (
+        DataLoaderBuilder()
+        .with_dataset(PreprocessedDataset(ROWS, engine))
+        .with_batch_size(4)
+        .with_options(shuffle=shuffle, seed=6)
+    )
     assert_one_way(built.build(), spelling(shuffle=shuffle, seed=6), what="PreprocessedDataset")
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_law_9_so_is_the_causal_collator_over_its_rows(engine: PromptEngine, shuffle: bool) -> None:
     dataset = PreprocessedDataset(ROWS, engine)
-    pad = engine.tokenizer.pad_token_id if engine.tokenizer.pad_token_id is not None else engine.tokenizer.eos_token_id
+    pad = (
+        engine.tokenizer.pad_token_id
+        if engine.tokenizer.pad_token_id is not None
+        else engine.tokenizer.eos_token_id
+    )
     built = DataLoaderBuilder().with_dataset(dataset).with_batch_size(4)
     built.with_options(shuffle=shuffle, seed=6, collate_fn=create_causal_lm_collate(pad or 0))
-    assert_one_way(built.build(), spelling(shuffle=shuffle, seed=6), what="create_causal_lm_collate")
+    assert_one_way(
+        built.build(), spelling(shuffle=shuffle, seed=6), what="create_causal_lm_collate"
+    )
 
 
 def test_an_engine_of_ones_own_is_asked_row_by_row(engine: PromptEngine) -> None:
     dataset = PreprocessedDataset(ROWS, Counting(tokenizer(), PROMPT, max_length=400))
     assert dataset.as_dataset_config() is None
-    built = DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).with_options(shuffle=True, seed=6)
+    built = (
+        DataLoaderBuilder()
+        .with_dataset(dataset)
+        .with_batch_size(4)
+        .with_options(shuffle=True, seed=6)
+    )
     assert_one_way(built.build(), spelling(shuffle=True, seed=6), what="an engine of one's own")
 
 
 def test_law_9_a_streaming_dataset_is_a_pipeline_in_order(engine: PromptEngine) -> None:
     dataset = create_preprocessed_dataset(Stream(ROWS), engine, streaming=True)
     assert isinstance(dataset, StreamingPreprocessedDataset)
-    assert_one_way(DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).build(), spelling(), what="StreamingPreprocessedDataset")
+    assert_one_way(
+        DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).build(),
+        spelling(),
+        what="StreamingPreprocessedDataset",
+    )
     assert isinstance(create_preprocessed_dataset(ROWS, engine), PreprocessedDataset)
 
 
@@ -150,31 +182,50 @@ def test_law_9_ranks(engine: PromptEngine) -> None:
 
 def test_law_exact_resume(engine: PromptEngine) -> None:
     def make(dataset: Any, **options: Any) -> Any:
-        return DataLoaderBuilder().with_dataset(dataset).with_batch_size(4).with_options(**options).build()
+        return (
+            DataLoaderBuilder()
+            .with_dataset(dataset)
+            .with_batch_size(4)
+            .with_options(**options)
+            .build()
+        )
 
     mapped = PreprocessedDataset(ROWS, engine)
     streamed = StreamingPreprocessedDataset(Stream(ROWS), engine, buffer_size=7, seed=3)
-    assert_exact_resume(lambda: make(mapped, shuffle=True, seed=1, rank=1, world_size=2), 4, hops=(1,), stops=(0, 2))
+    assert_exact_resume(
+        lambda: make(mapped, shuffle=True, seed=1, rank=1, world_size=2), 4, hops=(1,), stops=(0, 2)
+    )
     assert_exact_resume(lambda: make(streamed), 8, hops=(1,), stops=(0, 3))
 
 
-def test_a_streams_ranks_and_workers_share_its_rows(engine: PromptEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streams_ranks_and_workers_share_its_rows(
+    engine: PromptEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = sorted(engine.encode(row)["input_ids"].tolist() for row in ROWS)
     seen = []
     for rank in range(2):
         for worker in range(3):
-            monkeypatch.setattr("easypipe.faces.datasets.torch_worker", lambda worker=worker: (worker, 3))
-            shard = StreamingPreprocessedDataset(Stream(ROWS), engine, buffer_size=4, rank=rank, world_size=2)
+            monkeypatch.setattr(
+                "easypipe.faces.datasets.torch_worker", lambda worker=worker: (worker, 3)
+            )
+            shard = StreamingPreprocessedDataset(
+                Stream(ROWS), engine, buffer_size=4, rank=rank, world_size=2
+            )
             seen += [row["input_ids"].tolist() for row in shard]
     assert sorted(seen) == wanted
 
 
 def test_f26_the_streaming_example_as_printed(engine: PromptEngine) -> None:
-    """But for its four workers: forking this process, with jax's threads in it, may hang. Which rows each has is tested above."""
+    """But for its four workers: forking this process, with jax's threads in it, may hang. Which
+    rows each has is tested above.
+    """
     pytest.importorskip("torch")
     from torch.utils.data import DataLoader
 
-    dataset = StreamingPreprocessedDataset(hf_iterable=Stream(ROWS), prompt_engine=engine, buffer_size=1000)  # For local shuffling
+    # For local shuffling
+    dataset = StreamingPreprocessedDataset(
+        hf_iterable=Stream(ROWS), prompt_engine=engine, buffer_size=1000
+    )
     loader = DataLoader(dataset)
     seen = [batch["input_ids"][0].tolist() for batch in loader]  # pyright: ignore[reportIndexIssue]
     assert sorted(seen) == sorted(engine.encode(row)["input_ids"].tolist() for row in ROWS)
@@ -182,13 +233,21 @@ def test_f26_the_streaming_example_as_printed(engine: PromptEngine) -> None:
 
 @examples(10)
 @given(st.integers(0, 12), st.integers(0, 3))
-def test_the_buffer_shuffles_within_its_blocks(engine: PromptEngine, buffer_size: int, seed: int) -> None:
+def test_the_buffer_shuffles_within_its_blocks(
+    engine: PromptEngine, buffer_size: int, seed: int
+) -> None:
     rows = [engine.encode(row)["input_ids"].tolist() for row in ROWS[:20]]
-    made = [row["input_ids"].tolist() for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)]
+    made = [
+        row["input_ids"].tolist()
+        for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)
+    ]
     size = max(buffer_size, 1)
     for start in range(0, 20, size):
         assert sorted(made[start : start + size]) == sorted(rows[start : start + size])
-    assert made == [row["input_ids"].tolist() for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)]
+    assert made == [
+        row["input_ids"].tolist()
+        for row in StreamingPreprocessedDataset(Stream(ROWS[:20]), engine, buffer_size, seed=seed)
+    ]
 
 
 def test_skip_errors(engine: PromptEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,14 +264,19 @@ def test_skip_errors(engine: PromptEngine, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_what_is_no_dataset_is_refused(engine: PromptEngine) -> None:
-    with pytest.raises(ConfigError, match=r"Stream gives no rows by number. Use create_preprocessed_dataset"):
+    with pytest.raises(
+        ConfigError, match=r"Stream gives no rows by number. Use create_preprocessed_dataset"
+    ):
         PreprocessedDataset(Stream(ROWS), engine)
     with pytest.raises(ConfigError, match="can be read once, and every iteration begins anew"):
         StreamingPreprocessedDataset(iter(ROWS), engine)
     for kind in (PreprocessedDataset, StreamingPreprocessedDataset):
         with pytest.raises(ConfigError, match="prompt_engine: str encodes no rows"):
             kind(Stream(ROWS), "an engine")
-    for options, message in (({"buffer_size": -1}, "buffer_size: -1"), ({"rank": 1}, "there is no rank 1 of 1")):
+    for options, message in (
+        ({"buffer_size": -1}, "buffer_size: -1"),
+        ({"rank": 1}, "there is no rank 1 of 1"),
+    ):
         with pytest.raises(ConfigError, match=message):
             StreamingPreprocessedDataset(Stream(ROWS), engine, **options)
 

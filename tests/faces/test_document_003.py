@@ -1,4 +1,6 @@
-"""Document 003 (shared/spec/003): a tokenizer of one's own, a stream of tokens, two loaders; its training example, in JAX."""
+"""Document 003 (shared/spec/003): a tokenizer of one's own, a stream of tokens, two loaders; its
+training example, in JAX.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ LENGTH = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """data/train.jsonl, data/val.jsonl, data/plain.txt and a trained tokenizer, as the document has them."""
+    """data/train.jsonl, data/val.jsonl, data/plain.txt and a trained tokenizer, as the document has
+    them.
+    """
     made = tmp_path_factory.mktemp("document003")
     jsonl(made / "data" / "train.jsonl", [{"text": text} for text in texts(60, longest=20)])
     jsonl(made / "data" / "val.jsonl", [{"text": text} for text in texts(13, 7, longest=20)])
@@ -86,19 +90,43 @@ def pipeline(path: str, **pack: Any) -> Pipeline:
 
 def test_the_tokenizer(tokenizer: BPETokenizer, tmp_path: Path) -> None:
     assert tokenizer.get_vocab_size() == load_tokenizer("tokenizer").vocab_size <= 320
-    assert set(tokenizer.tokenizer.special_tokens) == {"<|endoftext|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]"}
+    assert set(tokenizer.tokenizer.special_tokens) == {
+        "<|endoftext|>",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "[PAD]",
+    }
     assert tokenizer.tokenizer.pad_token_id == tokenizer.encode("[PAD]")["input_ids"][0]
     text = "the quick brown fox, größer 🦊"
     encoded = tokenizer.encode(text)
     count = len(encoded["input_ids"])
-    assert encoded == {"input_ids": encoded["input_ids"], "token_type_ids": [0] * count, "attention_mask": [1] * count}
+    assert encoded == {
+        "input_ids": encoded["input_ids"],
+        "token_type_ids": [0] * count,
+        "attention_mask": [1] * count,
+    }
     assert tokenizer.decode(encoded["input_ids"]) == text
     framed = tokenizer.encode(text, add_special_tokens=True)["input_ids"]
     assert tokenizer.decode(framed) == f"[CLS]{text}[SEP]"
     assert tokenizer.decode(framed, skip_special_tokens=True) == text
-    again = train_tokenizer([{"words": text} for text in texts(50)], 300, tmp_path / "a", content_field="words", special_tokens=["[PAD]"])
-    train_tokenizer([{"words": text} for text in texts(50)], 300, tmp_path / "b", content_field="words", special_tokens=["[PAD]"])
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+    again = train_tokenizer(
+        [{"words": text} for text in texts(50)],
+        300,
+        tmp_path / "a",
+        content_field="words",
+        special_tokens=["[PAD]"],
+    )
+    train_tokenizer(
+        [{"words": text} for text in texts(50)],
+        300,
+        tmp_path / "b",
+        content_field="words",
+        special_tokens=["[PAD]"],
+    )
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (
+        tmp_path / "b" / "tokenizer.json"
+    ).read_bytes()
     with pytest.raises(TokenizerError, match=r"has no token \[CLS\]"):
         again.encode("x", add_special_tokens=True)
     assert train_tokenizer("data/plain.txt", 300, tmp_path / "c").get_vocab_size() == 300
@@ -142,7 +170,9 @@ def test_the_dataset_is_the_rows_of_the_pipeline(tokenizer: BPETokenizer) -> Non
     dataset = TransformerDataset("data/train.jsonl", tokenizer, LENGTH, stride=LENGTH)
     rows = [
         {name: values[0] for name, values in batch.items()}
-        for batch in pipeline("data/train.jsonl", shuffle_packed=False).load({"batch_size": 1}).build()
+        for batch in pipeline("data/train.jsonl", shuffle_packed=False)
+        .load({"batch_size": 1})
+        .build()
     ]
     assert len(rows) - len(dataset) in (0, 1)  # the last row may not be full
     for item, row in zip((dataset[i] for i in range(len(dataset))), rows, strict=False):
@@ -152,27 +182,42 @@ def test_the_dataset_is_the_rows_of_the_pipeline(tokenizer: BPETokenizer) -> Non
 
 def test_the_loaders_are_the_pipeline(tokenizer: BPETokenizer) -> None:
     """Law 9: every pass of either, byte by byte."""
-    train, val = create_dataloaders("data/train.jsonl", "data/val.jsonl", tokenizer, batch_size=4, seq_length=LENGTH, seed=5)
+    train, val = create_dataloaders(
+        "data/train.jsonl", "data/val.jsonl", tokenizer, batch_size=4, seq_length=LENGTH, seed=5
+    )
     for epoch in range(3):
         load = LoadStageConfig(batch_size=4, drop_last=True)
         spelled = pipeline("data/train.jsonl", seed=seed_of_epoch(5, epoch)).load(load).build()
         assert_one_way(list(train), list(spelled), what=f"pass {epoch}")
-    plain = pipeline("data/val.jsonl", shuffle_packed=False).load({"batch_size": 4, "drop_last": False}).build()
+    plain = (
+        pipeline("data/val.jsonl", shuffle_packed=False)
+        .load({"batch_size": 4, "drop_last": False})
+        .build()
+    )
     assert_one_way(list(val), list(plain), what="validation")
     assert_exact_resume(lambda: train.loader(1), len(train))
 
 
-def test_training_is_shuffled_and_validation_complete(tokenizer: BPETokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    train, val = create_dataloaders("data/train.jsonl", "data/val.jsonl", tokenizer, batch_size=4, seq_length=LENGTH, seed=5)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "no warning of options that nobody set"
+def test_training_is_shuffled_and_validation_complete(
+    tokenizer: BPETokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    train, val = create_dataloaders(
+        "data/train.jsonl", "data/val.jsonl", tokenizer, batch_size=4, seq_length=LENGTH, seed=5
+    )
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], (
+        "no warning of options that nobody set"
+    )
     stream = tokens_of("data/train.jsonl", tokenizer)
     rows = {tuple(stream[i : i + LENGTH]) for i in range(0, len(stream), LENGTH)}
-    passes = [[tuple(row) for batch in train for row in batch["input_ids"].tolist()] for _ in range(2)]
+    passes = [
+        [tuple(row) for batch in train for row in batch["input_ids"].tolist()] for _ in range(2)
+    ]
     assert passes[0] != passes[1]
     assert [len(one) for one in passes] == [len(train) * 4] * 2
     assert len(rows) - 4 < len(passes[0]) <= len(rows)
     assert set(passes[0]) <= rows | {
-        tuple(stream[len(stream) // LENGTH * LENGTH :]) + (tokenizer.tokenizer.pad_token_id,) * (-len(stream) % LENGTH)
+        tuple(stream[len(stream) // LENGTH * LENGTH :])
+        + (tokenizer.tokenizer.pad_token_id,) * (-len(stream) % LENGTH)
     }
     train.set_epoch(0)
     assert [tuple(row) for batch in train for row in batch["input_ids"].tolist()] == passes[0]
@@ -186,20 +231,32 @@ def test_training_is_shuffled_and_validation_complete(tokenizer: BPETokenizer, c
     assert len(val) == len(batches) == -(-len(ids) // (4 * LENGTH))
 
 
-def test_ranks_and_pytorch_options(tokenizer: BPETokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_and_pytorch_options(
+    tokenizer: BPETokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "easypipe")
     options = {"batch_size": 2, "seq_length": LENGTH, "seed": 5, "is_jsonl": True}
     paths = ("data/train.jsonl", "data/val.jsonl")
-    create_dataloaders(*paths, tokenizer, **options, num_workers=2, pin_memory=True, persistent_workers=True)
+    create_dataloaders(
+        *paths, tokenizer, **options, num_workers=2, pin_memory=True, persistent_workers=True
+    )
     assert "pin_memory=True changes nothing" in caplog.text
     assert "persistent_workers=True changes nothing" in caplog.text
     whole, _ = create_dataloaders(*paths, "tokenizer", **options | {"batch_size": 4})
-    ranks = [create_dataloaders(*paths, "tokenizer", **options, rank=rank, world_size=2)[0] for rank in range(2)]
-    both = [np.stack([a["input_ids"], b["input_ids"]], 1).reshape(4, LENGTH) for a, b in zip(*ranks, strict=True)]
+    ranks = [
+        create_dataloaders(*paths, "tokenizer", **options, rank=rank, world_size=2)[0]
+        for rank in range(2)
+    ]
+    both = [
+        np.stack([a["input_ids"], b["input_ids"]], 1).reshape(4, LENGTH)
+        for a, b in zip(*ranks, strict=True)
+    ]
     for batch, together in zip(whole, both, strict=False):
         assert np.array_equal(batch["input_ids"], together)
     drawn, _ = create_dataloaders(*paths, "tokenizer", batch_size=4, seq_length=LENGTH)
-    again, _ = create_dataloaders(*paths, "tokenizer", batch_size=4, seq_length=LENGTH, seed=drawn.seed)
+    again, _ = create_dataloaders(
+        *paths, "tokenizer", batch_size=4, seq_length=LENGTH, seed=drawn.seed
+    )
     assert_one_way(list(drawn), list(again), what="a seed that was drawn")
     with pytest.raises(ConfigError, match="Give at least 1"):
         TransformerDataset("data/val.jsonl", tokenizer, LENGTH, stride=0)
@@ -223,12 +280,21 @@ def test_f30_the_complete_training_example() -> None:
         num_workers=1,
         seed=1,
     )
-    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+    }
     shape = ModelConfig(vocab_size=tokenizer.get_vocab_size(), **sizes, scan_layers=False)
     model = Decoder(shape, nnx.Rngs(0))
     total = len(train_loader) * 3  # 3 epochs
     warmup = total // 10 + 1
-    schedule = optax.join_schedules([optax.linear_schedule(0, 1e-2, warmup), optax.linear_schedule(1e-2, 0, total - warmup)], [warmup])
+    schedule = optax.join_schedules(
+        [optax.linear_schedule(0, 1e-2, warmup), optax.linear_schedule(1e-2, 0, total - warmup)],
+        [warmup],
+    )
     optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
 
     def loss_of(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
@@ -238,7 +304,9 @@ def test_f30_the_complete_training_example() -> None:
         return (losses * (labels != IGNORE)).sum() / (labels != IGNORE).sum()
 
     @nnx.jit
-    def train_step(model: Decoder, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]) -> jax.Array:
+    def train_step(
+        model: Decoder, optimizer: nnx.Optimizer, batch: dict[str, jax.Array]
+    ) -> jax.Array:
         loss, gradients = nnx.value_and_grad(loss_of)(model, batch)
         optimizer.update(model, gradients)
         return loss
@@ -248,14 +316,18 @@ def test_f30_the_complete_training_example() -> None:
     for _ in range(3):
         for batch in train_loader:
             train_step(model, optimizer, batch)
-        val_losses.append(sum(float(evaluate(model, batch)) for batch in val_loader) / len(val_loader))
+        val_losses.append(
+            sum(float(evaluate(model, batch)) for batch in val_loader) / len(val_loader)
+        )
     assert val_losses[-1] < val_losses[0] < np.log(tokenizer.get_vocab_size())
 
 
 class Characters:
     """A tokenizer of one's own, as the document has them: `encode` is all that it needs."""
 
-    def __init__(self, *, eos: int | None = None, version: str | None = None, size: int | None = None) -> None:
+    def __init__(
+        self, *, eos: int | None = None, version: str | None = None, size: int | None = None
+    ) -> None:
         for name, value in {"eos_token_id": eos, "version": version, "vocab_size": size}.items():
             if value is not None:
                 setattr(self, name, value)
@@ -269,17 +341,26 @@ class Characters:
 
 
 @pytest.mark.parametrize("eos", [None, 3])
-def test_an_own_tokenizer_makes_the_stream(eos: int | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_own_tokenizer_makes_the_stream(
+    eos: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     own = Characters(eos=eos)
     lines = [json.loads(line)["text"] for line in Path("data/val.jsonl").read_text().splitlines()]
-    stream = [number for text in lines for number in (*map(ord, text), *([] if eos is None else [eos]))]
+    stream = [
+        number for text in lines for number in (*map(ord, text), *([] if eos is None else [eos]))
+    ]
     dataset = TransformerDataset("data/val.jsonl", own, LENGTH)
     assert dataset.num_tokens == len(stream)
     assert [dataset[i]["input_ids"][0] for i in range(len(dataset))] == stream[: len(dataset)]
     assert ("no end-of-sequence token" in caplog.text) == (eos is None)
     own = Characters(eos=eos)
-    train, val = create_dataloaders("data/train.jsonl", "data/val.jsonl", own, batch_size=3, seq_length=LENGTH, seed=5)
-    assert len({batch["input_ids"].tobytes() for _ in range(2) for batch in train}) == 2 * len(train)  # two passes
+    train, val = create_dataloaders(
+        "data/train.jsonl", "data/val.jsonl", own, batch_size=3, seq_length=LENGTH, seed=5
+    )
+    # two passes
+    assert len({batch["input_ids"].tobytes() for _ in range(2) for batch in train}) == 2 * len(
+        train
+    )
     assert own.calls == 60 + 13
     flat = np.concatenate([batch["input_ids"].ravel() for batch in val])
     assert flat[: len(stream)].tolist() == stream
@@ -287,12 +368,21 @@ def test_an_own_tokenizer_makes_the_stream(eos: int | None, caplog: pytest.LogCa
     assert labels[: len(stream)].tolist() == [*stream[1:], IGNORE]
     state = train.state().to_json()
     next(iter(train))
-    again, _ = create_dataloaders("data/train.jsonl", "data/val.jsonl", Characters(eos=eos), batch_size=3, seq_length=LENGTH, seed=5)
+    again, _ = create_dataloaders(
+        "data/train.jsonl",
+        "data/val.jsonl",
+        Characters(eos=eos),
+        batch_size=3,
+        seq_length=LENGTH,
+        seed=5,
+    )
     again.restore(state)  # its ids are the same, though nothing of it was kept
     assert next(iter(again))["input_ids"].tolist() == next(iter(train))["input_ids"].tolist()
 
 
-def test_tokens_of_an_own_tokenizer_are_kept_by_its_version(caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_of_an_own_tokenizer_are_kept_by_its_version(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def calls(**options: Any) -> int:
         TransformerDataset("data/val.jsonl", own := Characters(eos=3, **options), LENGTH)
         return own.calls
@@ -307,13 +397,23 @@ def test_tokens_of_an_own_tokenizer_are_kept_by_its_version(caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"text": "ab"}, {"text": "boom"}], {}, r"bad\.jsonl, row 1: encode failed: ValueError: no such text"),
+        (
+            [{"text": "ab"}, {"text": "boom"}],
+            {},
+            r"bad\.jsonl, row 1: encode failed: ValueError: no such text",
+        ),
         ([{"text": "ab"}, {"text": None}], {}, r"bad\.jsonl, row 1: null"),
-        ([{"text": "ab"}, {"text": "aé"}], {"size": 128}, r"bad\.jsonl, row 1.*token 233 is outside the vocabulary of 128 of 'Characters'"),
+        (
+            [{"text": "ab"}, {"text": "aé"}],
+            {"size": 128},
+            r"bad\.jsonl, row 1.*token 233 is outside the vocabulary of 128 of 'Characters'",
+        ),
         ([{"body": "ab"}], {}, r"'text': no such column.*have: body"),
     ],
 )
-def test_what_an_own_tokenizer_cannot_encode(rows: Any, options: Any, message: str, tmp_path: Path) -> None:
+def test_what_an_own_tokenizer_cannot_encode(
+    rows: Any, options: Any, message: str, tmp_path: Path
+) -> None:
     path = jsonl(tmp_path / "bad.jsonl", rows)
     with pytest.raises(SourceError, match=message):
         TransformerDataset(path, Characters(eos=3, **options), 2)

@@ -1,4 +1,6 @@
-"""Document 004 (shared/spec/004): data modules, the registry, the factory; its examples, with jax arrays in place of tensors."""
+"""Document 004 (shared/spec/004): data modules, the registry, the factory; its examples, with jax
+arrays in place of tensors.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ class MyDataset:
     def __getitem__(self, idx: int) -> dict[str, Any]:
         if not 0 <= idx < self.count:
             raise IndexError(idx)
-        return {"pixel_values": jax.random.normal(jax.random.key(idx), (3, 8, 8)), "labels": idx % 10}
+        return {
+            "pixel_values": jax.random.normal(jax.random.key(idx), (3, 8, 8)),
+            "labels": idx % 10,
+        }
 
 
 class TensorDataset:
@@ -71,9 +76,13 @@ class TensorDataset:
         return tuple(array[idx] for array in self.arrays)
 
 
-def pipeline_of(rows: Any, name: str, seed: int, *, batch_size: int = 8, shuffle: bool, **load: Any) -> Loader:
+def pipeline_of(
+    rows: Any, name: str, seed: int, *, batch_size: int = 8, shuffle: bool, **load: Any
+) -> Loader:
     dataset = DatasetConfig(name=name, data_files=rows, tokenizer=TOKENIZER, on_error="skip")
-    pipeline = Pipeline(PipelineConfig(datasets=(dataset,), seed=seed, order=OrderConfig(shuffle=shuffle))).source()
+    pipeline = Pipeline(
+        PipelineConfig(datasets=(dataset,), seed=seed, order=OrderConfig(shuffle=shuffle))
+    ).source()
     if "input_ids" not in pipeline.get_data()[name].schema.names:
         pipeline.tokenize()
     return pipeline.load(LoadStageConfig(batch_size=batch_size, **load)).build()
@@ -82,10 +91,14 @@ def pipeline_of(rows: Any, name: str, seed: int, *, batch_size: int = 8, shuffle
 def test_f31_any_class_with_two_loaders_is_a_data_module() -> None:
     class MyDataModule:
         def train_dataloader(self) -> Loader:
-            return DataLoaderFactory().create_dataloader(MyDataset(), DataLoaderConfig(batch_size=32))
+            return DataLoaderFactory().create_dataloader(
+                MyDataset(), DataLoaderConfig(batch_size=32)
+            )
 
         def val_dataloader(self) -> Loader:
-            return DataLoaderFactory().create_dataloader(MyDataset(), DataLoaderConfig(batch_size=32))
+            return DataLoaderFactory().create_dataloader(
+                MyDataset(), DataLoaderConfig(batch_size=32)
+            )
 
     dm: DataModuleProtocol = MyDataModule()
     assert isinstance(dm, DataModuleProtocol)
@@ -101,7 +114,9 @@ def test_f32_selection_as_printed() -> None:
     task_spec = TaskSpec.lm_tiny()
     collator = registry.get_collator(task_spec=task_spec, tokenizer=load_tokenizer(tokenizer()))
     assert set(collator(WIKI[:3])) >= {"input_ids", "attention_mask", "labels"}
-    collator = registry.get_collator(collator_name="vision", normalize=True, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5])
+    collator = registry.get_collator(
+        collator_name="vision", normalize=True, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5]
+    )
     assert collator([{"pixel_values": np.ones((3, 8, 8))}])["pixel_values"].max() == 1
 
 
@@ -125,7 +140,9 @@ def test_f32_custom_registration_as_printed() -> None:
 
         return AudioCollator(sample_rate, n_fft)
 
-    audio_task_spec = TaskSpec(name="speech_recognition", modality="audio", task_type="classification")
+    audio_task_spec = TaskSpec(
+        name="speech_recognition", modality="audio", task_type="classification"
+    )
     collator = registry.get_collator(task_spec=audio_task_spec, sample_rate=22050)
     assert collator.sample_rate == 22050
     assert collator([{"waveform": jnp.ones(600), "label": 1}] * 2)["spectrograms"].shape == (2, 257)
@@ -150,7 +167,9 @@ def test_f32_custom_registration_as_printed() -> None:
 
         return multimodal_collate_fn
 
-    batch = registry.get_collator(collator_name="multimodal", tokenizer=tokenizer())([MyDataset()[0] | {"input_ids": [1, 2]}] * 2)
+    batch = registry.get_collator(collator_name="multimodal", tokenizer=tokenizer())(
+        [MyDataset()[0] | {"input_ids": [1, 2]}] * 2
+    )
     assert batch["labels"].tolist() == [[2, -100]] * 2
     assert registry.find(TaskSpec.vision_tiny()).name == "vision"  # which has the modality's name
 
@@ -158,14 +177,20 @@ def test_f32_custom_registration_as_printed() -> None:
 def test_f33_the_factory_as_printed(caplog: pytest.LogCaptureFixture) -> None:
     factory = DataLoaderFactory()
     dataset = TensorDataset(jax.random.normal(jax.random.key(0), (100, 32)))
-    config = DataLoaderConfig(batch_size=32, shuffle=True, num_workers=2, pin_memory=True, prefetch_factor=2, seed=42)
+    config = DataLoaderConfig(
+        batch_size=32, shuffle=True, num_workers=2, pin_memory=True, prefetch_factor=2, seed=42
+    )
     with caplog.at_level(logging.WARNING, "easypipe"):
         loader = factory.create_dataloader(dataset, config)
     assert "pin_memory=True changes nothing" in caplog.text
     assert [batch[0].shape for batch in loader] == [(32, 32)] * 3
     caplog.clear()
-    config = DataLoaderConfig(batch_size=32, pin_memory=None, prefetch_factor=2, persistent_workers=None)
-    assert [batch[0].shape for batch in factory.create_dataloader(dataset, config)] == [(32, 32)] * 3 + [(4, 32)]
+    config = DataLoaderConfig(
+        batch_size=32, pin_memory=None, prefetch_factor=2, persistent_workers=None
+    )
+    assert [batch[0].shape for batch in factory.create_dataloader(dataset, config)] == [
+        (32, 32)
+    ] * 3 + [(4, 32)]
     assert not caplog.records
     config = DataLoaderConfig(batch_size=32, shuffle=True, seed=42, num_workers=0)
     loader1 = factory.create_dataloader(dataset, config)
@@ -200,18 +225,28 @@ def test_f34_from_a_hugging_face_dataset_as_printed() -> None:
     assert sum(batch["input_ids"].shape[0] for batch in val_loader) == 5
     splits = data_module.splits
     assert_one_way(
-        batches, pipeline_of(dataset.select(splits.train.tolist()), "train", 42, shuffle=True), what="UniversalDataModule, train"
+        batches,
+        pipeline_of(dataset.select(splits.train.tolist()), "train", 42, shuffle=True),
+        what="UniversalDataModule, train",
     )
-    spelled = pipeline_of(dataset.select(splits.val.tolist()), "val", 42, shuffle=False, drop_last=False)
+    spelled = pipeline_of(
+        dataset.select(splits.val.tolist()), "val", 42, shuffle=False, drop_last=False
+    )
     assert_one_way(val_loader, spelled, what="UniversalDataModule, val")
 
 
 def test_law_9_lists_of_arrays_with_and_without_a_tokenizer() -> None:
-    arrays = [np.random.Generator(np.random.PCG64(i)).integers(0, 300, 5 + i % 9) for i in range(40)]
+    arrays = [
+        np.random.Generator(np.random.PCG64(i)).integers(0, 300, 5 + i % 9) for i in range(40)
+    ]
     rows = [{"input_ids": array} for array in arrays]
     spelled = pipeline_of(rows, "train", 42, shuffle=True)
     assert_one_way(
-        UniversalDataModule(arrays, tokenizer=tokenizer(), batch_size=8, seed=42).train_dataloader(), spelled, what="token arrays"
+        UniversalDataModule(
+            arrays, tokenizer=tokenizer(), batch_size=8, seed=42
+        ).train_dataloader(),
+        spelled,
+        what="token arrays",
     )
     bare = UniversalDataModule([jnp.asarray(array) for array in arrays], batch_size=8, seed=42)
     assert load_tokenizer(tokenizer()).pad_token_id is None  # so both pad with 0
@@ -221,15 +256,34 @@ def test_law_9_lists_of_arrays_with_and_without_a_tokenizer() -> None:
 def test_law_9_a_preprocessed_dataset() -> None:
     prompt = PromptConfig(format_type="prompt_completion")
     rows = [{"prompt": text, "completion": " yes"} for text in texts(20)]
-    module = UniversalDataModule(PreprocessedDataset(rows, PromptEngine(tokenizer(), prompt)), batch_size=8, seed=1, val_split=0.25)
+    module = UniversalDataModule(
+        PreprocessedDataset(rows, PromptEngine(tokenizer(), prompt)),
+        batch_size=8,
+        seed=1,
+        val_split=0.25,
+    )
     chosen = [rows[i] for i in module.splits.train]
     dataset = DatasetConfig(name="train", data_files=chosen, prompt=prompt, tokenizer=TOKENIZER)
-    spelled = Pipeline(PipelineConfig(datasets=(dataset,), seed=1)).source().tokenize().load(LoadStageConfig(batch_size=8)).build()
-    assert_one_way(module.train_dataloader(), spelled, what="UniversalDataModule over PreprocessedDataset")
+    spelled = (
+        Pipeline(PipelineConfig(datasets=(dataset,), seed=1))
+        .source()
+        .tokenize()
+        .load(LoadStageConfig(batch_size=8))
+        .build()
+    )
+    assert_one_way(
+        module.train_dataloader(), spelled, what="UniversalDataModule over PreprocessedDataset"
+    )
 
 
 def test_f34_from_a_torch_like_dataset_as_printed() -> None:
-    data_module = UniversalDataModule(train_data=MyDataset(), task_spec=TaskSpec.vision_tiny(), batch_size=32, val_split=0.2, seed=42)
+    data_module = UniversalDataModule(
+        train_data=MyDataset(),
+        task_spec=TaskSpec.vision_tiny(),
+        batch_size=32,
+        val_split=0.2,
+        seed=42,
+    )
     train_loader = data_module.train_dataloader()
     batches = list(train_loader)
     assert [batch["pixel_values"].shape for batch in batches] == [(32, 8, 8, 3)] * 2
@@ -244,7 +298,9 @@ def test_f34_real_torch_datasets() -> None:
     from torch.utils.data import TensorDataset as Torchs
 
     data = Torchs(torch.arange(20.0).reshape(10, 2), torch.arange(10))
-    [(x, y)] = list(UniversalDataModule(data, batch_size=10, seed=1, num_workers=0).train_dataloader())
+    [(x, y)] = list(
+        UniversalDataModule(data, batch_size=10, seed=1, num_workers=0).train_dataloader()
+    )
     assert isinstance(x, np.ndarray)
     np.testing.assert_array_equal(x[:, 0], y * 2)
     tokens = [torch.randint(0, 1000, (16,)) for _ in range(50)]
@@ -263,7 +319,9 @@ def test_f34_with_an_external_validation_set_as_printed(caplog: pytest.LogCaptur
     )
     val = data_module.val_dataloader()
     assert val is not None
-    assert [batch["labels"].tolist() for batch in val] == [[i % 10 for i in range(s, min(s + 16, 40))] for s in (0, 16, 32)]
+    assert [batch["labels"].tolist() for batch in val] == [
+        [i % 10 for i in range(s, min(s + 16, 40))] for s in (0, 16, 32)
+    ]
     assert len(data_module.train_dataloader()) == 6
     assert not caplog.records
     UniversalDataModule(MyDataset(), MyDataset(), val_split=0.5, seed=1)
@@ -301,16 +359,31 @@ def test_an_unseeded_module_draws_a_seed(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "easypipe"):
         module = UniversalDataModule(MyDataset(), val_split=0.2)
     assert f"no seed was given, drew {module.seed}" in caplog.text
-    assert_same_batches(module.train_dataloader(), UniversalDataModule(MyDataset(), val_split=0.2, seed=module.seed).train_dataloader())
+    assert_same_batches(
+        module.train_dataloader(),
+        UniversalDataModule(MyDataset(), val_split=0.2, seed=module.seed).train_dataloader(),
+    )
 
 
 def test_other_collators_and_tasks() -> None:
-    masked = TaskSpec(name="mlm", modality="text", task_type="masked_lm", options={"mask_token_id": 3})
-    batch = next(iter(UniversalDataModule(WIKI, task_spec=masked, tokenizer=tokenizer(), batch_size=8, seed=1).train_dataloader()))
+    masked = TaskSpec(
+        name="mlm", modality="text", task_type="masked_lm", options={"mask_token_id": 3}
+    )
+    batch = next(
+        iter(
+            UniversalDataModule(
+                WIKI, task_spec=masked, tokenizer=tokenizer(), batch_size=8, seed=1
+            ).train_dataloader()
+        )
+    )
     assert (batch["input_ids"] == 3).any()
-    mine = UniversalDataModule([np.arange(5)] * 9, batch_size=4, seed=1, collate_fn=create_collate_fn(0, max_length=7)).train_dataloader()
+    mine = UniversalDataModule(
+        [np.arange(5)] * 9, batch_size=4, seed=1, collate_fn=create_collate_fn(0, max_length=7)
+    ).train_dataloader()
     assert next(iter(mine))["labels"].shape == (4, 7)
-    cut = UniversalDataModule(WIKI, tokenizer=tokenizer(), max_length=6, batch_size=8, seed=1).train_dataloader()
+    cut = UniversalDataModule(
+        WIKI, tokenizer=tokenizer(), max_length=6, batch_size=8, seed=1
+    ).train_dataloader()
     assert max(batch["input_ids"].shape[1] for batch in cut) == 6
     assert UniversalDataModule(MyDataset(), seed=1).val_dataloader() is None
 
@@ -319,8 +392,16 @@ def test_law_9_conversations_are_read_as_the_pipeline_reads_them() -> None:
     rows = [{"messages": talk(f"{i} and {i}?", f"It is {2 * i}.")} for i in range(20)]
     module = UniversalDataModule(rows, tokenizer=chat_tokenizer(), batch_size=4, seed=3)
     named = TokenizerConfig(name_or_path=chat_tokenizer(), return_attention_mask=True)
-    dataset = DatasetConfig(name="train", data_files=rows, content_field="messages", tokenizer=named)
-    spelled = Pipeline(PipelineConfig(datasets=(dataset,), seed=3)).source().tokenize().load(LoadStageConfig(batch_size=4)).build()
+    dataset = DatasetConfig(
+        name="train", data_files=rows, content_field="messages", tokenizer=named
+    )
+    spelled = (
+        Pipeline(PipelineConfig(datasets=(dataset,), seed=3))
+        .source()
+        .tokenize()
+        .load(LoadStageConfig(batch_size=4))
+        .build()
+    )
     assert_one_way(module.train_dataloader(), spelled, what="rows of messages")
     labels = next(iter(module.train_dataloader()))["labels"]
     assert load_tokenizer(chat_tokenizer()).decode(labels[0][labels[0] >= 0]).startswith("It is ")
@@ -329,8 +410,14 @@ def test_law_9_conversations_are_read_as_the_pipeline_reads_them() -> None:
 def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
     rows = [{"text": text} for text in texts(40)]
     own = train_tokenizer(rows, 300, tmp_path / "t")
-    wanted = list(UniversalDataModule(rows, tokenizer=str(tmp_path / "t"), batch_size=8, seed=1).train_dataloader())
-    assert_same_batches(UniversalDataModule(rows, tokenizer=own, batch_size=8, seed=1).train_dataloader(), wanted)
+    wanted = list(
+        UniversalDataModule(
+            rows, tokenizer=str(tmp_path / "t"), batch_size=8, seed=1
+        ).train_dataloader()
+    )
+    assert_same_batches(
+        UniversalDataModule(rows, tokenizer=own, batch_size=8, seed=1).train_dataloader(), wanted
+    )
 
     class Theirs:
         name_or_path = str(tmp_path / "t")
@@ -341,29 +428,51 @@ def test_tokenizers_of_other_faces_and_libraries(tmp_path: Path) -> None:
         def get_vocab(self) -> dict[str, int]:
             return {str(i): i for i in range(own.get_vocab_size() + self.more)}
 
-    assert_same_batches(UniversalDataModule(rows, tokenizer=Theirs(0), batch_size=8, seed=1).train_dataloader(), wanted)
-    with pytest.raises(ConfigError, match=r"tokenizer: it has 301 tokens, and .*t, which it names, has 300\. Write it"):
+    assert_same_batches(
+        UniversalDataModule(rows, tokenizer=Theirs(0), batch_size=8, seed=1).train_dataloader(),
+        wanted,
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"tokenizer: it has 301 tokens, and .*t, which it names, has 300\. Write it",
+    ):
         UniversalDataModule(rows, tokenizer=Theirs(1), batch_size=8, seed=1).train_dataloader()
     with pytest.raises(TokenizerError, match="Theirs names none"):
         PromptEngine(Theirs(0))  # pyright: ignore[reportArgumentType]
-    assert PromptEngine(tmp_path / "t", PromptConfig(format_type="text")).encode(rows[0])["input_ids"].size
+    assert (
+        PromptEngine(tmp_path / "t", PromptConfig(format_type="text"))
+        .encode(rows[0])["input_ids"]
+        .size
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_data": [{"body": "a"}], "tokenizer": "x"}, r"tokenizer: has no effect: .*have: body\)\. Name the column of text 'text'"),
+        (
+            {"train_data": [{"body": "a"}], "tokenizer": "x"},
+            r"tokenizer: has no effect: .*have: body\)\. Name the column of text 'text'",
+        ),
         ({"train_data": [{"messages": []}]}, "tokenizer: the rows are text, and there is none"),
         ({"val_split": 1.0}, "val_split: 1.0 is no share"),
         ({"train_data": []}, "train_data: has no rows"),
         ({"train_data": iter([1])}, "train_data: list_iterator gives no rows by number"),
-        ({"batch_size": 101}, "load.batch_size: 101, but 'loader of MyDataset' has 100 rows: no batch is ever full"),
+        (
+            {"batch_size": 101},
+            "load.batch_size: 101, but 'loader of MyDataset' has 100 rows: no batch is ever full",
+        ),
         ({"train_data": object()}, "train_data: object gives no rows by number"),
-        ({"train_data": {"train": [1]}}, r"train_data: dict holds columns or splits by name.*have: train"),
+        (
+            {"train_data": {"train": [1]}},
+            r"train_data: dict holds columns or splits by name.*have: train",
+        ),
         ({"train_data": WIKI}, "tokenizer: the rows are text, and there is none"),
         ({"max_length": 5}, "max_length: cuts texts that are encoded here"),
         ({"batchsize": 5}, "batchsize: unknown key"),
-        ({"task_spec": TaskSpec.lm_tiny(), "tokenizer": 7, "train_data": WIKI}, "tokenizer: int names no tokenizer"),
+        (
+            {"task_spec": TaskSpec.lm_tiny(), "tokenizer": 7, "train_data": WIKI},
+            "tokenizer: int names no tokenizer",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
@@ -379,7 +488,9 @@ def test_state_is_kept_beside_a_checkpoint_as_the_document_does() -> None:
     for _ in range(4):
         next(batches)
     custom_state = {"data_module_seed": data_module.seed, "loader": loader.state().to_json()}
-    again = UniversalDataModule(MyDataset(), batch_size=10, seed=custom_state["data_module_seed"]).train_dataloader()
+    again = UniversalDataModule(
+        MyDataset(), batch_size=10, seed=custom_state["data_module_seed"]
+    ).train_dataloader()
     again.restore(custom_state["loader"])
     assert_same_batches(again, wanted[4:])
 

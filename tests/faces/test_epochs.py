@@ -1,4 +1,6 @@
-"""Epoch-style interfaces (documents 000, 001, 003, 004): each `iter` behind a finished pass is the next one, in an order of its own."""
+"""Epoch-style interfaces (documents 000, 001, 003, 004): each `iter` behind a finished pass is the
+next one, in an order of its own.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ PROSE = [{"text": text} for text in texts(30)]
 
 
 def factory(data: Any = NUMBERS, **options: Any) -> EpochLoader:
-    return DataLoaderFactory().create_dataloader(data, DataLoaderConfig(**{"batch_size": 4, "shuffle": True, "seed": 42, **options}))
+    return DataLoaderFactory().create_dataloader(
+        data, DataLoaderConfig(**{"batch_size": 4, "shuffle": True, "seed": 42, **options})
+    )
 
 
 def module(data: Any = PROSE, **options: Any) -> UniversalDataModule:
@@ -74,7 +78,9 @@ def micro(tmp_path: Path) -> EpochLoader:
 
 MAKERS: dict[str, Callable[[Path], EpochLoader]] = {
     "items": lambda _: factory(),
-    "masks": lambda _: factory(TOKENS, shuffle=False, collate_fn=create_masked_lm_collate(mask_token_id=3, vocab_size=50)),
+    "masks": lambda _: factory(
+        TOKENS, shuffle=False, collate_fn=create_masked_lm_collate(mask_token_id=3, vocab_size=50)
+    ),
     "text": lambda _: text(),
     "grouped": lambda _: text(group_by_length=2),
     "several": lambda _: text(num_epochs=2),
@@ -82,7 +88,9 @@ MAKERS: dict[str, Callable[[Path], EpochLoader]] = {
     "module": lambda _: module().train_dataloader(),
     "yaml": lambda tmp_path: yaml(tmp_path).get_dataloader("train", shuffle=True).unwrap(),
     "micro": micro,
-    "stream": lambda tmp_path: yaml(tmp_path, streaming=True).get_dataloader("train", shuffle=True).unwrap(),
+    "stream": lambda tmp_path: (
+        yaml(tmp_path, streaming=True).get_dataloader("train", shuffle=True).unwrap()
+    ),
 }
 
 
@@ -92,7 +100,10 @@ def length_of(loader: Any) -> int:
 
 
 def bits(batches: Any) -> list[bytes]:
-    return [b"".join(np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch)) for batch in batches]
+    return [
+        b"".join(np.ascontiguousarray(batch[name]).tobytes() for name in sorted(batch))
+        for batch in batches
+    ]
 
 
 @pytest.fixture(params=MAKERS)
@@ -151,10 +162,21 @@ def test_iterations_that_run_together_stay_in_their_pass() -> None:
 
 @examples(25)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_passes_of_any_loader_are_those_of_one_endless_one(count: int, batch: int, ranks: int, epochs: int, drop_last: bool) -> None:
+def test_passes_of_any_loader_are_those_of_one_endless_one(
+    count: int, batch: int, ranks: int, epochs: int, drop_last: bool
+) -> None:
     assume(count * epochs >= batch * ranks)
-    rows, options = [{"x": i} for i in range(count)], {"batch_size": batch, "num_workers": 0, "drop_last": drop_last, "num_epochs": epochs}
-    endless = ItemRows(rows, lambda items: {"x": np.array([item["x"] for item in items])}, seed=42, shuffle=True, num_epochs=None)
+    rows, options = (
+        [{"x": i} for i in range(count)],
+        {"batch_size": batch, "num_workers": 0, "drop_last": drop_last, "num_epochs": epochs},
+    )
+    endless = ItemRows(
+        rows,
+        lambda items: {"x": np.array([item["x"] for item in items])},
+        seed=42,
+        shuffle=True,
+        num_epochs=None,
+    )
     loaders = [factory(rows, rank=rank, world_size=ranks, **options) for rank in range(ranks)]
     size = count * epochs
     for turn in range(2):
@@ -206,7 +228,13 @@ def test_streams_are_shuffled_anew_in_every_pass() -> None:
 
     def made(**options: Any) -> EpochLoader:
         stream = StreamingPreprocessedDataset(Rows(), engine, buffer_size=8, seed=3)
-        return DataLoaderBuilder().with_dataset(stream).with_batch_size(4).with_options(**options).build()
+        return (
+            DataLoaderBuilder()
+            .with_dataset(stream)
+            .with_batch_size(4)
+            .with_options(**options)
+            .build()
+        )
 
     loader = made()
     passes = [bits(loader) for _ in range(3)]
@@ -240,7 +268,11 @@ def test_passes_of_a_stream(tmp_path: Path) -> None:
     passes = [bits(wanted) for _ in range(3)]
 
     def rows(batches: Any) -> list[list[int]]:
-        ids = [batch["input_ids"][i][batch["segment_ids"][i] == 1].tolist() for batch in batches for i in range(len(batch["input_ids"]))]
+        ids = [
+            batch["input_ids"][i][batch["segment_ids"][i] == 1].tolist()
+            for batch in batches
+            for i in range(len(batch["input_ids"]))
+        ]
         return sorted(row for row in ids if row)
 
     first = rows(loader)
@@ -297,14 +329,23 @@ def test_a_pass_can_be_chosen_and_explained() -> None:
 
 def test_loaders_made_of_it_have_passes_too() -> None:
     whole = text(batch_size=8)
-    for made in (text(batch_size=4).copy(), text().map_rows(lambda columns, key: None, version="1")):
+    for made in (
+        text(batch_size=4).copy(),
+        text().map_rows(lambda columns, key: None, version="1"),
+    ):
         assert bits(made) != bits(made)
     ranks = [text(batch_size=4).of_rank(rank, 2) for rank in range(2)]
     for _ in range(2):
         together = [
-            sorted(a.tolist() + b.tolist()) for a, b in zip(*([x["segment_ids"].sum(1) for x in rank] for rank in ranks), strict=True)
+            sorted(a.tolist() + b.tolist())
+            for a, b in zip(
+                *([x["segment_ids"].sum(1) for x in rank] for rank in ranks), strict=True
+            )
         ]
-        assert together == [sorted(batch["segment_ids"].sum(1).tolist()) for batch in itertools.islice(whole, len(together))]
+        assert together == [
+            sorted(batch["segment_ids"].sum(1).tolist())
+            for batch in itertools.islice(whole, len(together))
+        ]
         whole.set_epoch(1)
 
 

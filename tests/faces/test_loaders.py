@@ -1,4 +1,6 @@
-"""Any map-style dataset in the one Loader: order, resume, ranks, threads; DataLoaderFactory and DataLoaderBuilder."""
+"""Any map-style dataset in the one Loader: order, resume, ranks, threads; DataLoaderFactory and
+DataLoaderBuilder.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class Stream:
 
 
 def loader(dataset=None, **options) -> Loader:
-    return DataLoaderFactory().create_dataloader(Images() if dataset is None else dataset, DataLoaderConfig(**{"seed": 3, **options}))
+    return DataLoaderFactory().create_dataloader(
+        Images() if dataset is None else dataset, DataLoaderConfig(**{"seed": 3, **options})
+    )
 
 
 def firsts(rows):
@@ -77,14 +81,26 @@ TOKENS = [{"input_ids": list(range(4, 6 + i % 7))} for i in range(17)]
 
 @pytest.mark.parametrize(
     ("dataset", "collate_fn"),
-    [(Images(), VISION), (TOKENS, MASKED), (TOKENS, create_causal_lm_collate()), ([(i, i) for i in range(17)], None)],
+    [
+        (Images(), VISION),
+        (TOKENS, MASKED),
+        (TOKENS, create_causal_lm_collate()),
+        ([(i, i) for i in range(17)], None),
+    ],
 )
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 0}, {"num_workers": 3, "prefetch_factor": 1, "drop_last": False, "num_epochs": 2}], ids=str
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 3, "prefetch_factor": 1, "drop_last": False, "num_epochs": 2},
+    ],
+    ids=str,
 )
 def test_law_exact_resume_of_any_dataset(dataset, collate_fn, options):
     def make() -> Loader:
-        return loader(dataset, batch_size=4, shuffle=True, collate_fn=collate_fn or firsts, **options)
+        return loader(
+            dataset, batch_size=4, shuffle=True, collate_fn=collate_fn or firsts, **options
+        )
 
     assert_exact_resume(make, 12, hops=(1, 2), stops=(0, 1, 3))
 
@@ -92,7 +108,13 @@ def test_law_exact_resume_of_any_dataset(dataset, collate_fn, options):
 @examples(30)
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 3), st.integers(0, 5), st.booleans())
 def test_law_determinism_and_every_row_once_a_pass(count, batch_size, num_epochs, seed, shuffle):
-    options = {"batch_size": batch_size, "num_epochs": num_epochs, "seed": seed, "shuffle": shuffle, "drop_last": False}
+    options = {
+        "batch_size": batch_size,
+        "num_epochs": num_epochs,
+        "seed": seed,
+        "shuffle": shuffle,
+        "drop_last": False,
+    }
     one = list(loader(Images(count), num_workers=0, **options))
     assert_same_batches(one, loader(Images(count), num_workers=3, prefetch_factor=2, **options))
     seen = labels(one)
@@ -103,17 +125,24 @@ def test_law_determinism_and_every_row_once_a_pass(count, batch_size, num_epochs
 
 @examples(30)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_ranks_share_the_rows_and_put_together_are_one_large_batch(count, batch_size, world_size, drop_last):
+def test_ranks_share_the_rows_and_put_together_are_one_large_batch(
+    count, batch_size, world_size, drop_last
+):
     assume(count >= batch_size * world_size)
     options = {"shuffle": True, "drop_last": drop_last, "num_workers": 0}
-    ranks = [list(loader(Images(count), batch_size=batch_size, rank=r, world_size=world_size, **options)) for r in range(world_size)]
+    ranks = [
+        list(loader(Images(count), batch_size=batch_size, rank=r, world_size=world_size, **options))
+        for r in range(world_size)
+    ]
     whole = list(loader(Images(count), batch_size=batch_size * world_size, **options))
     if drop_last:
         assert len({len(batches) for batches in ranks}) == 1
     else:
         assert sorted(label for batches in ranks for label in labels(batches)) == list(range(count))
     for step, batch in enumerate(whole[: count // (batch_size * world_size)]):
-        together = np.stack([ranks[r][step]["labels"] for r in range(world_size)], axis=1).reshape(-1)
+        together = np.stack([ranks[r][step]["labels"] for r in range(world_size)], axis=1).reshape(
+            -1
+        )
         np.testing.assert_array_equal(together, batch["labels"])
 
 
@@ -148,7 +177,10 @@ def test_an_unseeded_loader_draws_a_seed_and_says_which(caplog: pytest.LogCaptur
     assert f"no seed was given, drew {one.seed}" in caplog.text
     assert_same_batches(one, loader(shuffle=True, seed=one.seed))
     assert loader(seed=None).seed == 0  # nothing is drawn, so two of them have one state
-    assert loader(TOKENS, seed=None, collate_fn=MASKED).seed != loader(TOKENS, seed=None, collate_fn=MASKED).seed
+    assert (
+        loader(TOKENS, seed=None, collate_fn=MASKED).seed
+        != loader(TOKENS, seed=None, collate_fn=MASKED).seed
+    )
 
 
 def test_a_collator_that_draws_draws_anew_in_every_pass():
@@ -200,7 +232,9 @@ def test_errors_of_a_dataset_name_the_row():
 
 def test_streams_are_read_in_their_order_and_resume():
     made = loader(Stream(3000), batch_size=7)
-    assert [batch["x"].tolist() for batch in made] == [[*range(i, min(i + 7, 3000))] for i in range(0, 3000, 7)]
+    assert [batch["x"].tolist() for batch in made] == [
+        [*range(i, min(i + 7, 3000))] for i in range(0, 3000, 7)
+    ]
     assert len(made) == 429
 
     def make() -> Loader:
@@ -222,23 +256,41 @@ def test_forward_rows_go_back_by_beginning_again():
 
 
 def test_streams_cannot_be_shuffled_or_repeated(caplog: pytest.LogCaptureFixture):
-    with pytest.raises(ConfigError, match=r"shuffle: Stream is read from its start. Give it a buffer_size"):
+    with pytest.raises(
+        ConfigError, match=r"shuffle: Stream is read from its start. Give it a buffer_size"
+    ):
         loader(Stream(5), shuffle=True)
     with pytest.raises(ConfigError, match="a stream is read once"):
         loader(Stream(5), num_epochs=2)
     with caplog.at_level(logging.WARNING, "easypipe"):
         loader(Stream(5), num_workers=2)
     assert "num_workers=2, but one thread reads a stream" in caplog.text
-    shared = [[b["x"].tolist() for b in loader(Stream(7), batch_size=2, rank=r, world_size=2, drop_last=False)] for r in range(2)]
+    shared = [
+        [
+            b["x"].tolist()
+            for b in loader(Stream(7), batch_size=2, rank=r, world_size=2, drop_last=False)
+        ]
+        for r in range(2)
+    ]
     assert shared == [[[0, 2], [4, 6]], [[1, 3], [5]]]
 
 
 def test_f28_the_builder_is_the_config():
     data = Images()
-    built = DataLoaderBuilder().with_dataset(data).with_batch_size(4).with_workers(2).with_distributed(rank=1, world_size=2)
-    assert_same_batches(built.build(), loader(data, batch_size=4, num_workers=2, rank=1, world_size=2))
+    built = (
+        DataLoaderBuilder()
+        .with_dataset(data)
+        .with_batch_size(4)
+        .with_workers(2)
+        .with_distributed(rank=1, world_size=2)
+    )
+    assert_same_batches(
+        built.build(), loader(data, batch_size=4, num_workers=2, rank=1, world_size=2)
+    )
     shuffled = built.with_options(shuffle=True, seed=9).build()
-    assert_same_batches(shuffled, loader(data, batch_size=4, shuffle=True, seed=9, rank=1, world_size=2))
+    assert_same_batches(
+        shuffled, loader(data, batch_size=4, shuffle=True, seed=9, rank=1, world_size=2)
+    )
     with pytest.raises(ConfigError, match=r"build\(\): there is no dataset. Call with_dataset"):
         DataLoaderBuilder().build()
     with pytest.raises(ConfigError, match=r"batchsize: unknown option.*Did you mean 'batch_size'"):
@@ -256,19 +308,35 @@ def test_threads_are_as_many_as_asked_for_and_end(monkeypatch: pytest.MonkeyPatc
     for cores, workers in ((1, 1), (4, 2), (64, 4)):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         assert DataLoaderConfig().workers == workers
-    assert DataLoaderConfig(num_workers=3, prefetch_factor=5).load_options().prefetch_buffer_size == 15
+    assert (
+        DataLoaderConfig(num_workers=3, prefetch_factor=5).load_options().prefetch_buffer_size == 15
+    )
 
 
 def test_drop_last_follows_shuffle_unless_it_is_said():
-    counts = {(s, d): len(list(loader(shuffle=s, drop_last=d))) for s in (True, False) for d in (None, True, False)}
-    assert counts == {(True, None): 2, (True, True): 2, (True, False): 3, (False, None): 3, (False, True): 2, (False, False): 3}
+    counts = {
+        (s, d): len(list(loader(shuffle=s, drop_last=d)))
+        for s in (True, False)
+        for d in (None, True, False)
+    }
+    assert counts == {
+        (True, None): 2,
+        (True, True): 2,
+        (True, False): 3,
+        (False, None): 3,
+        (False, True): 2,
+        (False, False): 3,
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_workers": -1}, "num_workers: -1 threads"),
-        ({"num_workers": 0, "prefetch_factor": 2}, "prefetch_factor: has no effect while num_workers is 0"),
+        (
+            {"num_workers": 0, "prefetch_factor": 2},
+            "prefetch_factor: has no effect while num_workers is 0",
+        ),
         ({"prefetch_factor": 0}, "prefetch_factor: 0 batches"),
         ({"rank": 2, "world_size": 2}, "rank: there is no rank 2 of 2"),
         ({"shuffle": True, "rank": 0, "world_size": 2}, "seed: every rank would draw its own"),
@@ -289,11 +357,15 @@ def test_what_is_no_dataset_is_refused():
 
 
 def test_a_ranks_batch_is_explained_by_the_documents_that_stand_in_it(tmp_path):
-    packed = Pipeline(config(tmp_path)).source().tokenize().mix().pack(PackStageConfig(seq_length=64))
+    packed = (
+        Pipeline(config(tmp_path)).source().tokenize().mix().pack(PackStageConfig(seq_length=64))
+    )
     whole = packed.load(LoadStageConfig(batch_size=2)).build()
     one = whole.of_rank(1, 2)
     [first, second] = one.explain(0).rows
-    assert [row.segments for row in (first, second)] == [whole.explain(step).rows[1].segments for step in (0, 1)]
+    assert [row.segments for row in (first, second)] == [
+        whole.explain(step).rows[1].segments for step in (0, 1)
+    ]
     batch = next(iter(one))
     ids = [token for segment in first.segments for token in segment.ids]
     assert batch["input_ids"][0][: len(ids)].tolist() == ids
@@ -306,27 +378,52 @@ def test_a_path_is_no_dataset():
 
 def test_rows_of_like_length_stand_together_as_in_the_pipeline():
     rows = [{"text": text} for text in texts(90)]
-    module = UniversalDataModule(rows, tokenizer=tokenizer(), batch_size=4, val_split=0.2, seed=5, group_by_length=8)
+    module = UniversalDataModule(
+        rows, tokenizer=tokenizer(), batch_size=4, val_split=0.2, seed=5, group_by_length=8
+    )
     plain = UniversalDataModule(rows, tokenizer=tokenizer(), batch_size=4, val_split=0.2, seed=5)
     dataset = module.dataset_config([rows[i] for i in module.splits.train], "train")
     spelled = Pipeline(PipelineConfig(datasets=(dataset,), seed=5)).source().tokenize()
     loader = module.train_dataloader()
-    assert_same_batches(loader, spelled.load(LoadStageConfig(batch_size=4, group_by_length=8)).build())
-    padding = [sum((batch["attention_mask"] == 0).sum() for batch in one.train_dataloader()) for one in (module, plain)]
+    assert_same_batches(
+        loader, spelled.load(LoadStageConfig(batch_size=4, group_by_length=8)).build()
+    )
+    padding = [
+        sum((batch["attention_mask"] == 0).sum() for batch in one.train_dataloader())
+        for one in (module, plain)
+    ]
     assert padding[0] < 0.6 * padding[1]
     assert_same_batches(module.val_dataloader(), plain.val_dataloader())  # in order, as ever
-    parts = [dataclasses.replace(module.options, rank=rank, world_size=2, drop_last=False) for rank in range(2)]
-    seen = [row.tobytes() for part in parts for batch in text_loader(dataset, part) for row in unpadded(batch)]
-    whole = [row.tobytes() for batch in text_loader(dataset, DataLoaderConfig(batch_size=4)) for row in unpadded(batch)]
+    parts = [
+        dataclasses.replace(module.options, rank=rank, world_size=2, drop_last=False)
+        for rank in range(2)
+    ]
+    seen = [
+        row.tobytes()
+        for part in parts
+        for batch in text_loader(dataset, part)
+        for row in unpadded(batch)
+    ]
+    whole = [
+        row.tobytes()
+        for batch in text_loader(dataset, DataLoaderConfig(batch_size=4))
+        for row in unpadded(batch)
+    ]
     assert sorted(seen) == sorted(whole)
 
 
 def unpadded(batch):
-    return [ids[mask == 1] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    return [
+        ids[mask == 1]
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
 
 
 def test_rows_whose_lengths_nobody_knows_are_not_grouped():
-    with pytest.raises(ConfigError, match=r"group_by_length: how long rows of Images are is not known.*PreprocessedDataset"):
+    with pytest.raises(
+        ConfigError,
+        match=r"group_by_length: how long rows of Images are is not known.*PreprocessedDataset",
+    ):
         DataLoaderBuilder().with_dataset(Images()).with_options(group_by_length=4).build()
     with pytest.raises(ConfigError, match="seed: every rank would draw its own"):
         DataLoaderConfig(group_by_length=4, world_size=2)

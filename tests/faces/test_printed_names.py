@@ -1,4 +1,6 @@
-"""What the seed documents print or promise under names of their own: classes, arguments and `next(loader)`."""
+"""What the seed documents print or promise under names of their own: classes, arguments and
+`next(loader)`.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,27 @@ def cached(tmp_path: Path) -> Any:
 
 
 def streaming(tmp_path: Path) -> Any:
-    made = Pipeline(config(tmp_path, streaming=True)).source().tokenize().mix().pack(PackStageConfig(seq_length=64))
+    made = (
+        Pipeline(config(tmp_path, streaming=True))
+        .source()
+        .tokenize()
+        .mix()
+        .pack(PackStageConfig(seq_length=64))
+    )
     return made.load(LoadStageConfig(batch_size=4)).build()
 
 
 def epochs(tmp_path: Path) -> Any:
     rows = [{"x": i} for i in range(40)]
-    return DataLoaderFactory().create_dataloader(rows, DataLoaderConfig(batch_size=4, shuffle=True, seed=1))
+    return DataLoaderFactory().create_dataloader(
+        rows, DataLoaderConfig(batch_size=4, shuffle=True, seed=1)
+    )
 
 
 @pytest.mark.parametrize("make", [cached, streaming, epochs])
-def test_next_of_a_loader_is_an_iteration_that_it_keeps(make: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_next_of_a_loader_is_an_iteration_that_it_keeps(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
     loader = make(tmp_path)
     wanted = list(itertools.islice(loader, 5))
     loader = make(tmp_path)
@@ -79,7 +91,9 @@ def test_next_of_a_loader_is_an_iteration_that_it_keeps(make: Callable[[Path], A
     assert_same_batch(next(loader), wanted[3])
 
 
-def test_next_of_a_loader_ends_and_goes_on_with_the_next_pass_where_there_is_one(tmp_path: Path) -> None:
+def test_next_of_a_loader_ends_and_goes_on_with_the_next_pass_where_there_is_one(
+    tmp_path: Path,
+) -> None:
     loader, other = epochs(tmp_path), epochs(tmp_path)
     passes = [list(other) for _ in range(2)]
     for one in passes:
@@ -101,24 +115,50 @@ def test_sources_of_every_format_are_at_the_door(tmp_path: Path) -> None:
 
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
     source = ParquetShardedSource(tmp_path / "*.parquet")
-    assert [row["text"] for name in source.shard_names for row in source.open_shard(name)] == ["a", "b"]
+    assert [row["text"] for name in source.shard_names for row in source.open_shard(name)] == [
+        "a",
+        "b",
+    ]
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     opened = (
-        Pipeline.from_config({"datasets": [{"data_files": str(path)}, {"data_files": str(tmp_path / "a.parquet")}]}).source().get_data()
+        Pipeline.from_config(
+            {"datasets": [{"data_files": str(path)}, {"data_files": str(tmp_path / "a.parquet")}]}
+        )
+        .source()
+        .get_data()
     )
     assert isinstance(opened["dataset1"], easypipe.JsonShardedSource)
     assert isinstance(opened["dataset2"], ParquetShardedSource)
-    kinds = ("Arrow", "Csv", "HuggingFace", "InMemory", "Json", "Mixed", "Packed", "Parquet", "Text", "Tokenized")
-    assert all(issubclass(getattr(easypipe, f"{kind}ShardedSource"), easypipe.ShardedDataSource) for kind in kinds)
+    kinds = (
+        "Arrow",
+        "Csv",
+        "HuggingFace",
+        "InMemory",
+        "Json",
+        "Mixed",
+        "Packed",
+        "Parquet",
+        "Text",
+        "Tokenized",
+    )
+    assert all(
+        issubclass(getattr(easypipe, f"{kind}ShardedSource"), easypipe.ShardedDataSource)
+        for kind in kinds
+    )
 
 
-IMAGES = [{"pixel_values": np.full((4, 4, 3), 10 * i, np.uint8), "input_ids": [1, 2, 3][: i + 1]} for i in range(3)]
+IMAGES = [
+    {"pixel_values": np.full((4, 4, 3), 10 * i, np.uint8), "input_ids": [1, 2, 3][: i + 1]}
+    for i in range(3)
+]
 
 
 def test_the_multimodal_collator_of_document_004_as_printed() -> None:
     registry = CollatorRegistry()
 
-    @registry.register("multimodal", modality="vision", description="Vision-language collator", replace=True)
+    @registry.register(
+        "multimodal", modality="vision", description="Vision-language collator", replace=True
+    )
     def create_multimodal_collator(task_spec=None, tokenizer=None, normalize=True):
         vision_collator = VisionDataCollator(normalize=normalize)
         text_collator = LanguageModelingDataCollator(tokenizer=tokenizer)
@@ -142,7 +182,9 @@ def test_the_multimodal_collator_of_document_004_as_printed() -> None:
 
         return multimodal_collate_fn
 
-    made = registry.get_collator(collator_name="multimodal", tokenizer=load_tokenizer(tokenizer()))(IMAGES)
+    made = registry.get_collator(collator_name="multimodal", tokenizer=load_tokenizer(tokenizer()))(
+        IMAGES
+    )
     assert made["pixel_values"].shape == (3, 4, 4, 3)
     assert made["labels"].tolist() == [[-100, -100, -100], [2, -100, -100], [2, 3, -100]]
 
@@ -159,16 +201,23 @@ def test_the_registry_chooses_the_collators_that_have_names() -> None:
     assert isinstance(text, LanguageModelingDataCollator)
     rows = [{"text": "a quick fox"}, {"input_ids": [1, 2]}]
     ids = own.reference_encode("a quick fox")
-    assert_same_batch(text(rows), create_causal_lm_collate(text(rows)["input_ids"][1, -1])([{"input_ids": ids}, rows[1]]))
+    assert_same_batch(
+        text(rows),
+        create_causal_lm_collate(text(rows)["input_ids"][1, -1])([{"input_ids": ids}, rows[1]]),
+    )
     hidden = LanguageModelingDataCollator(own, mlm=True, mlm_probability=0.4, mask_token_id=7)
     assert hidden.draws
-    wanted = create_masked_lm_collate(own, probability=0.4, mask_token_id=7)([{"input_ids": ids}], keys=[3])
+    wanted = create_masked_lm_collate(own, probability=0.4, mask_token_id=7)(
+        [{"input_ids": ids}], keys=[3]
+    )
     assert_same_batch(hidden([{"text": "a quick fox"}], keys=[3]), wanted)
     with pytest.raises(ConfigError, match="mlm_probability: has no effect without mlm"):
         LanguageModelingDataCollator(own, mlm_probability=0.4)
 
 
-def test_a_tokenizer_says_what_starts_the_decoder(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_says_what_starts_the_decoder(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"input_ids": [5], "labels": [6, 7, 8]}, {"input_ids": [5, 5], "labels": [6]}]
     own = load_tokenizer(tokenizer())
     for bos, pad, start in ((3, 9, 3), (None, 9, 9)):
@@ -178,35 +227,63 @@ def test_a_tokenizer_says_what_starts_the_decoder(caplog: pytest.LogCaptureFixtu
             batch = create_seq2seq_collate(tokenizer=own)(rows)
         assert batch["decoder_input_ids"].tolist() == [[start, 6, 7], [start, 6, pad]]
         assert batch["input_ids"].tolist() == [[5, pad], [5, 5]]
-        assert CollatorRegistry().get_collator(collator_name="seq2seq", tokenizer=own)(rows)["decoder_input_ids"][0, 0] == start
-    assert create_seq2seq_collate(2, decoder_start_token_id=1, tokenizer=own)(rows)["decoder_input_ids"].tolist() == [[1, 6, 7], [1, 6, 2]]
+        assert (
+            CollatorRegistry().get_collator(collator_name="seq2seq", tokenizer=own)(rows)[
+                "decoder_input_ids"
+            ][0, 0]
+            == start
+        )
+    assert create_seq2seq_collate(2, decoder_start_token_id=1, tokenizer=own)(rows)[
+        "decoder_input_ids"
+    ].tolist() == [[1, 6, 7], [1, 6, 2]]
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "easypipe"):
-        assert create_seq2seq_collate(4)(rows)["decoder_input_ids"].tolist() == [[4, 6, 7], [4, 6, 4]]
-    assert "the pad token, 4, starts the decoder: no decoder_start_token_id or tokenizer was given" in caplog.text
+        assert create_seq2seq_collate(4)(rows)["decoder_input_ids"].tolist() == [
+            [4, 6, 7],
+            [4, 6, 4],
+        ]
+    assert (
+        "the pad token, 4, starts the decoder: no decoder_start_token_id or tokenizer was given"
+        in caplog.text
+    )
 
 
 class Letters:
-    """A tokenizer of one's own, as document 003 has one: nothing but an encode() that gives a dict."""
+    """A tokenizer of one's own, as document 003 has one: nothing but an encode() that gives a
+    dict.
+    """
 
     pad_token_id = 0
 
     def encode(self, text: str) -> dict[str, list[int]]:
         ids = [ord(letter) for letter in text]
-        return {"input_ids": ids, "token_type_ids": [0] * len(ids), "attention_mask": [1] * len(ids)}
+        return {
+            "input_ids": ids,
+            "token_type_ids": [0] * len(ids),
+            "attention_mask": [1] * len(ids),
+        }
 
 
 def test_a_tokenizer_of_ones_own_encodes_rows_of_text() -> None:
     rows = [{"text": "abc" + "d" * i} for i in range(6)]
     data = UniversalDataModule(rows, tokenizer=Letters(), batch_size=3, seed=1, max_length=5)
     batches = list(data.train_dataloader())
-    seen = sorted(bytes(row[row > 0].astype(np.uint8)).decode() for batch in batches for row in batch["input_ids"])
+    seen = sorted(
+        bytes(row[row > 0].astype(np.uint8)).decode()
+        for batch in batches
+        for row in batch["input_ids"]
+    )
     assert seen == ["abc", "abcd", "abcdd", "abcdd", "abcdd", "abcdd"]
     assert batches[0]["labels"][0, 0] == ord("b")
     made = LanguageModelingDataCollator(Letters())([{"text": "ab"}])
     assert made["input_ids"].tolist() == [[97, 98]]
-    with pytest.raises(SourceError, match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with input_ids"):
-        LanguageModelingDataCollator(type("Broken", (), {"encode": lambda self, text: text})())([{"text": "ab"}])
+    with pytest.raises(
+        SourceError,
+        match=r"tokenizer: Broken.encode gave str. Let it give a list of ids, or a dict with input_ids",
+    ):
+        LanguageModelingDataCollator(type("Broken", (), {"encode": lambda self, text: text})())(
+            [{"text": "ab"}]
+        )
 
 
 class Engine:
@@ -222,9 +299,15 @@ def test_a_prompt_engine_of_ones_own_is_an_encode() -> None:
     [batch] = DataLoaderFactory().create_dataloader(dataset, DataLoaderConfig(batch_size=2))
     assert batch["input_ids"].tolist() == [[1, 2, 3], [1, 4, 0]]
     assert batch["labels"].tolist() == [[2, 3, -100], [4, -100, -100]]
-    assert dataset.fingerprint == PreprocessedDataset([{"ids": [2, 3]}, {"ids": [4]}], Engine()).fingerprint
+    assert (
+        dataset.fingerprint
+        == PreprocessedDataset([{"ids": [2, 3]}, {"ids": [4]}], Engine()).fingerprint
+    )
     nothing = type("Nothing", (), {"encode": lambda self, row: [1]})()
-    with pytest.raises(SourceError, match=r"row 1: Nothing.encode gave no input_ids \(have: list\)\. Let encode\(row\) give a dict"):
+    with pytest.raises(
+        SourceError,
+        match=r"row 1: Nothing.encode gave no input_ids \(have: list\)\. Let encode\(row\) give a dict",
+    ):
         PreprocessedDataset([{"ids": [2]}] * 2, nothing)[1]
     with pytest.raises(ConfigError, match="prompt_engine: int encodes no rows"):
         PreprocessedDataset([], 3)  # type: ignore[arg-type]

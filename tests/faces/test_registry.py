@@ -22,7 +22,14 @@ def task(modality: str, task_type: str = "classification", **options: object) ->
 def test_there_is_one_registry_in_a_process():
     assert CollatorRegistry.get_instance() is CollatorRegistry.get_instance()
     assert CollatorRegistry() is not CollatorRegistry.get_instance()
-    assert set(CollatorRegistry().describe()) == {"default", "masked_lm", "multimodal", "seq2seq", "text", "vision"}
+    assert set(CollatorRegistry().describe()) == {
+        "default",
+        "masked_lm",
+        "multimodal",
+        "seq2seq",
+        "text",
+        "vision",
+    }
     assert all(CollatorRegistry().describe().values())
 
 
@@ -38,18 +45,41 @@ def test_f32_tasks_find_their_collators():
 
 def test_built_ins_make_batches():
     registry = CollatorRegistry()
-    assert registry.get_collator(TaskSpec.lm_tiny(), tokenizer=tokenizer())([{"text": "the fox"}, *TOKENS])["labels"].shape[0] == 3
-    assert registry.get_collator(collator_name="text", max_length=4)(TOKENS)["input_ids"].shape == (2, 4)
-    assert registry.get_collator(task("text", "masked_lm"), mask_token_id=9, vocab_size=10)(TOKENS)["labels"].shape == (2, 3)
-    made = registry.get_collator(task("text", "seq2seq"), decoder_start_token_id=0)([{"input_ids": [1], "labels": [2]}])
+    assert (
+        registry.get_collator(TaskSpec.lm_tiny(), tokenizer=tokenizer())(
+            [{"text": "the fox"}, *TOKENS]
+        )["labels"].shape[0]
+        == 3
+    )
+    assert registry.get_collator(collator_name="text", max_length=4)(TOKENS)["input_ids"].shape == (
+        2,
+        4,
+    )
+    assert registry.get_collator(task("text", "masked_lm"), mask_token_id=9, vocab_size=10)(TOKENS)[
+        "labels"
+    ].shape == (2, 3)
+    made = registry.get_collator(task("text", "seq2seq"), decoder_start_token_id=0)(
+        [{"input_ids": [1], "labels": [2]}]
+    )
     assert made["decoder_input_ids"].tolist() == [[0]]
     image = np.zeros((4, 4, 3), np.uint8)
     assert (
-        registry.get_collator(collator_name="vision", normalize=True, mean=[0.5] * 3, std=[0.5] * 3)([(image, 1)])["pixel_values"].min()
+        registry.get_collator(
+            collator_name="vision", normalize=True, mean=[0.5] * 3, std=[0.5] * 3
+        )([(image, 1)])["pixel_values"].min()
         == -1
     )
-    both = registry.get_collator(task("multimodal"), tokenizer=tokenizer(), normalize=False)([{"image": image, "text": "a fox"}])
-    assert set(both) == {"pixel_values", "input_ids", "labels", "segment_ids", "position_ids", "attention_mask"}
+    both = registry.get_collator(task("multimodal"), tokenizer=tokenizer(), normalize=False)(
+        [{"image": image, "text": "a fox"}]
+    )
+    assert set(both) == {
+        "pixel_values",
+        "input_ids",
+        "labels",
+        "segment_ids",
+        "position_ids",
+        "attention_mask",
+    }
     assert registry.get_collator() is default_collate
 
 
@@ -58,14 +88,21 @@ def test_options_of_a_task_are_its_collators():
     registry = CollatorRegistry()
     image = np.zeros((4, 4, 3), np.uint8)
     assert registry.get_collator(spec)([(image, 1)])["pixel_values"].shape == (1, 2, 2, 3)
-    assert registry.get_collator(spec, image_size=3)([(image, 1)])["pixel_values"].shape == (1, 3, 3, 3)
+    assert registry.get_collator(spec, image_size=3)([(image, 1)])["pixel_values"].shape == (
+        1,
+        3,
+        3,
+        3,
+    )
 
 
 def test_a_modality_of_ones_own(caplog: pytest.LogCaptureFixture):
     registry = CollatorRegistry()
     with caplog.at_level(logging.WARNING, "easypipe"):
         assert registry.get_collator(task("audio")) is default_collate
-    assert "task 'mine': no collator for modality 'audio'; rows are stacked as they are" in caplog.text
+    assert (
+        "task 'mine': no collator for modality 'audio'; rows are stacked as they are" in caplog.text
+    )
 
     @registry.register("spectrogram", modality="audio", description="spectrograms")
     def first(task_spec: TaskSpec | None = None, rate: int = 16):
@@ -84,7 +121,8 @@ def test_a_modality_of_ones_own(caplog: pytest.LogCaptureFixture):
     assert registry.describe()["waveform"] == "Waves."
     registry.register("third", modality="audio")(lambda: None)
     with pytest.raises(
-        ConfigError, match=r"several collators fit modality 'audio' .* \(have: spectrogram, third\). Choose one by collator_name"
+        ConfigError,
+        match=r"several collators fit modality 'audio' .* \(have: spectrogram, third\). Choose one by collator_name",
     ):
         registry.find(task("audio"))
     assert registry.find(task("audio"), "third").name == "third"
@@ -101,7 +139,10 @@ def test_names_collide_unless_it_is_the_same_function_or_replaces(caplog: pytest
 
     registry.register("mine", modality="audio")(mine)
     registry.register("mine", modality="audio")(mine)  # a cell of a notebook, run again
-    with pytest.raises(ConfigError, match=r"register\('mine'\): .*mine has this name already. Choose another name, or pass replace=True"):
+    with pytest.raises(
+        ConfigError,
+        match=r"register\('mine'\): .*mine has this name already. Choose another name, or pass replace=True",
+    ):
         registry.register("mine", modality="audio")(others)
     registry.register("mine", modality="audio", replace=True)(others)
     assert registry.find(collator_name="mine").factory is others
@@ -114,16 +155,25 @@ def test_names_collide_unless_it_is_the_same_function_or_replaces(caplog: pytest
 
 def test_unknown_names_and_options_are_refused():
     registry = CollatorRegistry()
-    with pytest.raises(ConfigError, match=r"collator_name: no collator 'visoin'.*Did you mean 'vision'"):
+    with pytest.raises(
+        ConfigError, match=r"collator_name: no collator 'visoin'.*Did you mean 'vision'"
+    ):
         registry.get_collator(collator_name="visoin")
-    with pytest.raises(ConfigError, match=r"collator 'text', option 'padding_sid': unknown.*Did you mean 'padding_side'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"collator 'text', option 'padding_sid': unknown.*Did you mean 'padding_side'",
+    ):
         registry.get_collator(collator_name="text", padding_sid="left")
     with pytest.raises(ConfigError, match="collator 'default', option 'tokenizer': unknown"):
         registry.get_collator(tokenizer="x")
     registry.register("needy", modality="text", task_type="needs")(lambda task_spec=None, *, it: it)
-    with pytest.raises(ConfigError, match=r"collator 'needy', option 'it': is needed.*TaskSpec\(options="):
+    with pytest.raises(
+        ConfigError, match=r"collator 'needy', option 'it': is needed.*TaskSpec\(options="
+    ):
         registry.get_collator(collator_name="needy")
-    with pytest.raises(ConfigError, match=r"task_spec: 'lm' is no TaskSpec. Give one, or choose by collator_name"):
+    with pytest.raises(
+        ConfigError, match=r"task_spec: 'lm' is no TaskSpec. Give one, or choose by collator_name"
+    ):
         registry.get_collator("lm")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="modality: is empty"):
         TaskSpec(name="a", modality="", task_type="b")

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from easypipe import DataLoaderBuilder, DataLoaderConfig, DataLoaderFactory, TokenizerConfig, create_collate_fn
+from easypipe import (
+    DataLoaderBuilder,
+    DataLoaderConfig,
+    DataLoaderFactory,
+    TokenizerConfig,
+    create_collate_fn,
+)
 from easypipe.core.errors import ConfigError
 from easypipe.faces.data_pipeline import TokenizerSection
 from easypipe.transforms.tokenizer_options import with_options
@@ -28,7 +34,9 @@ def table() -> list[tuple[str, str, str]]:
 
 
 def values(**options: Any) -> list[list[float]]:
-    loader = DataLoaderFactory().create_dataloader(ROWS, DataLoaderConfig(**{"batch_size": 4, "seed": 1, **options}))
+    loader = DataLoaderFactory().create_dataloader(
+        ROWS, DataLoaderConfig(**{"batch_size": 4, "seed": 1, **options})
+    )
     return [batch["x"].tolist() for batch in loader]
 
 
@@ -38,13 +46,20 @@ def num_workers() -> None:
 
 
 def prefetch_factor() -> None:
-    assert DataLoaderConfig(num_workers=3, prefetch_factor=4).load_options().prefetch_buffer_size == 12
+    assert (
+        DataLoaderConfig(num_workers=3, prefetch_factor=4).load_options().prefetch_buffer_size == 12
+    )
     with pytest.raises(ConfigError, match="has no effect while num_workers is 0"):
         DataLoaderConfig(num_workers=0, prefetch_factor=4)
 
 
 def drop_last() -> None:
-    assert (len(values(drop_last=True)), len(values(drop_last=False)), len(values()), len(values(shuffle=True))) == (2, 3, 3, 2)
+    assert (
+        len(values(drop_last=True)),
+        len(values(drop_last=False)),
+        len(values()),
+        len(values(shuffle=True)),
+    ) == (2, 3, 3, 2)
 
 
 def shuffle() -> None:
@@ -58,15 +73,27 @@ def collate_fn() -> None:
 
 
 def distributed() -> None:
-    ranks = [DataLoaderBuilder().with_dataset(ROWS).with_batch_size(2).with_distributed(rank=r, world_size=3).build() for r in range(3)]
-    assert sorted(x for rank in ranks for batch in rank for x in batch["x"].tolist()) == [*range(10)]
+    ranks = [
+        DataLoaderBuilder()
+        .with_dataset(ROWS)
+        .with_batch_size(2)
+        .with_distributed(rank=r, world_size=3)
+        .build()
+        for r in range(3)
+    ]
+    assert sorted(x for rank in ranks for batch in rank for x in batch["x"].tolist()) == [
+        *range(10)
+    ]
 
 
 def return_tensors() -> None:
     import jax
 
     row = [{"input_ids": [1, 2]}]
-    assert create_collate_fn()(row)["labels"].tolist() == create_collate_fn(return_tensors=False)(row)["labels"]
+    assert (
+        create_collate_fn()(row)["labels"].tolist()
+        == create_collate_fn(return_tensors=False)(row)["labels"]
+    )
     assert isinstance(create_collate_fn(return_tensors="np")(row)["labels"], np.ndarray)
     assert isinstance(create_collate_fn(return_tensors="jax")(row)["labels"], jax.Array)
 
@@ -77,7 +104,9 @@ def use_fast() -> None:
 
 
 def section_use_fast() -> None:
-    assert TokenizerSection(name_or_path=tokenizer(), use_fast=False).config().backend == "tokenizers"
+    assert (
+        TokenizerSection(name_or_path=tokenizer(), use_fast=False).config().backend == "tokenizers"
+    )
 
 
 def return_pt() -> None:
@@ -106,7 +135,9 @@ KNOWN: dict[tuple[str, str], Callable[[], None]] = {
 
 
 @pytest.mark.parametrize(("option", "where", "here"), table(), ids=lambda word: word)
-def test_every_row_of_the_table(option: str, where: str, here: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_row_of_the_table(
+    option: str, where: str, here: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if (option, where) in KNOWN:
         return KNOWN[option, where]()
     assert where == "DataLoaderConfig"
@@ -125,11 +156,15 @@ def test_every_row_of_the_table(option: str, where: str, here: str, caplog: pyte
 def test_the_table_has_every_option_that_is_tested_and_more() -> None:
     rows = {(option, where) for option, where, _ in table()}
     assert rows >= KNOWN.keys()
-    assert {"pin_memory", "persistent_workers", "sampler", "generator"} <= {option for option, _ in rows}
+    assert {"pin_memory", "persistent_workers", "sampler", "generator"} <= {
+        option for option, _ in rows
+    }
 
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "easypipe"):
-        DataLoaderBuilder().with_dataset(ROWS).with_workers(1, pin_memory=True).with_options(persistent_workers=True).build()
+        DataLoaderBuilder().with_dataset(ROWS).with_workers(1, pin_memory=True).with_options(
+            persistent_workers=True
+        ).build()
     assert "pin_memory=True changes nothing: jax takes batches from any host memory" in caplog.text
     assert "persistent_workers=True changes nothing: workers are threads" in caplog.text

@@ -1,4 +1,6 @@
-"""Document 004's TrainingConfig: its four keys take effect where they belong, and conflicts are refused."""
+"""Document 004's TrainingConfig: its four keys take effect where they belong, and conflicts are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,18 @@ def test_the_documents_training_config_as_printed() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-2}}, r"learning_rate: 0.001, but optimizer.learning_rate is 0.01: they"),
+        (
+            {"learning_rate": 1e-3, "optimizer": {"learning_rate": 1e-2}},
+            r"learning_rate: 0.001, but optimizer.learning_rate is 0.01: they",
+        ),
         (
             {"learning_rate": 1e-3, "optimizer": OptimizerConfig(learning_rate=1e-2)},
             r"0.001, but optimizer.learning_rate is",
         ),
-        ({"random_seed": 1, "seed": 0}, r"random_seed: 1, but seed is 0: they are one option. Give one of them"),
+        (
+            {"random_seed": 1, "seed": 0},
+            r"random_seed: 1, but seed is 0: they are one option. Give one of them",
+        ),
         ({"epochs": 2, "steps": 5}, r"epochs: 2, and steps say how long the run is too"),
         ({"epochs": 0}, r"epochs: 0 is too small"),
         ({"batch_size": 0}, r"batch_size: 0 is too small"),
@@ -70,7 +78,9 @@ def test_the_documents_training_config_as_printed() -> None:
         ({"num_train_epochs": 3}, r"num_train_epochs: unknown key.*Did you mean 'epochs'"),
     ],
 )
-def test_conflicting_values_of_a_training_config_are_refused(given: dict[str, Any], message: str) -> None:
+def test_conflicting_values_of_a_training_config_are_refused(
+    given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainingConfig(**given)
 
@@ -84,7 +94,8 @@ def test_batches_and_passes_of_a_training_config_are_told_to_the_data() -> None:
     assert from_dict(RunConfig, to_dict(run)) == run
     assert dataclasses.replace(run, model=ModelConfig()).data == run.data
     for load, message in (
-        ({"batch_size": 8}, "train.batch_size: 4, but data.load.batch_size is 8"),  # which is its default, but was written
+        # which is its default, but was written
+        ({"batch_size": 8}, "train.batch_size: 4, but data.load.batch_size is 8"),
         ({"num_epochs": None}, "train.epochs: 3, but data.load.num_epochs is None"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -94,15 +105,26 @@ def test_batches_and_passes_of_a_training_config_are_told_to_the_data() -> None:
     classify = from_dict(ClassifyConfig, {"task": task, "data": images, "train": train})
     assert (classify.data.batch_size, classify.data.num_epochs) == (4, 3)
     with pytest.raises(ConfigError, match=r"train.batch_size: 4, but data.batch_size is 2"):
-        from_dict(ClassifyConfig, {"task": task, "data": images | {"batch_size": 2}, "train": train})
+        from_dict(
+            ClassifyConfig, {"task": task, "data": images | {"batch_size": 2}, "train": train}
+        )
 
 
 def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
     rows = [np.arange(i, i + 9) % 32 for i in range(16)]
 
     def run(name: str, stop: int | None = None, passes: int = 1, **options: Any) -> list[Any]:
-        config = TrainingConfig(output_dir=tmp_path / name, batch_size=4, epochs=3, learning_rate=0.05, random_seed=2, **options)
-        module = UniversalDataModule(rows, batch_size=4, seed=config.random_seed, num_epochs=passes, num_workers=0)
+        config = TrainingConfig(
+            output_dir=tmp_path / name,
+            batch_size=4,
+            epochs=3,
+            learning_rate=0.05,
+            random_seed=2,
+            **options,
+        )
+        module = UniversalDataModule(
+            rows, batch_size=4, seed=config.random_seed, num_epochs=passes, num_workers=0
+        )
 
         class Ending(Callback):
             def on_step(self, event: TrainEvent) -> None:
@@ -110,7 +132,10 @@ def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
                     event.control.stop("enough")
 
         Trainer(Tiny, config, module.train_dataloader(), callbacks=[Ending()]).run()
-        return [(record["step"], record["loss"]) for record in read_metrics(tmp_path / name / "metrics.jsonl")]
+        return [
+            (record["step"], record["loss"])
+            for record in read_metrics(tmp_path / name / "metrics.jsonl")
+        ]
 
     whole = run("three passes at once", passes=3)
     assert len(whole) == 12
@@ -119,13 +144,29 @@ def test_a_run_makes_the_passes_that_its_config_says(tmp_path: Path) -> None:
     assert run("in two parts") == whole
     loader = UniversalDataModule(rows, batch_size=8, seed=1, num_epochs=None).train_dataloader()
     for config, message in (
-        ({"batch_size": 4, "steps": 2}, "train.batch_size: 4, but the loader's batches have 8 rows. Make the loader with this batch_size"),
-        ({"epochs": 3}, "train.epochs: 3, but the loader never ends. Make it with num_epochs=3, or give steps here"),
+        (
+            {"batch_size": 4, "steps": 2},
+            "train.batch_size: 4, but the loader's batches have 8 rows. Make the loader with this batch_size",
+        ),
+        (
+            {"epochs": 3},
+            "train.epochs: 3, but the loader never ends. Make it with num_epochs=3, or give steps here",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             Trainer(Tiny, TrainingConfig(output_dir=tmp_path / "no", **config), loader)
-    plain = UniversalDataModule(rows, batch_size=8, seed=1).train_dataloader().loader(0)  # begins at its first batch every time
-    with pytest.raises(ConfigError, match=r"train.epochs: 3, but the loader ends after 1. Make it with num_epochs=3"):
+    # begins at its first batch every time
+    plain = UniversalDataModule(rows, batch_size=8, seed=1).train_dataloader().loader(0)
+    with pytest.raises(
+        ConfigError,
+        match=r"train.epochs: 3, but the loader ends after 1. Make it with num_epochs=3",
+    ):
         Trainer(Tiny, TrainingConfig(output_dir=tmp_path / "no", epochs=3), plain)
-    named = Trainer(Tiny, TrainingConfig(output_dir=tmp_path / "no", learning_rate=0.1), plain, learning_rate=0.2, random_seed=7).config
+    named = Trainer(
+        Tiny,
+        TrainingConfig(output_dir=tmp_path / "no", learning_rate=0.1),
+        plain,
+        learning_rate=0.2,
+        random_seed=7,
+    ).config
     assert (named.optimizer.learning_rate, named.seed) == (0.2, 7)

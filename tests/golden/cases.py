@@ -1,4 +1,6 @@
-"""The registry of golden cases. A case is a function of an empty folder that gives what JSON can hold; its module is its group."""
+"""The registry of golden cases. A case is a function of an empty folder that gives what JSON can
+hold; its module is its group.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ writing = False  # set by `compare.py --write`
 
 
 def is_to_be_kept(path: Path) -> bool:
-    """Whether what is kept at `path` is to be made now. A test never makes it: what is missing there is an error."""
-    assert writing or path.exists(), f"{path.name} is missing; it is kept by `python tests/golden/compare.py --write`"
+    """Whether what is kept at `path` is to be made now. A test never makes it: what is missing
+    there is an error.
+    """
+    assert writing or path.exists(), (
+        f"{path.name} is missing; it is kept by `python tests/golden/compare.py --write`"
+    )
     return not path.exists()
 
 
 def golden(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enters a case for each name, which the function also takes; without a name one case, named as the function is."""
+    """Enters a case for each name, which the function also takes; without a name one case, named as
+    the function is.
+    """
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         group = function.__module__.rpartition(".")[2]

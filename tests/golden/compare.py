@@ -33,7 +33,9 @@ def differences(was: Any, now: Any, at: str = "") -> Iterator[str]:
     """`place: was ..., is ...` of every leaf that differs."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted({*was, *now}):
-            yield from differences(was.get(key, MISSING), now.get(key, MISSING), f"{at}.{key}" if at else key)
+            yield from differences(
+                was.get(key, MISSING), now.get(key, MISSING), f"{at}.{key}" if at else key
+            )
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         for i, (a, b) in enumerate(zip(was, now, strict=True)):
             yield from differences(a, b, f"{at}[{i}]")
@@ -52,11 +54,17 @@ def main() -> int:
     sys.path.insert(0, str(HERE.parent))
     from golden import cases
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("only", nargs="*", help="groups, or group/case")
     parser.add_argument("--write", action="store_true", help="keep what is now")
     given = parser.parse_args()
-    chosen = [case for case in cases.all_cases() if not given.only or {case.group, f"{case.group}/{case.name}"} & set(given.only)]
+    chosen = [
+        case
+        for case in cases.all_cases()
+        if not given.only or {case.group, f"{case.group}/{case.name}"} & set(given.only)
+    ]
     if not chosen:
         parser.error(f"no case is named so: {' '.join(given.only)}")
     cases.writing = given.write
@@ -80,10 +88,15 @@ def main() -> int:
     if given.write:
         for group, values in found.items():
             whole = {**(kept(group) if given.only else {}), **values}
-            text = json.dumps(dict(sorted(whole.items())), indent=1, ensure_ascii=False, sort_keys=True)
+            text = json.dumps(
+                dict(sorted(whole.items())), indent=1, ensure_ascii=False, sort_keys=True
+            )
             (HERE / "expected").mkdir(exist_ok=True)
             (HERE / "expected" / f"{group}.json").write_text(text + "\n", encoding="utf-8")
-    print(f"{len(chosen)} cases, {failed} failed, {changed} values changed" + (", kept as they are now" if given.write else ""))
+    print(
+        f"{len(chosen)} cases, {failed} failed, {changed} values changed"
+        + (", kept as they are now" if given.write else "")
+    )
     return int(failed > 0 or (changed > 0 and not given.write))
 
 

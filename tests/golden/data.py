@@ -1,4 +1,6 @@
-"""The small data of the golden cases: the same bytes on every machine, by arithmetic; the tokenizer is kept beside it."""
+"""The small data of the golden cases: the same bytes on every machine, by arithmetic; the tokenizer
+is kept beside it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ WORDS = [
 def texts(count: int, salt: int, longest: int = 30) -> list[str]:
     """Texts of 1 to `longest` words, no two alike."""
     return [
-        f"{salt} {i} " + " ".join(WORDS[(i * salt + j * j) % len(WORDS)] for j in range(1 + (i * 7919 * salt) % longest))
+        f"{salt} {i} "
+        + " ".join(
+            WORDS[(i * salt + j * j) % len(WORDS)] for j in range(1 + (i * 7919 * salt) % longest)
+        )
         for i in range(count)
     ]
 
@@ -67,13 +72,20 @@ def chats(count: int) -> list[dict[str, Any]]:
 
 def pairs(count: int) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"ask {text}", "completion": f"yes, {i}", "chosen": f"yes {i}", "rejected": f"no {text[:9]}"}
+        {
+            "prompt": f"ask {text}",
+            "completion": f"yes, {i}",
+            "chosen": f"yes {i}",
+            "rejected": f"no {text[:9]}",
+        }
         for i, text in enumerate(texts(count, 13, 9))
     ]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """In the format that the name of `path` ends with. What stands there already stays: a file that is written again counts as changed."""
+    """In the format that the name of `path` ends with. What stands there already stays: a file that
+    is written again counts as changed.
+    """
     made = path.with_name(f".made-{path.name}.json")
     rows_json = json.dumps(rows, ensure_ascii=False)
     if made.exists() and made.read_text(encoding="utf-8") == rows_json:
@@ -123,21 +135,36 @@ def two_datasets(folder: Path, code: int = 60, docs: int = 90) -> tuple[DatasetC
     )
 
 
-def one_dataset(path: Path, rows: list[dict[str, Any]], **options: Any) -> tuple[DatasetConfig, ...]:
+def one_dataset(
+    path: Path, rows: list[dict[str, Any]], **options: Any
+) -> tuple[DatasetConfig, ...]:
     return (DatasetConfig(name="data", data_files=str(write(path, rows)), **options),)
 
 
 def token_files(folder: Path) -> tuple[DatasetConfig, ...]:
     """Documents of ids in .npy, cut at the tokenizer's EOS (id 0)."""
     folder.mkdir(parents=True, exist_ok=True)
-    ids = np.concatenate([np.append(np.arange(5, 5 + 1 + i % 40), 0) for i in range(80)]).astype(np.uint16)
+    ids = np.concatenate([np.append(np.arange(5, 5 + 1 + i % 40), 0) for i in range(80)]).astype(
+        np.uint16
+    )
     np.save(folder / "ids.npy", ids)
-    return (DatasetConfig(name="tokens", data_files=str(folder / "ids.npy"), type="tokens", token_files=TokenFilesConfig(separator_id=0)),)
+    return (
+        DatasetConfig(
+            name="tokens",
+            data_files=str(folder / "ids.npy"),
+            type="tokens",
+            token_files=TokenFilesConfig(separator_id=0),
+        ),
+    )
 
 
 def config(folder: Path, **options: Any) -> PipelineConfig:
     """Both datasets, the kept tokenizer, a seed and a cache of one's own; `options` go on top."""
-    values: dict[str, Any] = {"default_tokenizer": str(TOKENIZER), "seed": 7, "cache_dir": folder / "cache"}
+    values: dict[str, Any] = {
+        "default_tokenizer": str(TOKENIZER),
+        "seed": 7,
+        "cache_dir": folder / "cache",
+    }
     if "datasets" not in options:
         values["datasets"] = two_datasets(folder / "data")
     return PipelineConfig(**(values | options))

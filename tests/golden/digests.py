@@ -1,4 +1,6 @@
-"""What a golden case keeps: short digests of decoded content, never of file bytes, versions, times or paths."""
+"""What a golden case keeps: short digests of decoded content, never of file bytes, versions, times
+or paths.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _pieces(part: Any) -> Iterable[bytes]:
         yield json.dumps(part, sort_keys=True, ensure_ascii=False).encode()
 
 
-def batches(loader: Iterable[Mapping[str, Any]], first: int = 3, most: int = 10_000) -> dict[str, Any]:
+def batches(
+    loader: Iterable[Mapping[str, Any]], first: int = 3, most: int = 10_000
+) -> dict[str, Any]:
     """Digests of the first batches, one of all of them in order, and how many there are."""
     heads: list[str] = []
     rolling, count = "", 0
@@ -55,13 +59,18 @@ def batches(loader: Iterable[Mapping[str, Any]], first: int = 3, most: int = 10_
 def ledger(of: Any) -> dict[str, Any]:
     """The balances of a Ledger, dataset by dataset; no zeros, no measured facts."""
     return {
-        f"{entry.stage} {entry.dataset} {entry.unit}": {"into": dict(sorted(entry.into.items())), "out": dict(sorted(entry.out.items()))}
+        f"{entry.stage} {entry.dataset} {entry.unit}": {
+            "into": dict(sorted(entry.into.items())),
+            "out": dict(sorted(entry.out.items())),
+        }
         for entry in of.entries
     }
 
 
 def message(error: BaseException, *folders: Path) -> str:
-    """An error's type and text with its notes; folders stand as <0>, <1>, ..., and version numbers of libraries as they are matched."""
+    """An error's type and text with its notes; folders stand as <0>, <1>, ..., and version numbers
+    of libraries as they are matched.
+    """
     text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     return without(text, *folders)
 
@@ -82,4 +91,10 @@ def plain(value: Any) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, list | tuple | range | set | frozenset):
         return [plain(one) for one in value]
-    return value.item() if isinstance(value, np.generic) else value if isinstance(value, str | int | float | bool | None) else str(value)
+    return (
+        value.item()
+        if isinstance(value, np.generic)
+        else value
+        if isinstance(value, str | int | float | bool | None)
+        else str(value)
+    )

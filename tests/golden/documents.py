@@ -1,4 +1,6 @@
-"""Which record stands where: explain, quarantine, splits, `num_rows`, interleaving, shards prepared apart, files that grow."""
+"""Which record stands where: explain, quarantine, splits, `num_rows`, interleaving, shards prepared
+apart, files that grow.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,18 @@ from golden.cases import golden
 from golden.data import config, rows_of, texts, write
 from golden.digests import batches, digest, without
 
-FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "jsonl.bz2", "json", "csv", "csv.gz", "txt", "parquet", "arrow")
+FORMATS = (
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.zst",
+    "jsonl.bz2",
+    "json",
+    "csv",
+    "csv.gz",
+    "txt",
+    "parquet",
+    "arrow",
+)
 
 
 @golden(*(f"explain_{name.replace('.', '_')}" for name in FORMATS))
@@ -26,7 +39,14 @@ def explain(folder: Path, name: str) -> Any:
     ending = name.removeprefix("explain_").replace("_", ".")
     files = [write(folder / f"part-{i}.{ending}", rows_of(14 + i, 3 + 2 * i)) for i in range(2)]
     datasets = [DatasetConfig(name="data", data_files=[str(file) for file in files])]
-    loader = chain(config(folder, datasets=datasets, pack=pack("first_fit"), load=load(batch_size=2, drop_last=False))).build()
+    loader = chain(
+        config(
+            folder,
+            datasets=datasets,
+            pack=pack("first_fit"),
+            load=load(batch_size=2, drop_last=False),
+        )
+    ).build()
     return _explained(loader, folder)
 
 
@@ -34,9 +54,17 @@ def explain(folder: Path, name: str) -> Any:
 def explain_quoted_newlines(folder: Path) -> Any:
     """Rows of a CSV whose texts hold newlines, quotes and commas, and are counted as records."""
     path = folder / "a.csv"
-    path.write_text("n,text\n" + "".join(f'{i},"line one of {i}\nsaid ""two"", {i}"\n' for i in range(30)), encoding="utf-8")
+    path.write_text(
+        "n,text\n" + "".join(f'{i},"line one of {i}\nsaid ""two"", {i}"\n' for i in range(30)),
+        encoding="utf-8",
+    )
     loader = chain(
-        config(folder, datasets=[DatasetConfig(name="data", data_files=str(path))], pack=pack(), load=load(batch_size=2))
+        config(
+            folder,
+            datasets=[DatasetConfig(name="data", data_files=str(path))],
+            pack=pack(),
+            load=load(batch_size=2),
+        )
     ).build()
     return _explained(loader, folder)
 
@@ -47,14 +75,29 @@ def explain_fan_out(folder: Path) -> Any:
     from easypipe import LengthPolicy, TokenizeStageConfig
 
     path = write(folder / "a.jsonl", rows_of(12, 3, 120))
-    datasets = [DatasetConfig(name="data", data_files=str(path), length=LengthPolicy(policy="split", overlap=4))]
-    made = config(folder, datasets=datasets, tokenize=TokenizeStageConfig(max_length=30), pack=pack(), load=load(batch_size=2))
+    datasets = [
+        DatasetConfig(
+            name="data", data_files=str(path), length=LengthPolicy(policy="split", overlap=4)
+        )
+    ]
+    made = config(
+        folder,
+        datasets=datasets,
+        tokenize=TokenizeStageConfig(max_length=30),
+        pack=pack(),
+        load=load(batch_size=2),
+    )
     return _explained(chain(made).build(), folder)
 
 
 @golden()
 def explain_mixture_over_epochs(folder: Path) -> Any:
-    made = config(folder, mix=mixed(stop_strategy="restart"), pack=pack("first_fit"), load=load(num_epochs=None))
+    made = config(
+        folder,
+        mix=mixed(stop_strategy="restart"),
+        pack=pack("first_fit"),
+        load=load(num_epochs=None),
+    )
     return _explained(chain(made).build(), folder, steps=(0, 7, 40))
 
 
@@ -62,7 +105,16 @@ def _explained(loader: Any, folder: Path, steps: Any = None) -> Any:
     found = []
     for step in range(len(loader)) if steps is None else steps:
         for row in loader.explain(step).rows:
-            segments = [[without(str(s.file), folder), s.row, s.token_start, s.token_stop, digest(list(s.ids))] for s in row.segments]
+            segments = [
+                [
+                    without(str(s.file), folder),
+                    s.row,
+                    s.token_start,
+                    s.token_stop,
+                    digest(list(s.ids)),
+                ]
+                for s in row.segments
+            ]
             found.append(segments)
     return {"first": found[:2], "all": digest(found), "segments": sum(map(len, found))}
 
@@ -72,32 +124,66 @@ def bad_rows(folder: Path, policy: str) -> Any:
     """Rows that cannot be read, in every format that has them; and what is kept of them."""
     folder.mkdir(exist_ok=True)
     (folder / "a.jsonl").write_text(
-        "".join(["{broken\n" if i % 6 == 5 else json.dumps({"text": None if i == 8 else f"good {i}"}) + "\n" for i in range(24)])
+        "".join(
+            [
+                "{broken\n"
+                if i % 6 == 5
+                else json.dumps({"text": None if i == 8 else f"good {i}"}) + "\n"
+                for i in range(24)
+            ]
+        )
     )
-    (folder / "b.csv").write_text("text,n\n" + "".join("too,many,cells\n" if i == 4 else f"cell {i},{i}\n" for i in range(9)))
+    (folder / "b.csv").write_text(
+        "text,n\n" + "".join("too,many,cells\n" if i == 4 else f"cell {i},{i}\n" for i in range(9))
+    )
     found: dict[str, Any] = {}
     for name in ("a.jsonl", "b.csv"):
-        datasets = [DatasetConfig(name="bad", data_files=str(folder / name), on_error=policy, max_bad_rows=9)]  # pyright: ignore[reportArgumentType]
+        datasets = [
+            DatasetConfig(
+                name="bad", data_files=str(folder / name), on_error=policy, max_bad_rows=9
+            )
+        ]  # pyright: ignore[reportArgumentType]
         with heard(folder) as lines:
             pipeline = chain(
-                config(folder, datasets=datasets, cache_dir=folder / name.replace(".", "-"), pack=pack(), load=load(batch_size=1))
+                config(
+                    folder,
+                    datasets=datasets,
+                    cache_dir=folder / name.replace(".", "-"),
+                    pack=pack(),
+                    load=load(batch_size=1),
+                )
             )
             of_all = batches(pipeline.build())
         kept = sorted((folder / name.replace(".", "-")).rglob("*.quarantine.jsonl"))
-        entries = [json.loads(without(line, folder)) for path in kept for line in path.read_text(encoding="utf-8").splitlines()]
-        found[name] = {"batches": of_all, "quarantine": [e for e in entries if "checksum" not in e], "warnings": len(lines)}
+        entries = [
+            json.loads(without(line, folder))
+            for path in kept
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
+        found[name] = {
+            "batches": of_all,
+            "quarantine": [e for e in entries if "checksum" not in e],
+            "warnings": len(lines),
+        }
     return found
 
 
 @golden()
 def splits(folder: Path) -> Any:
     """The rows that parts of files, and `num_rows`, let through."""
-    files = [write(folder / "in" / f"part-{i}.{ending}", rows_of(10 + 7 * i, 3)) for i, ending in enumerate(("jsonl", "jsonl"))]
+    files = [
+        write(folder / "in" / f"part-{i}.{ending}", rows_of(10 + 7 * i, 3))
+        for i, ending in enumerate(("jsonl", "jsonl"))
+    ]
     found = {}
     for split in ("train[:10%]", "train[5:20]", "train[-5%:]", "train[30%:70%]"):
-        found[split] = _rows_of(folder, DatasetConfig(name="data", data_files=[str(f) for f in files], split=split))
+        found[split] = _rows_of(
+            folder, DatasetConfig(name="data", data_files=[str(f) for f in files], split=split)
+        )
     for number in (1, 10, 15, 27):
-        found[f"num_rows={number}"] = _rows_of(folder, DatasetConfig(name="data", data_files=[str(f) for f in files], num_rows=number))
+        found[f"num_rows={number}"] = _rows_of(
+            folder, DatasetConfig(name="data", data_files=[str(f) for f in files], num_rows=number)
+        )
     return found
 
 
@@ -107,18 +193,29 @@ def _rows_of(folder: Path, dataset: DatasetConfig) -> list[list[int]]:
     for shard, info in enumerate(source.shards):
         assert info.num_rows is not None
         batch = source.read(shard, 0, info.num_rows)
-        found.append(batch.column("n").to_pylist() if "n" in batch.schema.names else batch.column(ROW_NUMBER).to_pylist())
+        found.append(
+            batch.column("n").to_pylist()
+            if "n" in batch.schema.names
+            else batch.column(ROW_NUMBER).to_pylist()
+        )
     return found
 
 
 @golden()
 def interleaved(folder: Path) -> Any:
-    """What `block_mixture_interleave` gives of two sources, in which order; with a seed and another, and in file order."""
+    """What `block_mixture_interleave` gives of two sources, in which order; with a seed and
+    another, and in file order.
+    """
     data = Pipeline(config(folder)).source().get_data()
     found = {}
     for name, options in {"seed 1": {"seed": 1}, "seed 2": {"seed": 2}, "in order": {}}.items():
-        source = block_mixture_interleave(data, {"code": 0.7, "docs": 0.3}, 10, stop_strategy="all_exhausted", **options)
-        rows = [source.read(shard, 0, info.num_rows).column("text").to_pylist() for shard, info in enumerate(source.shards)]
+        source = block_mixture_interleave(
+            data, {"code": 0.7, "docs": 0.3}, 10, stop_strategy="all_exhausted", **options
+        )
+        rows = [
+            source.read(shard, 0, info.num_rows).column("text").to_pylist()
+            for shard, info in enumerate(source.shards)
+        ]
         found[name] = {"rows": sum(map(len, rows)), "first": rows[0][:3], "all": digest(rows)}
     return found
 
@@ -138,7 +235,9 @@ def prepared_apart(folder: Path) -> Any:
 
 @golden()
 def encoded_again(folder: Path) -> Any:
-    """How many documents are tokenized anew when a file is appended, edited, renamed, or touched."""
+    """How many documents are tokenized anew when a file is appended, edited, renamed, or
+    touched.
+    """
     files = [write(folder / "in" / f"part-{i}.jsonl", rows_of(20, 3 + 2 * i)) for i in range(3)]
     datasets = [DatasetConfig(name="data", data_files=str(folder / "in" / "*.jsonl"))]
 
@@ -169,7 +268,9 @@ def weights_of_the_plan(folder: Path) -> Any:
         load=load(num_epochs=None),
     )
     report = Pipeline(made).source().tokenize().mix().pack().load().plan(steps=20)
-    values = json.loads(json.dumps(report.to_json(), default=str)) if hasattr(report, "to_json") else {}
+    values = (
+        json.loads(json.dumps(report.to_json(), default=str)) if hasattr(report, "to_json") else {}
+    )
     return {
         key: values[key]
         for key in sorted(values)
@@ -182,9 +283,21 @@ def texts_are_counted(folder: Path) -> Any:
     """Empty texts and white space."""
     rows = [{"text": text} for text in ("", "  \n", *texts(5, 3))]
     path = write(folder / "a.jsonl", rows)
-    pipeline = chain(config(folder, datasets=[DatasetConfig(name="data", data_files=str(path))], pack=pack(), load=load(batch_size=1)))
+    pipeline = chain(
+        config(
+            folder,
+            datasets=[DatasetConfig(name="data", data_files=str(path))],
+            pack=pack(),
+            load=load(batch_size=1),
+        )
+    )
     of_all = batches(pipeline.build())
-    return {"batches": of_all, "ledger": {f"{e.stage} {e.unit}": [dict(e.into), dict(e.out)] for e in pipeline.ledger().entries}}
+    return {
+        "batches": of_all,
+        "ledger": {
+            f"{e.stage} {e.unit}": [dict(e.into), dict(e.out)] for e in pipeline.ledger().entries
+        },
+    }
 
 
 @contextmanager

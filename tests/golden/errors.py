@@ -1,4 +1,6 @@
-"""Sixty refusals, word for word: configs, files with their rows and lines, chains, states, and what streaming does not do."""
+"""Sixty refusals, word for word: configs, files with their rows and lines, chains, states, and what
+streaming does not do.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,17 @@ CONFIGS: dict[str, list[tuple[str, Any]]] = {
     "seed_below_zero": [("seed", -1)],
     "schedule_backwards": [
         ("mix.weights", "-"),
-        ("mix.weight_schedule", [{"step": 9, "weights": {"code": 1, "docs": 1}}, {"step": 3, "weights": {"code": 1, "docs": 1}}]),
+        (
+            "mix.weight_schedule",
+            [
+                {"step": 9, "weights": {"code": 1, "docs": 1}},
+                {"step": 3, "weights": {"code": 1, "docs": 1}},
+            ],
+        ),
     ],
-    "weights_and_schedule": [("mix.weight_schedule", [{"step": 0, "weights": {"code": 1, "docs": 1}}])],
+    "weights_and_schedule": [
+        ("mix.weight_schedule", [{"step": 0, "weights": {"code": 1, "docs": 1}}])
+    ],
     "cap_of_nobody": [("mix.max_epochs", {"dogs": 1})],
     "eos_that_differs": [("pack.eos_token_id", 5)],
     "no_such_file": [("datasets.0.data_files", "<0>/data/code/*.json")],
@@ -82,23 +92,41 @@ CONFIGS: dict[str, list[tuple[str, Any]]] = {
 
 # Files that cannot be read, and the options of their dataset
 FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
-    "broken_line": ("a.jsonl", lambda p: p.write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n'), {}),
+    "broken_line": (
+        "a.jsonl",
+        lambda p: p.write_text('{"text": "one"}\n{"text": \n{"text": "three"}\n'),
+        {},
+    ),
     "null_text": ("a.jsonl", lambda p: p.write_text('{"text": "one"}\n{"text": null}\n'), {}),
     "number_for_text": ("a.jsonl", lambda p: p.write_text('{"text": 5}\n'), {}),
     "no_object": ("a.jsonl", lambda p: p.write_text('{"text": "one"}\n[1, 2]\n'), {}),
-    "not_utf8": ("a.jsonl", lambda p: p.write_bytes(b'{"text": "one"}\n{"text": "\xff\xfe"}\n'), {}),
+    "not_utf8": (
+        "a.jsonl",
+        lambda p: p.write_bytes(b'{"text": "one"}\n{"text": "\xff\xfe"}\n'),
+        {},
+    ),
     "empty_file": ("a.jsonl", lambda p: p.write_bytes(b""), {}),
-    "cut_gzip": ("a.jsonl.gz", lambda p: p.write_bytes(gzip.compress(b'{"text": "one"}\n' * 500, mtime=0)[:-20]), {}),
+    "cut_gzip": (
+        "a.jsonl.gz",
+        lambda p: p.write_bytes(gzip.compress(b'{"text": "one"}\n' * 500, mtime=0)[:-20]),
+        {},
+    ),
     "no_gzip": ("a.jsonl.gz", lambda p: p.write_bytes(b'{"text": "one"}\n'), {}),
     "no_parquet": ("a.parquet", lambda p: p.write_bytes(b"PAR1 not so"), {}),
     "number_column": ("a.parquet", lambda p: pq.write_table(pa.table({"text": [1, 2]}), p), {}),
     "too_many_cells": ("a.csv", lambda p: p.write_text("text,n\none,1\ntwo,2,3\n"), {}),
     "open_quote": ("a.csv", lambda p: p.write_text('text,n\none,1\n"two,2\n'), {}),
-    "budget": ("a.jsonl", lambda p: p.write_text("{broken\n" * 4 + '{"text": "one"}\n'), {"on_error": "skip", "max_bad_rows": 2}),
+    "budget": (
+        "a.jsonl",
+        lambda p: p.write_text("{broken\n" * 4 + '{"text": "one"}\n'),
+        {"on_error": "skip", "max_bad_rows": 2},
+    ),
     "array_cut": ("a.json", lambda p: p.write_text('[{"text": "one"}, {"text": "two"'), {}),
     "role_of_nobody": (
         "a.jsonl",
-        lambda p: p.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}) + "\n"),
+        lambda p: p.write_text(
+            json.dumps({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}) + "\n"
+        ),
         {"content_field": "messages"},
     ),
     "no_answer": (
@@ -111,11 +139,22 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
         lambda p: p.write_text(json.dumps({"messages": [{"role": "user", "content": 5}]}) + "\n"),
         {"content_field": "messages"},
     ),
-    "completion_missing": ("a.jsonl", lambda p: write(p, [{"prompt": "a"}]), {"prompt_field": "prompt", "completion_field": "answer"}),
+    "completion_missing": (
+        "a.jsonl",
+        lambda p: write(p, [{"prompt": "a"}]),
+        {"prompt_field": "prompt", "completion_field": "answer"},
+    ),
     "rejected_missing": (
         "a.jsonl",
         lambda p: write(p, pairs(2)),
-        {"prompt": {"format_type": "prompt_completion", "input_columns": ["prompt"], "label_column": "chosen", "rejected_column": "worse"}},
+        {
+            "prompt": {
+                "format_type": "prompt_completion",
+                "input_columns": ["prompt"],
+                "label_column": "chosen",
+                "rejected_column": "worse",
+            }
+        },
     ),
     "split_of_nothing": ("a.jsonl", lambda p: write(p, rows_of(3, 3)), {"split": "train[5:5]"}),
     "split_unreadable": ("a.jsonl", lambda p: write(p, rows_of(3, 3)), {"split": "train[5"}),
@@ -124,7 +163,11 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
         lambda p: pq.write_table(pa.table({INPUT_IDS: [[5, 6, 7]], "labels": [[6, 7, 8]]}), p),
         {},
     ),
-    "ids_out_of_range": ("a.parquet", lambda p: pq.write_table(pa.table({INPUT_IDS: [[5, 6, 70_000]]}), p), {}),
+    "ids_out_of_range": (
+        "a.parquet",
+        lambda p: pq.write_table(pa.table({INPUT_IDS: [[5, 6, 70_000]]}), p),
+        {},
+    ),
     "chat_as_text": (
         "a.jsonl",
         lambda p: write(p, chats(2)),
@@ -153,7 +196,9 @@ def of_configs(folder: Path, name: str) -> Any:
 def of_files(folder: Path, name: str) -> Any:
     file, make, options = FILES[name]
     make(folder / file)
-    values = _base(folder) | {"datasets": [{"name": "data", "data_files": str(folder / file)} | options]}
+    values = _base(folder) | {
+        "datasets": [{"name": "data", "data_files": str(folder / file)} | options]
+    }
     del values["mix"]
     return _refusal(lambda: _first_batch(Pipeline.from_config(values)), folder)
 
@@ -179,20 +224,28 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "load_twice": lambda d: Pipeline(config(d)).source().tokenize().mix().pack().load().load(),
     "unmixed": lambda d: Pipeline(config(d)).source().tokenize().load().build(),
     "nothing_to_build": lambda d: Pipeline(config(d)).source().build(),
-    "explain_behind_the_end": lambda d: chain(from_dict(type(config(d)), _base(d))).build().explain(10_000),
+    "explain_behind_the_end": lambda d: (
+        chain(from_dict(type(config(d)), _base(d))).build().explain(10_000)
+    ),
     "restored_elsewhere": lambda d: _restored_elsewhere(d),
     "no_saved_folder": lambda d: load_saved(d / "nowhere"),
     "no_tokenizer_folder": lambda d: load_tokenizer(str(d)),
     "run_without_train": lambda d: from_dict(RunConfig, {"data": _base(d)}),
-    "streaming_explain": lambda d: chain(from_dict(type(config(d)), _base(d) | {"streaming": True})).build().explain(0),
-    "streaming_len": lambda d: len(chain(from_dict(type(config(d)), _base(d) | {"streaming": True})).build()),
+    "streaming_explain": lambda d: (
+        chain(from_dict(type(config(d)), _base(d) | {"streaming": True})).build().explain(0)
+    ),
+    "streaming_len": lambda d: len(
+        chain(from_dict(type(config(d)), _base(d) | {"streaming": True})).build()
+    ),
 }
 
 
 def _restored_elsewhere(folder: Path) -> Any:
     base = _base(folder)
     state = chain(from_dict(type(config(folder)), base)).build().state_at(2)
-    other = chain(from_dict(type(config(folder)), base | {"seed": 8, "load": {"batch_size": 8}})).build()
+    other = chain(
+        from_dict(type(config(folder)), base | {"seed": 8, "load": {"batch_size": 8}})
+    ).build()
     return other.restore(state)
 
 

@@ -1,4 +1,6 @@
-"""The signatures of all public names: parameters, their kinds and defaults; the fields of configs; the options of the commands."""
+"""The signatures of all public names: parameters, their kinds and defaults; the fields of configs;
+the options of the commands.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,22 @@ import easypipe
 from golden.cases import golden
 from golden.digests import plain
 
-MODULES = ("easypipe.train", "easypipe.kernels", "easypipe.interop.grain", "easypipe.interop.hub", "easypipe.interop.torch")
+MODULES = (
+    "easypipe.train",
+    "easypipe.kernels",
+    "easypipe.interop.grain",
+    "easypipe.interop.hub",
+    "easypipe.interop.torch",
+)
 
 
 @golden()
 def package(folder: Path) -> Any:
-    return {name: _described(getattr(easypipe, name)) for name in easypipe.__all__ if name != "__version__"}
+    return {
+        name: _described(getattr(easypipe, name))
+        for name in easypipe.__all__
+        if name != "__version__"
+    }
 
 
 @golden()
@@ -29,7 +41,9 @@ def modules(folder: Path) -> Any:
         except ImportError as error:  # torch is an extra
             found[name] = f"needs {error.name}"
             continue
-        found[name] = {one: _described(getattr(module, one)) for one in sorted(getattr(module, "__all__", ()))}
+        found[name] = {
+            one: _described(getattr(module, one)) for one in sorted(getattr(module, "__all__", ()))
+        }
     found["easypipe.interop.torch"] = "needs torch"  # wherever it is installed, the same
     return found
 
@@ -45,14 +59,22 @@ def commands(folder: Path) -> Any:
         inner = getattr(command, "commands", None)
         if inner:
             return {name: of(one) for name, one in sorted(inner.items())}
-        return sorted([*parameter.opts, *parameter.secondary_opts][0] for parameter in command.params if parameter.name != "help")
+        return sorted(
+            [*parameter.opts, *parameter.secondary_opts][0]
+            for parameter in command.params
+            if parameter.name != "help"
+        )
 
     return of(typer.main.get_command(app))
 
 
 def _described(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and isinstance(value, type):
-        fields = {f.name: _default(f.default, f.default_factory) for f in dataclasses.fields(value) if f.init}
+        fields = {
+            f.name: _default(f.default, f.default_factory)
+            for f in dataclasses.fields(value)
+            if f.init
+        }
         return {"fields": fields, "methods": _methods(value)}
     if isinstance(value, type):
         return {"init": _signature(value.__init__), "methods": _methods(value)}
@@ -63,7 +85,11 @@ def _described(value: Any) -> Any:
 
 def _default(default: Any, factory: Any) -> Any:
     if default is dataclasses.MISSING:
-        return "required" if factory is dataclasses.MISSING else f"{getattr(factory, '__name__', 'made')}()"
+        return (
+            "required"
+            if factory is dataclasses.MISSING
+            else f"{getattr(factory, '__name__', 'made')}()"
+        )
     return plain(default)
 
 
@@ -85,9 +111,14 @@ def _signature(function: Any) -> list[str] | str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return "no signature"
-    mark = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.KEYWORD_ONLY: "*, "}
+    mark = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+        inspect.Parameter.KEYWORD_ONLY: "*, ",
+    }
     return [
-        f"{mark.get(one.kind, '')}{one.name}" + ("" if one.default is inspect.Parameter.empty else f"={one.default!r}".split(" at 0x")[0])
+        f"{mark.get(one.kind, '')}{one.name}"
+        + ("" if one.default is inspect.Parameter.empty else f"={one.default!r}".split(" at 0x")[0])
         for one in parameters
         if one.name not in ("self", "cls")
     ]

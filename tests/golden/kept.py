@@ -1,4 +1,6 @@
-"""A token cache and a saved folder that the commit made which kept these digests: they must open, or be refused by name."""
+"""A token cache and a saved folder that the commit made which kept these digests: they must open,
+or be refused by name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def saved_folder(folder: Path) -> Any:
         shutil.make_archive(str(archive.with_suffix("")), "zip", folder / "first" / "out")
     shutil.unpack_archive(archive, folder / "out")
     source = load_saved(folder / "out")
-    return {Path(info.name).name: digest(source.read(shard, 0, info.num_rows)) for shard, info in enumerate(source.shards)}
+    return {
+        Path(info.name).name: digest(source.read(shard, 0, info.num_rows))
+        for shard, info in enumerate(source.shards)
+    }
 
 
 @golden()
@@ -39,7 +44,9 @@ def token_cache(folder: Path) -> Any:
     for manifest in sorted((folder / "cache").glob("manifests/*.json")):
         try:
             cache = TokenCache(manifest)
-            found[f"{cache.num_docs} documents"] = digest([cache.tokens(doc).tolist() for doc in range(cache.num_docs)])
+            found[f"{cache.num_docs} documents"] = digest(
+                [cache.tokens(doc).tolist() for doc in range(cache.num_docs)]
+            )
         except EasypipeError as error:
             found[manifest.name] = message(error, folder)
     return found

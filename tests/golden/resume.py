@@ -1,4 +1,6 @@
-"""States: what a loader says after each batch, and the batches behind a state that was kept by the commit which kept these digests."""
+"""States: what a loader says after each batch, and the batches behind a state that was kept by the
+commit which kept these digests.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def of(folder: Path, name: str) -> Any:
     made = CACHED[name.removeprefix("streaming_")](folder)
     if name.startswith("streaming_"):
         in_memory = tuple(
-            DatasetConfig(name=name, data_files={"text": texts(count, salt)}) for name, count, salt in (("code", 60, 3), ("docs", 90, 5))
+            DatasetConfig(name=name, data_files={"text": texts(count, salt)})
+            for name, count, salt in (("code", 60, 3), ("docs", 90, 5))
         )  # a stream knows its files by their paths, which are others on each machine
         made = dataclasses.replace(made, datasets=in_memory, streaming=True, num_streams=2)
     return chain(made).build()
@@ -42,7 +45,8 @@ def of(folder: Path, name: str) -> Any:
 
 @golden(*KEPT)
 def kept_states(folder: Path, name: str) -> Any:
-    """A state that was saved then is restored now: it must go on with the batches that a whole run has there.
+    """A state that was saved then is restored now: it must go on with the batches that a whole run
+    has there.
 
     Paths of files are no part of identity, so the data lies elsewhere on each machine.
     """
@@ -82,10 +86,24 @@ def through_a_cut_document(folder: Path, name: str) -> Any:
 def through_a_budget_of_bad_rows(folder: Path, _: str) -> Any:
     """Resumed after every batch of a stream with bad rows; the budget counts over the resume."""
     folder.mkdir(exist_ok=True)
-    lines = ['{"text": "good ' + "word " * (i % 9) + f'{i}"}}' if i % 7 else "{broken" for i in range(120)]
+    lines = [
+        '{"text": "good ' + "word " * (i % 9) + f'{i}"}}' if i % 7 else "{broken"
+        for i in range(120)
+    ]
     (folder / "bad.jsonl").write_text("\n".join(lines) + "\n")
-    datasets = (DatasetConfig(name="bad", data_files=str(folder / "bad.jsonl"), on_error="skip", max_bad_rows=20),)
-    made = config(folder, datasets=datasets, streaming=True, num_streams=1, pack=pack("first_fit"), load=load(batch_size=2))
+    datasets = (
+        DatasetConfig(
+            name="bad", data_files=str(folder / "bad.jsonl"), on_error="skip", max_bad_rows=20
+        ),
+    )
+    made = config(
+        folder,
+        datasets=datasets,
+        streaming=True,
+        num_streams=1,
+        pack=pack("first_fit"),
+        load=load(batch_size=2),
+    )
     return _every_batch(lambda: chain(made).build())
 
 
@@ -100,4 +118,8 @@ def _every_batch(make: Any) -> Any:
         resumed.restore(state)
         rest = batches(resumed, first=len(whole))["first"]
         assert rest == whole[number:], f"resumed after batch {number}: other batches"
-    return {"batches": whole, "states": len(states), "ledger": ledger(loader.ledger()) if hasattr(loader, "ledger") else None}
+    return {
+        "batches": whole,
+        "states": len(states),
+        "ledger": ledger(loader.ledger()) if hasattr(loader, "ledger") else None,
+    }

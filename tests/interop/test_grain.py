@@ -30,7 +30,12 @@ def loader(**load) -> Loader:
     return Loader(rows, LoadStageConfig(**load))
 
 
-LOADS = [{}, {"prefetch_enabled": False}, {"mesh": {"data": 1}}, {"batch_size_schedule": ((2, 2), (5, 6)), "accumulation_steps": 2}]
+LOADS = [
+    {},
+    {"prefetch_enabled": False},
+    {"mesh": {"data": 1}},
+    {"batch_size_schedule": ((2, 2), (5, 6)), "accumulation_steps": 2},
+]
 
 
 @pytest.mark.parametrize("load", LOADS, ids=str)
@@ -38,8 +43,12 @@ def test_grains_own_check_of_checkpoints(load):
     from grain.experimental import assert_equal_output_after_checkpoint
 
     before = set(threading.enumerate())
-    on_the_host = LoaderDataset(loader(**load)).map(lambda batch: {name: np.asarray(column) for name, column in batch.items()})
-    assert_equal_output_after_checkpoint(on_the_host if "mesh" in load else LoaderDataset(loader(**load)))
+    on_the_host = LoaderDataset(loader(**load)).map(
+        lambda batch: {name: np.asarray(column) for name, column in batch.items()}
+    )
+    assert_equal_output_after_checkpoint(
+        on_the_host if "mesh" in load else LoaderDataset(loader(**load))
+    )
     assert_no_new_threads(before)
 
 
@@ -85,7 +94,10 @@ def test_closing_ends_the_threads():
 
 @pytest.mark.parametrize(
     ("state", "message"),
-    [({"next_index": 3}, r"no state of an easypipe loader: it has \['next_index'\]"), ({"easypipe": "{}"}, "no state of")],
+    [
+        ({"next_index": 3}, r"no state of an easypipe loader: it has \['next_index'\]"),
+        ({"easypipe": "{}"}, "no state of"),
+    ],
 )
 def test_foreign_states_are_refused(state, message):
     with pytest.raises(StateError, match=message):
@@ -105,7 +117,9 @@ def test_orbax_saves_and_restores_with_grains_handler(tmp_path):
         manager.wait_until_finished()
         next(one)
         other = iter(LoaderDataset(loader(prefetch_workers=2)))
-        restored = manager.restore(3, args=ocp.args.Composite(data=CheckpointRestore(other)))["data"]
+        restored = manager.restore(3, args=ocp.args.Composite(data=CheckpointRestore(other)))[
+            "data"
+        ]
     assert restored is other
     assert_same_batches(restored, wanted[3:])
 
@@ -151,49 +165,75 @@ def test_documents_by_number_have_their_own_lengths(tmp_path):
     chain = pipeline(tmp_path)
     rows = chain.as_grain()
     whole = chain.copy().load(LoadStageConfig(batch_size=1)).build()
-    assert_same_batches(({name: column[0] for name, column in batch.items()} for batch in whole), (rows[i] for i in range(len(rows))))
+    assert_same_batches(
+        ({name: column[0] for name, column in batch.items()} for batch in whole),
+        (rows[i] for i in range(len(rows))),
+    )
     assert len({row["labels"].shape for row in rows._getitems([0, 1, 2, 3, 4])}) > 1
 
 
-@pytest.mark.parametrize("load", [{}, {"drop_last": False, "mesh": {"data": 1}, "num_epochs": 2}, {"accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    "load",
+    [{}, {"drop_last": False, "mesh": {"data": 1}, "num_epochs": 2}, {"accumulation_steps": 2}],
+    ids=str,
+)
 def test_batches_by_number_behind_load(tmp_path, load):
-    chain = pipeline(tmp_path).pack().load(LoadStageConfig(batch_size=4, shuffle_buffer_size=9, **load))
+    chain = (
+        pipeline(tmp_path).pack().load(LoadStageConfig(batch_size=4, shuffle_buffer_size=9, **load))
+    )
     batches = chain.as_grain()
     whole = list(chain.build())
     assert len(batches) == len(whole)
     for i in reversed(range(len(whole))):
         real = len(batches[i]["labels"])
         if load.get("accumulation_steps", 1) == 1:
-            assert_same_batch({name: np.asarray(column)[:real] for name, column in whole[i].items()}, batches[i])
+            assert_same_batch(
+                {name: np.asarray(column)[:real] for name, column in whole[i].items()}, batches[i]
+            )
         else:
             assert_same_batch(whole[i], batches[i])
 
 
 def test_what_never_ends_has_no_map_dataset(tmp_path):
     endless = pipeline(tmp_path, mix=MixStageConfig(stop_strategy="restart")).pack()
-    with pytest.raises(ConfigError, match=r"as_grain: rows without end cannot be a MapDataset.*or use LoaderDataset"):
+    with pytest.raises(
+        ConfigError,
+        match=r"as_grain: rows without end cannot be a MapDataset.*or use LoaderDataset",
+    ):
         endless.as_grain()
-    assert next(iter(LoaderDataset(endless.load(LoadStageConfig(batch_size=2)).build())))["labels"].shape == (2, 64)
+    assert next(iter(LoaderDataset(endless.load(LoadStageConfig(batch_size=2)).build())))[
+        "labels"
+    ].shape == (2, 64)
 
 
 def test_streams_iterate_and_have_no_numbers(tmp_path):
     from grain.experimental import assert_equal_output_after_checkpoint, set_next_index
 
     chain = pipeline(tmp_path, streaming=True).pack().load(LoadStageConfig(batch_size=4))
-    with pytest.raises(ConfigError, match=r"as_grain: streams are read forward.*or use LoaderDataset"):
+    with pytest.raises(
+        ConfigError, match=r"as_grain: streams are read forward.*or use LoaderDataset"
+    ):
         chain.as_grain()
     dataset = LoaderDataset(chain.build())
     assert_equal_output_after_checkpoint(dataset)
-    with pytest.raises(ConfigError, match=r"next index: 3, but streams are read forward.*Keep get_state\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"next index: 3, but streams are read forward.*Keep get_state\(\)"
+    ):
         set_next_index(iter(dataset), 3)
-    with pytest.raises(ConfigError, match="allow_changed: a stream cannot be entered at another place"):
+    with pytest.raises(
+        ConfigError, match="allow_changed: a stream cannot be entered at another place"
+    ):
         chain.build().restore(chain.build().state(), allow_changed=["config"])
 
 
 def test_the_attention_mask_comes_along():
     from easypipe.interop.grain import RowsByNumber, map_dataset
 
-    one = Loader(plan_rows([CACHE]), LoadStageConfig(batch_size=4), collate=CollateConfig(attention_mask=True))
+    one = Loader(
+        plan_rows([CACHE]),
+        LoadStageConfig(batch_size=4),
+        collate=CollateConfig(attention_mask=True),
+    )
     row = map_dataset(RowsByNumber(one))[0]
     np.testing.assert_array_equal(row["attention_mask"], row["segment_ids"] > 0)
 

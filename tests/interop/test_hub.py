@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 import easypipe
-from easypipe import ConfigError, DatasetConfig, PackStageConfig, Pipeline, SaveReport, SaveStageConfig, StorageError, load_saved
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    PackStageConfig,
+    Pipeline,
+    SaveReport,
+    SaveStageConfig,
+    StorageError,
+    load_saved,
+)
 from easypipe.core.config import digest, to_dict
 from easypipe.stages.card import CARD, HUB_CARD, YAML
 from easypipe.stages.saved import MANIFEST, SavedSource
@@ -23,8 +32,10 @@ REPO = "someone/tokens"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # the server speaks the older protocol for large files
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the server is on this machine
+    # the server speaks the older protocol for large files
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    # the server is on this machine
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with Hub(tokens={TOKEN}, readers={"hf_reader"}) as server:
@@ -33,13 +44,25 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def save(tmp_path: Path, out: str = "out", /, **options: object) -> SaveReport:
-    values = {"output_dir": tmp_path / out, "num_shards": 3, "push_to_hub": True, "hub_repo_id": REPO, "hub_token": TOKEN} | options
-    pipeline = Pipeline(config(tmp_path)).source().tokenize().mix({"stop_strategy": "all_exhausted"})
+    values = {
+        "output_dir": tmp_path / out,
+        "num_shards": 3,
+        "push_to_hub": True,
+        "hub_repo_id": REPO,
+        "hub_token": TOKEN,
+    } | options
+    pipeline = (
+        Pipeline(config(tmp_path)).source().tokenize().mix({"stop_strategy": "all_exhausted"})
+    )
     return pipeline.pack(PackStageConfig(seq_length=64)).save(SaveStageConfig(**values)).build()
 
 
 def rows(source: SavedSource) -> list:
-    return [row for i, shard in enumerate(source.shards) for row in source.read(i, 0, shard.num_rows).to_pylist()]
+    return [
+        row
+        for i, shard in enumerate(source.shards)
+        for row in source.read(i, 0, shard.num_rows).to_pylist()
+    ]
 
 
 def test_a_pushed_folder_loads_again_from_the_hub(tmp_path: Path, hub: Hub) -> None:
@@ -47,9 +70,16 @@ def test_a_pushed_folder_loads_again_from_the_hub(tmp_path: Path, hub: Hub) -> N
     [pushed] = report.pushed
     repo = hub.repos[REPO]
     assert repo.private
-    assert (pushed.repo_id, pushed.revision, pushed.commit, pushed.up_to_date) == (REPO, "main", repo.heads["main"], False)
+    assert (pushed.repo_id, pushed.revision, pushed.commit, pushed.up_to_date) == (
+        REPO,
+        "main",
+        repo.heads["main"],
+        False,
+    )
     assert pushed.num_files == 4
-    assert pushed.num_bytes == sum(len(data) for name, data in repo.branches["main"].items() if name != HUB_CARD)
+    assert pushed.num_bytes == sum(
+        len(data) for name, data in repo.branches["main"].items() if name != HUB_CARD
+    )
     here = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     there = repo.branches["main"]
     assert there.keys() == (here.keys() - {CARD, YAML}) | {HUB_CARD}
@@ -57,13 +87,17 @@ def test_a_pushed_folder_loads_again_from_the_hub(tmp_path: Path, hub: Hub) -> N
         n: d for n, d in here.items() if n.startswith("part-")
     }
     assert f'load_saved("hf://datasets/{REPO}")'.encode() in there[HUB_CARD]
-    again = load_saved(f"hf://datasets/{REPO}", {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True})
+    again = load_saved(
+        f"hf://datasets/{REPO}", {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True}
+    )
     assert rows(again) == rows(load_saved(tmp_path / "out"))
     assert again.fingerprint == load_saved(tmp_path / "out").fingerprint
 
 
 def test_nothing_private_is_published(tmp_path: Path, hub: Hub) -> None:
-    """Neither the token nor a path of this machine stands in what is pushed, nor in the folder's own card."""
+    """Neither the token nor a path of this machine stands in what is pushed, nor in the folder's
+    own card.
+    """
     save(tmp_path)
     card = (tmp_path / "out" / CARD).read_bytes()
     for data in [*hub.repos[REPO].branches["main"].values(), card]:
@@ -81,10 +115,15 @@ def test_pushed_twice_it_is_up_to_date(tmp_path: Path, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("at", [("PUT", "/lfs/"), ("POST", "/commit/")])
-def test_a_push_that_stopped_goes_on(tmp_path: Path, hub: Hub, at: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_stopped_goes_on(
+    tmp_path: Path, hub: Hub, at: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was uploaded is not sent again, and nothing is visible before the commit."""
     hub.fail[at] = 418
-    with pytest.raises(StorageError, match=r"hub:someone/tokens: (uploading|committing).* failed with HTTP 418: .* Run the job again"):
+    with pytest.raises(
+        StorageError,
+        match=r"hub:someone/tokens: (uploading|committing).* failed with HTTP 418: .* Run the job again",
+    ):
         save(tmp_path)
     assert not hub.repos[REPO].branches["main"]
     [pushed] = save(tmp_path).pushed
@@ -102,17 +141,31 @@ def test_another_state_replaces_the_shards_of_the_first(tmp_path: Path, hub: Hub
     assert sum(name.startswith("part-") for name in there) == 2
     assert there["notes.txt"] == b"mine"
     assert there[HUB_CARD] == b"# My own words"
-    assert len(load_saved(f"hf://datasets/{REPO}", {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True}).shards) == 2
+    assert (
+        len(
+            load_saved(
+                f"hf://datasets/{REPO}",
+                {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True},
+            ).shards
+        )
+        == 2
+    )
 
 
 def test_several_datasets_in_one_repository(tmp_path: Path, hub: Hub) -> None:
     pipeline = Pipeline(config(tmp_path)).source().tokenize()
-    pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", push_to_hub=True, hub_repo_id=REPO, hub_token=TOKEN)).build()
+    pipeline.save(
+        SaveStageConfig(
+            output_dir=tmp_path / "out", push_to_hub=True, hub_repo_id=REPO, hub_token=TOKEN
+        )
+    ).build()
     there = hub.repos[REPO].branches["main"]
     assert {name.partition("/")[0] for name in there} == {"code", "docs", HUB_CARD}
     options = {"endpoint": hub.url, "token": TOKEN, "skip_instance_cache": True}
     for name in ("code", "docs"):
-        assert rows(load_saved(f"hf://datasets/{REPO}/{name}", options)) == rows(load_saved(tmp_path / "out" / name))
+        assert rows(load_saved(f"hf://datasets/{REPO}/{name}", options)) == rows(
+            load_saved(tmp_path / "out" / name)
+        )
     assert b"path: docs/part-" in there[HUB_CARD]
 
 
@@ -137,11 +190,19 @@ def test_a_remote_folder_is_pushed_as_well(tmp_path: Path, hub: Hub) -> None:
             "hf_wrong",
             r"creating it failed with HTTP 401: the Hub does not accept the token, or there is none: .* Set hub_token or HF_TOKEN, or",
         ),
-        ("hf_reader", r"creating it failed with HTTP 403: the token may not write there: .* Use a token with write permission"),
+        (
+            "hf_reader",
+            r"creating it failed with HTTP 403: the token may not write there: .* Use a token with write permission",
+        ),
     ],
 )
-def test_refused_tokens(tmp_path: Path, hub: Hub, token: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger="easypipe"), pytest.raises(StorageError, match=message) as caught:
+def test_refused_tokens(
+    tmp_path: Path, hub: Hub, token: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        caplog.at_level(logging.DEBUG, logger="easypipe"),
+        pytest.raises(StorageError, match=message) as caught,
+    ):
         save(tmp_path, hub_token=token)
     assert str(caught.value).startswith(f"hub:{REPO}: ")
     assert token not in "".join(traceback.format_exception(caught.value))
@@ -149,7 +210,9 @@ def test_refused_tokens(tmp_path: Path, hub: Hub, token: str, message: str, capl
     assert save(tmp_path).pushed, "the advice: a token that may write"
 
 
-def test_the_token_of_the_environment(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_of_the_environment(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert save(tmp_path, hub_token=None).pushed
 
@@ -158,20 +221,28 @@ def test_private_rows_do_not_go_to_a_public_repository(tmp_path: Path, hub: Hub)
     assert save(tmp_path, hub_private=False).pushed
     assert not hub.repos[REPO].private
     hub.repos[REPO].branches["main"].clear()
-    with pytest.raises(ConfigError, match=r"save.hub_private: the repository 'someone/tokens' exists and is public"):
+    with pytest.raises(
+        ConfigError, match=r"save.hub_private: the repository 'someone/tokens' exists and is public"
+    ):
         save(tmp_path)
     assert not hub.repos[REPO].branches["main"]
 
 
 def test_a_hub_that_is_not_there(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(StorageError, match=r"hub:someone/tokens: creating it failed: .* Run the job again"):
+    with pytest.raises(
+        StorageError, match=r"hub:someone/tokens: creating it failed: .* Run the job again"
+    ):
         save(tmp_path)
 
 
-def test_offline_nothing_is_pushed(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_nothing_is_pushed(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(StorageError, match="creating it failed: HF_HUB_OFFLINE forbids to ask the Hub"):
+    with pytest.raises(
+        StorageError, match="creating it failed: HF_HUB_OFFLINE forbids to ask the Hub"
+    ):
         save(tmp_path)
     assert load_saved(tmp_path / "out").manifest.num_rows
 
@@ -183,8 +254,14 @@ def test_not_asked_nothing_is_pushed(tmp_path: Path, hub: Hub) -> None:
 
 def test_tokens_are_in_no_text() -> None:
     options = {"key": "id", "secret": TOKEN}
-    stage = SaveStageConfig(output_dir="x", hub_token=TOKEN, hub_repo_id=REPO, storage_options=options)
-    for text in (repr(stage), str(to_dict(stage)), repr(easypipe.PipelineConfig(datasets=(DatasetConfig(data_files="x"),), save=stage))):
+    stage = SaveStageConfig(
+        output_dir="x", hub_token=TOKEN, hub_repo_id=REPO, storage_options=options
+    )
+    for text in (
+        repr(stage),
+        str(to_dict(stage)),
+        repr(easypipe.PipelineConfig(datasets=(DatasetConfig(data_files="x"),), save=stage)),
+    ):
         assert TOKEN not in text
     assert digest(stage) == digest(SaveStageConfig(output_dir="x", hub_repo_id=REPO))
     with pytest.raises(ConfigError) as caught:
@@ -195,7 +272,10 @@ def test_tokens_are_in_no_text() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"push_to_hub": True}, r"hub_repo_id: push_to_hub needs to know where to. Set it, like \"user/name\"."),
+        (
+            {"push_to_hub": True},
+            r"hub_repo_id: push_to_hub needs to know where to. Set it, like \"user/name\".",
+        ),
         ({"hub_repo_id": "name"}, r"hub_repo_id: 'name' names no repository"),
         ({"hub_repo_id": "a/b/c"}, r"names no repository"),
         ({"hub_token": ""}, r"hub_token: is empty"),

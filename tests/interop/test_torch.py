@@ -7,7 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from easypipe import DataLoaderConfig, DataLoaderFactory, PromptConfig, PromptEngine, StreamingPreprocessedDataset
+from easypipe import (
+    DataLoaderConfig,
+    DataLoaderFactory,
+    PromptConfig,
+    PromptEngine,
+    StreamingPreprocessedDataset,
+)
 from easypipe.core.errors import ConfigError, StateError
 from easypipe.loader.loader import Loader
 from laws import assert_same_batches
@@ -25,7 +31,9 @@ ROWS = [{"x": np.full(3, i, np.float32), "labels": i} for i in range(22)]
 
 
 def loader(**options: object) -> Loader:
-    return DataLoaderFactory().create_dataloader(ROWS, DataLoaderConfig(**{"batch_size": 3, "shuffle": True, "seed": 4, **options}))
+    return DataLoaderFactory().create_dataloader(
+        ROWS, DataLoaderConfig(**{"batch_size": 3, "shuffle": True, "seed": 4, **options})
+    )
 
 
 def test_batches_are_the_loaders_as_tensors():
@@ -33,8 +41,12 @@ def test_batches_are_the_loaders_as_tensors():
     assert isinstance(TorchBatches(loader()), IterableDataset)
     assert {batch["labels"].dtype for batch in batches} == {torch.int64}
     assert {batch["x"].dtype for batch in batches} == {torch.float32}
-    wanted = [batch | {"labels": batch["labels"].astype(np.int64)} for batch in loader(drop_last=False)]
-    assert_same_batches([{name: column.numpy() for name, column in batch.items()} for batch in batches], wanted)
+    wanted = [
+        batch | {"labels": batch["labels"].astype(np.int64)} for batch in loader(drop_last=False)
+    ]
+    assert_same_batches(
+        [{name: column.numpy() for name, column in batch.items()} for batch in batches], wanted
+    )
     assert len(TorchBatches(loader())) == 7
 
 
@@ -42,7 +54,12 @@ def test_batches_are_the_loaders_as_tensors():
 def test_workers_give_every_batch_once_and_in_order(num_workers: int):
     # prefetch in the parent would leave threads behind that a fork does not take along
     wanted = [batch["labels"].tolist() for batch in loader(num_workers=0)]
-    data = DataLoader(TorchBatches(loader(num_workers=0)), batch_size=None, num_workers=num_workers, timeout=60 if num_workers else 0)
+    data = DataLoader(
+        TorchBatches(loader(num_workers=0)),
+        batch_size=None,
+        num_workers=num_workers,
+        timeout=60 if num_workers else 0,
+    )
     for _ in range(2):
         assert [batch["labels"].tolist() for batch in data] == wanted
 
@@ -50,7 +67,15 @@ def test_workers_give_every_batch_once_and_in_order(num_workers: int):
 def test_text_of_a_pipeline(tmp_path: Path):
     from easypipe import Pipeline
 
-    made = Pipeline(config(tmp_path)).source().tokenize().mix().pack({"seq_length": 32}).load({"batch_size": 2}).build()
+    made = (
+        Pipeline(config(tmp_path))
+        .source()
+        .tokenize()
+        .mix()
+        .pack({"seq_length": 32})
+        .load({"batch_size": 2})
+        .build()
+    )
     first = next(iter(TorchBatches(made)))
     np.testing.assert_array_equal(first["labels"].numpy(), next(iter(made))["labels"])
 
@@ -76,21 +101,37 @@ def test_law_exact_resume():
 
 
 def test_workers_go_through_the_passes():
-    passes = [[batch["labels"].tolist() for batch in TorchBatches(loader().loader(epoch))] for epoch in range(2)]
-    kept = DataLoader(TorchBatches(loader(num_workers=0)), batch_size=None, num_workers=2, persistent_workers=True, timeout=60)
+    passes = [
+        [batch["labels"].tolist() for batch in TorchBatches(loader().loader(epoch))]
+        for epoch in range(2)
+    ]
+    kept = DataLoader(
+        TorchBatches(loader(num_workers=0)),
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=True,
+        timeout=60,
+    )
     assert [[batch["labels"].tolist() for batch in kept] for _ in range(2)] == passes
     data = TorchBatches(loader(num_workers=0))
     for epoch in range(2):
         data.set_epoch(epoch)
-        assert [batch["labels"].tolist() for batch in DataLoader(data, batch_size=None, num_workers=2, timeout=60)] == passes[epoch]
+        assert [
+            batch["labels"].tolist()
+            for batch in DataLoader(data, batch_size=None, num_workers=2, timeout=60)
+        ] == passes[epoch]
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
 def test_law_exact_resume_of_a_worker(stop: int, monkeypatch: pytest.MonkeyPatch):
-    """As torchdata's StatefulDataLoader does it: each worker is asked for its state, and given it back."""
+    """As torchdata's StatefulDataLoader does it: each worker is asked for its state, and given it
+    back.
+    """
     wanted = [batch["labels"].tolist() for batch in TorchBatches(loader())]
     for worker in range(3):
-        monkeypatch.setattr("easypipe.interop.torch.torch_worker", lambda worker=worker: (worker, 3))
+        monkeypatch.setattr(
+            "easypipe.interop.torch.torch_worker", lambda worker=worker: (worker, 3)
+        )
         data = TorchBatches(loader())
         batches = iter(data)
         for _ in range(stop):
@@ -110,7 +151,9 @@ def test_a_state_loaded_beside_the_workers_is_refused(num_workers: int):
 
 def test_what_workers_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("easypipe.interop.torch.torch_worker", lambda: (0, 2))
-    with pytest.raises(ConfigError, match=r"num_workers: 2 workers, but its batches lie on devices"):
+    with pytest.raises(
+        ConfigError, match=r"num_workers: 2 workers, but its batches lie on devices"
+    ):
         next(iter(TorchBatches(loader(prefetch_to_device=True))))
     with pytest.raises(ConfigError, match="2 workers would each read all of list"):
         iter(TorchRows(ROWS))
@@ -122,34 +165,49 @@ def test_f26_a_streaming_dataset_shares_itself_over_workers_as_printed():
             return iter({"prompt": text, "completion": " yes"} for text in texts(30))
 
     engine = PromptEngine(tokenizer(), PromptConfig(format_type="prompt_completion"))
-    dataset = StreamingPreprocessedDataset(hf_iterable=Rows(), prompt_engine=engine, buffer_size=1000)
+    dataset = StreamingPreprocessedDataset(
+        hf_iterable=Rows(), prompt_engine=engine, buffer_size=1000
+    )
     rows = [tuple(row["input_ids"].tolist()) for row in dataset]
     for num_workers in (0, 2):
         seen = [
             tuple(row["input_ids"].tolist())
-            for row in DataLoader(TorchRows(dataset), batch_size=None, num_workers=num_workers, timeout=60 if num_workers else 0)
+            for row in DataLoader(
+                TorchRows(dataset),
+                batch_size=None,
+                num_workers=num_workers,
+                timeout=60 if num_workers else 0,
+            )
         ]
         assert sorted(seen) == sorted(rows)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stream_that_shares_its_rows_over_workers_is_not_shared_twice(world_size: int):
-    """As those of `datasets` do: two files for two workers, of which each would have lost every other row."""
+    """As those of `datasets` do: two files for two workers, of which each would have lost every
+    other row.
+    """
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"prompt": texts(30), "completion": [" yes"] * 30})
     engine = PromptEngine(tokenizer(), PromptConfig(format_type="prompt_completion"))
     wanted = sorted(tuple(engine.encode(row)["input_ids"].tolist()) for row in table)
     seen = []
     for rank in range(world_size):
-        rows = StreamingPreprocessedDataset(table.to_iterable_dataset(num_shards=2), engine, rank=rank, world_size=world_size)
+        rows = StreamingPreprocessedDataset(
+            table.to_iterable_dataset(num_shards=2), engine, rank=rank, world_size=world_size
+        )
         data = DataLoader(TorchRows(rows), batch_size=None, num_workers=2, timeout=60)
         seen += [tuple(row["input_ids"].tolist()) for row in data]
     assert sorted(seen) == wanted
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_batches_of_a_stream_are_refused_to_workers(monkeypatch: pytest.MonkeyPatch, world_size: int):
-    stream = DataLoaderFactory().create_dataloader(IterableRows(), DataLoaderConfig(batch_size=3, world_size=world_size))
+def test_batches_of_a_stream_are_refused_to_workers(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+):
+    stream = DataLoaderFactory().create_dataloader(
+        IterableRows(), DataLoaderConfig(batch_size=3, world_size=world_size)
+    )
     assert len(list(TorchBatches(stream))) == (8 if world_size == 1 else 4)
     monkeypatch.setattr("easypipe.interop.torch.torch_worker", lambda: (0, 2))
     with pytest.raises(ConfigError, match="2 workers, but streams are read forward"):

@@ -1,4 +1,6 @@
-"""benchmarks/gpu_loss.py runs end to end without a GPU, so that it works the first time there is one."""
+"""benchmarks/gpu_loss.py runs end to end without a GPU, so that it works the first time there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,25 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_loss.py"
 
 
 def test_the_gpu_benchmark_runs_without_a_gpu(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--small", "--shape", "16", "8", "40", "--rounds", "1", "--only", "easypipe,tokamax"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--small",
+        "--shape",
+        "16",
+        "8",
+        "40",
+        "--rounds",
+        "1",
+        "--only",
+        "easypipe,tokamax",
+    ]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path)], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
+        [*command, "--out", str(tmp_path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu_loss_cpu.json").read_text())["results"]

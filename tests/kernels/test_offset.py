@@ -1,5 +1,6 @@
-"""What is added to all logits of a token changes nothing: losses and gradients are exact to rounding under an offset of 1e5, where
-float32 has steps of 0.008. The oracle is softmax in NumPy, float64, of the very logits."""
+"""What is added to all logits of a token changes nothing: losses and gradients are exact to
+rounding under an offset of 1e5, where float32 has steps of 0.008. The oracle is softmax in NumPy,
+float64, of the very logits."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from easypipe.kernels import chunked, pallas_gpu, pallas_tpu, reference, rows
 from easypipe.kernels.api import fused_cross_entropy, fused_linear_cross_entropy, token_log_probs
 from easypipe.kernels.pallas_gpu_rows import RowBlock
-from easypipe.kernels.stats import Inputs, LogitStats, Objective, about_best, loss_cotangents, merged
+from easypipe.kernels.stats import (
+    Inputs,
+    LogitStats,
+    Objective,
+    about_best,
+    loss_cotangents,
+    merged,
+)
 
 TOKENS, VOCAB, OFFSET = 8, 300, 1e5
 OBJECTIVE = Objective(vocab=VOCAB)
@@ -20,7 +28,9 @@ OBJECTIVE = Objective(vocab=VOCAB)
 def given() -> tuple[jax.Array, np.ndarray]:
     """Float32[T, V] logits around 1e5, and labels."""
     random = np.random.default_rng(3)
-    return jnp.asarray(4 * random.normal(size=(TOKENS, VOCAB)) + OFFSET, jnp.float32), random.integers(0, VOCAB, TOKENS)
+    return jnp.asarray(
+        4 * random.normal(size=(TOKENS, VOCAB)) + OFFSET, jnp.float32
+    ), random.integers(0, VOCAB, TOKENS)
 
 
 def oracle() -> tuple[np.ndarray, np.ndarray]:
@@ -39,11 +49,17 @@ def near(found, wanted) -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=1e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("way", [{"implementation": "reference"}, {"implementation": "chunked"}], ids=["reference", "chunked"])
+@pytest.mark.parametrize(
+    "way",
+    [{"implementation": "reference"}, {"implementation": "chunked"}],
+    ids=["reference", "chunked"],
+)
 def test_of_logits(way):
     logits, labels = given()
     losses, grad = oracle()
-    loss, found = jax.value_and_grad(lambda x: fused_cross_entropy(x, labels, reduction="sum", **way))(logits)
+    loss, found = jax.value_and_grad(
+        lambda x: fused_cross_entropy(x, labels, reduction="sum", **way)
+    )(logits)
     near(found, grad)
     near(loss, losses.sum())
     tokens = fused_cross_entropy(logits, labels, with_tokens=True, **way).tokens
@@ -52,7 +68,11 @@ def test_of_logits(way):
 
 @pytest.mark.parametrize(
     "way",
-    [{"implementation": "reference"}, {"implementation": "chunked", "rule": "fast"}, {"implementation": "chunked", "rule": "strict"}],
+    [
+        {"implementation": "reference"},
+        {"implementation": "chunked", "rule": "fast"},
+        {"implementation": "chunked", "rule": "strict"},
+    ],
     ids=["reference", "fast", "strict"],
 )
 @pytest.mark.parametrize("layout", ["dv", "vd"])
@@ -62,12 +82,16 @@ def test_of_hidden_states_that_pick_a_row_of_the_head(way, layout):
     losses, grad = oracle()
 
     def loss(head):
-        return fused_linear_cross_entropy(jnp.eye(TOKENS), head, labels, layout=layout, reduction="sum", **way)
+        return fused_linear_cross_entropy(
+            jnp.eye(TOKENS), head, labels, layout=layout, reduction="sum", **way
+        )
 
     value, found = jax.value_and_grad(loss)(logits if layout == "dv" else logits.T)
     near(found if layout == "dv" else found.T, grad)
     near(value, losses.sum())
-    log_probs = token_log_probs(jnp.eye(TOKENS), logits, labels, layout="dv", implementation=way["implementation"])
+    log_probs = token_log_probs(
+        jnp.eye(TOKENS), logits, labels, layout="dv", implementation=way["implementation"]
+    )
     near(log_probs, -losses)
 
 
@@ -81,30 +105,46 @@ def test_of_the_rows_of_every_kernel(name):
         "gpu": (pallas_gpu, {"interpret": True, "block": RowBlock(columns=64, num_warps=4)}),
     }[name]
     labels, weights = jnp.asarray(labels, jnp.int32), jnp.ones(TOKENS)
-    dx, stats = kernel.row_step(logits, labels, weights, objective=OBJECTIVE, soft_cap=None, **options)
+    dx, stats = kernel.row_step(
+        logits, labels, weights, objective=OBJECTIVE, soft_cap=None, **options
+    )
     near(dx, grad)
     near(-stats.log_prob, losses)
-    shift, cotangents = about_best(stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, OBJECTIVE))
+    shift, cotangents = about_best(
+        stats.best, stats.log_sum, loss_cotangents(stats.lse, weights, OBJECTIVE)
+    )
     near(kernel.row_gradients(logits, labels, shift, cotangents, soft_cap=None, **options), grad)
 
 
-@pytest.mark.parametrize("kernel", [reference, chunked, pallas_tpu, pallas_gpu], ids=["reference", "chunked", "tpu", "gpu"])
+@pytest.mark.parametrize(
+    "kernel",
+    [reference, chunked, pallas_tpu, pallas_gpu],
+    ids=["reference", "chunked", "tpu", "gpu"],
+)
 def test_of_the_stats_and_gradients_of_every_kernel(kernel):
     logits, labels = given()
     losses, grad = oracle()
     inputs = Inputs(jnp.eye(TOKENS), logits, None, jnp.asarray(labels, jnp.int32))
-    options = {"layout": "dv", "soft_cap": None} | ({"interpret": True} if kernel in (pallas_tpu, pallas_gpu) else {})
+    options = {"layout": "dv", "soft_cap": None} | (
+        {"interpret": True} if kernel in (pallas_tpu, pallas_gpu) else {}
+    )
     stats = kernel.stats(inputs, **options)
     near(-stats.log_prob, losses)
     cotangents = loss_cotangents(stats.lse, jnp.ones(TOKENS), OBJECTIVE)
-    near(kernel.gradients(inputs, *about_best(stats.best, stats.log_sum, cotangents), **options).lm_head, grad)
+    near(
+        kernel.gradients(
+            inputs, *about_best(stats.best, stats.log_sum, cotangents), **options
+        ).lm_head,
+        grad,
+    )
 
 
 def test_of_parts_of_the_vocabulary():
     logits, labels = given()
     losses, _ = oracle()
     parts = [
-        rows.row_stats(part, jnp.asarray(labels - first), soft_cap=None) for first, part in ((0, logits[:, :100]), (100, logits[:, 100:]))
+        rows.row_stats(part, jnp.asarray(labels - first), soft_cap=None)
+        for first, part in ((0, logits[:, :100]), (100, logits[:, 100:]))
     ]
     whole: LogitStats = merged(parts)
     near(-whole.log_prob, losses)

@@ -1,4 +1,6 @@
-"""The kernels for NVIDIA GPUs, interpreted on the CPU against the reference in float64; and the program that is lowered for CUDA."""
+"""The kernels for NVIDIA GPUs, interpreted on the CPU against the reference in float64; and the
+program that is lowered for CUDA.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from easypipe.kernels import pallas_gpu, reference, rows
 from easypipe.kernels.pallas_gpu_rows import RowBlock
 from easypipe.kernels.stats import Cotangents, Inputs, Objective, loss_cotangents
 
-SMALL = {"slab_mib": 0, "row_columns": 64}  # slabs of 8 tokens or columns, groups of 128 tokens, rows in several steps
+# slabs of 8 tokens or columns, groups of 128 tokens, rows in several steps
+SMALL = {"slab_mib": 0, "row_columns": 64}
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
@@ -24,14 +27,19 @@ def inputs(tokens, width, vocab, layout, bias, dtype, seed=0):
     rng = np.random.default_rng(seed)
     head = rng.normal(size=(width, vocab) if layout == "dv" else (vocab, width))
     labels = rng.integers(-1, vocab + 1, tokens)  # some beyond either end: columns of another shard
-    cotangents = rng.normal(size=(3, tokens)) * (rng.random(tokens) < 0.8)  # ignored tokens: all three are 0
+    # ignored tokens: all three are 0
+    cotangents = rng.normal(size=(3, tokens)) * (rng.random(tokens) < 0.8)
     arrays = (jnp.asarray(rng.normal(size=(tokens, width)), dtype), jnp.asarray(head, dtype))
     bias_V = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
-    return Inputs(*arrays, bias_V, jnp.asarray(labels, jnp.int32)), Cotangents(*jnp.asarray(cotangents, jnp.float32))
+    return Inputs(*arrays, bias_V, jnp.asarray(labels, jnp.int32)), Cotangents(
+        *jnp.asarray(cotangents, jnp.float32)
+    )
 
 
 def wide(arrays) -> Any:
-    return jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays)
+    return jax.tree.map(
+        lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, arrays
+    )
 
 
 def error(ours, exact):
@@ -40,7 +48,8 @@ def error(ours, exact):
     return np.linalg.norm(np.asarray(ours, np.float64) - exact) / max(1e-30, np.linalg.norm(exact))
 
 
-# tokens, width, vocab: one slab is everything; two whole slabs; a rest of whole vectors and one of less, in both directions
+# tokens, width, vocab: one slab is everything; two whole slabs; a rest of whole vectors and one of
+# less, in both directions
 CASES = [
     (3, 5, 7, "vd", True, None, jnp.float32),
     (256, 16, 264, "dv", False, 3.0, jnp.bfloat16),
@@ -50,7 +59,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("tokens", "width", "vocab", "layout", "bias", "soft_cap", "dtype"), CASES)
-def test_the_strict_kernels_equal_the_reference(tokens, width, vocab, layout, bias, soft_cap, dtype):
+def test_the_strict_kernels_equal_the_reference(
+    tokens, width, vocab, layout, bias, soft_cap, dtype
+):
     with jax.enable_x64(True):
         arrays, cotangents = inputs(tokens, width, vocab, layout, bias, dtype)
         options = {"layout": layout, "soft_cap": soft_cap}
@@ -61,20 +72,34 @@ def test_the_strict_kernels_equal_the_reference(tokens, width, vocab, layout, bi
         for value, wanted in zip(ours, exact, strict=True):
             assert value.shape == (tokens,)
             assert value.dtype == jnp.float32
-            np.testing.assert_allclose(value, wanted, rtol=rounding, atol=rounding * float(jnp.abs(exact.best).max() + vocab**0.5))
-        gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(arrays, ours.lse, cotangents)
+            np.testing.assert_allclose(
+                value,
+                wanted,
+                rtol=rounding,
+                atol=rounding * float(jnp.abs(exact.best).max() + vocab**0.5),
+            )
+        gradients = jax.jit(functools.partial(pallas_gpu.gradients, **run))(
+            arrays, ours.lse, cotangents
+        )
         wanted: Any = reference.gradients(wide(arrays), exact.lse, wide(cotangents), **options)
-        for like, value, target in zip((arrays[0], arrays[1], arrays[2]), gradients, wanted, strict=True):
+        for like, value, target in zip(
+            (arrays[0], arrays[1], arrays[2]), gradients, wanted, strict=True
+        ):
             assert (value is None) == (like is None)
             if value is not None and like is not None:
                 assert value.dtype == dtype
                 assert value.shape == like.shape
-                assert error(value, target) < (1e-4 if dtype == jnp.float32 else 5e-2) or np.linalg.norm(target) < 1e-6
+                assert (
+                    error(value, target) < (1e-4 if dtype == jnp.float32 else 5e-2)
+                    or np.linalg.norm(target) < 1e-6
+                )
 
 
 @pytest.mark.parametrize("vocab", [264, 333])
 def test_float32_logits_are_not_rounded(vocab):
-    """bfloat16 logits of 8 err by 0.03 each; from float32 ones the target is right to the rounding of float32."""
+    """bfloat16 logits of 8 err by 0.03 each; from float32 ones the target is right to the rounding
+    of float32.
+    """
     arrays, cotangents = inputs(100, 64, vocab, "vd", True, jnp.bfloat16)
     options = {"layout": "vd", "soft_cap": None}
     with jax.enable_x64(True):
@@ -84,19 +109,30 @@ def test_float32_logits_are_not_rounded(vocab):
     errors = {}
     for wish in (False, True):
         found = pallas_gpu.stats(arrays, **run, float32_logits=wish)
-        gradients = pallas_gpu.gradients(arrays, found.lse, cotangents, **run, float32_logits=wish, grad_dtype=jnp.float32)
-        errors[wish] = error(found.target, exact.target), error(gradients.hidden, wanted.hidden), error(gradients.lm_head, wanted.lm_head)
+        gradients = pallas_gpu.gradients(
+            arrays, found.lse, cotangents, **run, float32_logits=wish, grad_dtype=jnp.float32
+        )
+        errors[wish] = (
+            error(found.target, exact.target),
+            error(gradients.hidden, wanted.hidden),
+            error(gradients.lm_head, wanted.lm_head),
+        )
     assert errors[True][0] < 1e-5 < 1e-4 < errors[False][0]
     assert errors[True][1] < errors[False][1]
     assert errors[True][2] < errors[False][2]
 
 
 def test_the_head_gradient_is_rounded_once_however_small_the_slabs_are():
-    """Groups of tokens that each add their rounded share would differ by a unit in the last place of bfloat16: 0.004."""
+    """Groups of tokens that each add their rounded share would differ by a unit in the last place
+    of bfloat16: 0.004.
+    """
     arrays, cotangents = inputs(256, 16, 72, "vd", False, jnp.bfloat16)
     lse = jnp.full(256, 6.0, jnp.float32)
     run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, interpret=True)
-    small, large = (jax.jit(functools.partial(run, block={**SMALL, "slab_mib": mib}))(arrays, lse, cotangents) for mib in (0, 256))
+    small, large = (
+        jax.jit(functools.partial(run, block={**SMALL, "slab_mib": mib}))(arrays, lse, cotangents)
+        for mib in (0, 256)
+    )
     assert pallas_gpu.backward_slabs(256, 16, 72, 2, "vd", 0).group == 128
     assert error(small.lm_head, large.lm_head) < 1e-4
     assert error(small.hidden, large.hidden) < 1e-4
@@ -111,39 +147,63 @@ def test_the_rows_equal_those_of_xla(vocab, soft_cap):
     objective = Objective(z_loss=0.01, label_smoothing=0.1, vocab=vocab)
     options = {"block": RowBlock(columns=64, num_warps=4), "interpret": True, "soft_cap": soft_cap}
     dx, stats = pallas_gpu.row_step(logits, labels, weights, objective=objective, **options)
-    wanted_dx, wanted = rows.row_step(logits, labels, weights, objective=objective, soft_cap=soft_cap)
+    wanted_dx, wanted = rows.row_step(
+        logits, labels, weights, objective=objective, soft_cap=soft_cap
+    )
     for value, target in zip((dx, *stats), (wanted_dx, *wanted), strict=True):
         np.testing.assert_allclose(value, target, rtol=2e-5, atol=2e-5)
-    assert not np.asarray(dx)[np.asarray(weights) == 0].any(), "a token without weight has no gradient, not even a small one"
-    np.testing.assert_allclose(jnp.stack(pallas_gpu.row_stats(logits, labels, **options)), jnp.stack(stats), rtol=1e-6)
-    apart = pallas_gpu.row_gradients(logits, labels, stats.lse, loss_cotangents(stats.lse, weights, objective), **options)
+    assert not np.asarray(dx)[np.asarray(weights) == 0].any(), (
+        "a token without weight has no gradient, not even a small one"
+    )
+    np.testing.assert_allclose(
+        jnp.stack(pallas_gpu.row_stats(logits, labels, **options)), jnp.stack(stats), rtol=1e-6
+    )
+    apart = pallas_gpu.row_gradients(
+        logits, labels, stats.lse, loss_cotangents(stats.lse, weights, objective), **options
+    )
     np.testing.assert_allclose(apart, dx, rtol=1e-6, atol=1e-7)
 
 
 def test_float32_gradients_are_given_where_they_are_asked_for():
     arrays, cotangents = inputs(16, 4, 24, "vd", True, jnp.bfloat16)
-    run = functools.partial(pallas_gpu.gradients, layout="vd", soft_cap=None, grad_dtype=jnp.float32, interpret=True)
+    run = functools.partial(
+        pallas_gpu.gradients, layout="vd", soft_cap=None, grad_dtype=jnp.float32, interpret=True
+    )
     gradients = jax.eval_shape(run, arrays, cotangents[0], cotangents)
     assert {value.dtype for value in gradients} == {jnp.dtype("float32")}
 
 
-SHAPES = [(4096, 4096, 128256), (16384, 2048, 248320), (32768, 4096, 128256), (8192, 2048, 32768), (16384, 1000, 50257)]
+SHAPES = [
+    (4096, 4096, 128256),
+    (16384, 2048, 248320),
+    (32768, 4096, 128256),
+    (8192, 2048, 32768),
+    (16384, 1000, 50257),
+]
 SHAPES += [(131072, 4096, 128256), (65536, 8192, 128256), (1 << 21, 512, 32000)]
 
 
 @pytest.mark.parametrize(("tokens", "width", "vocab"), SHAPES)
 @pytest.mark.parametrize("layout", ["dv", "vd"])
-def test_a_slab_keeps_within_its_budget_and_is_never_all_of_the_logits(tokens, width, vocab, layout):
+def test_a_slab_keeps_within_its_budget_and_is_never_all_of_the_logits(
+    tokens, width, vocab, layout
+):
     budget = pallas_gpu.DEFAULT_BLOCKS["slab_mib"] << 20
     assert pallas_gpu.temporary_bytes(tokens, width, vocab, 2, layout, budget) <= budget
-    assert pallas_gpu.temporary_bytes(tokens, width, vocab, 2, layout, budget, float32_logits=True) <= budget
+    assert (
+        pallas_gpu.temporary_bytes(tokens, width, vocab, 2, layout, budget, float32_logits=True)
+        <= budget
+    )
     slabs = pallas_gpu.backward_slabs(tokens, width, vocab, 2, layout, budget)
     assert max(tokens * slabs.columns, slabs.group * slabs.group_columns) <= tokens * vocab / 2
     assert pallas_gpu.slab_tokens(tokens, vocab, 2, budget) <= tokens / 2 + 1
 
 
 def test_a_refusal_names_every_reason():
-    half, double = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16), jax.ShapeDtypeStruct((4, 4), np.float64)
+    half, double = (
+        jax.ShapeDtypeStruct((4, 4), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4, 4), np.float64),
+    )
     assert pallas_gpu.refusals(half, half, None, layout="dv", soft_cap=None) == []
     reasons = pallas_gpu.refusals(double, half, None, layout="dv", soft_cap=None)
     assert len(reasons) == 2
@@ -163,11 +223,15 @@ def test_the_program_for_cuda_holds_the_kernels_and_no_logits(layout):
         )
 
     shapes = [(tokens, width), (width, vocab) if layout == "dv" else (vocab, width)]
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes] + [jax.ShapeDtypeStruct((tokens,), jnp.int32)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes] + [
+        jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    ]
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=H200)  # newer jax asks for the device
     with jax.sharding.use_abstract_mesh(mesh):
         checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-        text = jax.export.export(jax.jit(loss), platforms=["cuda"], disabled_checks=checks)(*arguments).mlir_module()
+        text = jax.export.export(jax.jit(loss), platforms=["cuda"], disabled_checks=checks)(
+            *arguments
+        ).mlir_module()
     assert "easypipe_row_stats" in text
     assert "easypipe_row_gradients" in text
     assert re.findall(rf"tensor<({tokens}x{vocab}|{vocab}x{tokens})x", text) == []

@@ -1,5 +1,6 @@
-"""The TPU kernels without a TPU: jax's interpreter runs them, on two cores where they use two, looks for races and fills what was never
-written with NaN; the reference in float64 says what they should give."""
+"""The TPU kernels without a TPU: jax's interpreter runs them, on two cores where they use two,
+looks for races and fills what was never written with NaN; the reference in float64 says what they
+should give."""
 
 from __future__ import annotations
 
@@ -24,19 +25,42 @@ from strategies import examples
 SIDE = 128  # the smallest tile
 
 
-def inputs(tokens: int, width: int, vocab: int, dtype: Any, *, layout: str = "dv", bias: bool = False, seed: int = 0):
-    """Hidden, head, bias, labels (some of them no local column), and three cotangents, 0 for some tokens."""
+def inputs(
+    tokens: int,
+    width: int,
+    vocab: int,
+    dtype: Any,
+    *,
+    layout: str = "dv",
+    bias: bool = False,
+    seed: int = 0,
+):
+    """Hidden, head, bias, labels (some of them no local column), and three cotangents, 0 for some
+    tokens.
+    """
     rng = np.random.default_rng(seed)
     hidden = jnp.asarray(rng.normal(size=(tokens, width)), dtype)
     head = jnp.asarray(rng.normal(size=(width, vocab)) / np.sqrt(width), dtype)
     labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
-    cotangents = rng.normal(size=(3, tokens)) * np.array([[1.0], [1.0], [0.01]]) * (rng.random(tokens) < 0.8)
+    cotangents = (
+        rng.normal(size=(3, tokens)) * np.array([[1.0], [1.0], [0.01]]) * (rng.random(tokens) < 0.8)
+    )
     offsets = jnp.asarray(rng.normal(size=vocab), dtype) if bias else None
-    return hidden, head if layout == "dv" else head.T, offsets, labels, [jnp.asarray(g, jnp.float32) for g in cotangents]
+    return (
+        hidden,
+        head if layout == "dv" else head.T,
+        offsets,
+        labels,
+        [jnp.asarray(g, jnp.float32) for g in cotangents],
+    )
 
 
-def blocks(parts=1, tokens=256, columns=SIDE, back_width=SIDE, back_rows=SIDE, back_columns=256, resident=0) -> Blocks:
-    return Blocks(parts, tokens, SIDE, columns, parts, back_rows, back_columns, back_width, resident)
+def blocks(
+    parts=1, tokens=256, columns=SIDE, back_width=SIDE, back_rows=SIDE, back_columns=256, resident=0
+) -> Blocks:
+    return Blocks(
+        parts, tokens, SIDE, columns, parts, back_rows, back_columns, back_width, resident
+    )
 
 
 def apart(parts: int) -> Blocks:
@@ -44,39 +68,69 @@ def apart(parts: int) -> Blocks:
 
 
 def watched(parts: int, **options: Any) -> pltpu.InterpretParams:
-    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=parts, uninitialized_memory="nan", **options)
+    return pltpu.InterpretParams(
+        detect_races=True, num_cores_or_threads=parts, uninitialized_memory="nan", **options
+    )
 
 
 def no_races() -> bool:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place where jax says it
+    # the only place where jax says it
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     return not interpret_pallas_call.races.races_found
 
 
 def close(ours: Any, exact: Any, tolerance: float) -> None:
     exact = np.asarray(exact, np.float64)
-    np.testing.assert_allclose(np.asarray(ours, np.float64), exact, rtol=tolerance, atol=tolerance * np.abs(exact).max(initial=1.0))
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float64),
+        exact,
+        rtol=tolerance,
+        atol=tolerance * np.abs(exact).max(initial=1.0),
+    )
 
 
 def check(
-    tokens, width, vocab, dtype, block, *, layout: Any = "dv", soft_cap: float | None = None, bias: bool = False, interpret: Any = None
+    tokens,
+    width,
+    vocab,
+    dtype,
+    block,
+    *,
+    layout: Any = "dv",
+    soft_cap: float | None = None,
+    bias: bool = False,
+    interpret: Any = None,
 ):
-    hidden, head, offsets, labels, cotangents = inputs(tokens, width, vocab, dtype, layout=layout, bias=bias)
+    hidden, head, offsets, labels, cotangents = inputs(
+        tokens, width, vocab, dtype, layout=layout, bias=bias
+    )
     interpret = interpret or watched(max(block.parts, block.back_parts))
     options: Any = {"layout": layout, "soft_cap": soft_cap}
     with jax.enable_x64(True):
-        exact_inputs = [None if array is None else array.astype(jnp.float64) for array in (hidden, head, offsets)]
+        exact_inputs = [
+            None if array is None else array.astype(jnp.float64)
+            for array in (hidden, head, offsets)
+        ]
         exact = reference.stats(Inputs(*exact_inputs, labels), **options)
         exact_g = Cotangents(*(g.astype(jnp.float64) for g in cotangents))
-        exact_grads = reference.gradients(Inputs(*exact_inputs, labels), exact.lse, exact_g, **options)
+        exact_grads = reference.gradients(
+            Inputs(*exact_inputs, labels), exact.lse, exact_g, **options
+        )
         lse = exact.lse.astype(jnp.float32)
     given = Inputs(hidden, head, offsets, labels)
-    ours = jax.jit(lambda given: pallas_tpu.stats(given, **options, block=block, interpret=interpret))(given)
+    ours = jax.jit(
+        lambda given: pallas_tpu.stats(given, **options, block=block, interpret=interpret)
+    )(given)
     for one, other in zip(ours, exact, strict=True):
         assert one.dtype == jnp.float32
         close(one, other, 2e-6)
-    gradients = jax.jit(lambda *given: pallas_tpu.gradients(*given, **options, block=block, interpret=interpret))
-    for one, other, like in zip(gradients(given, lse, Cotangents(*cotangents)), exact_grads, given[:3], strict=True):
+    gradients = jax.jit(
+        lambda *given: pallas_tpu.gradients(*given, **options, block=block, interpret=interpret)
+    )
+    for one, other, like in zip(
+        gradients(given, lse, Cotangents(*cotangents)), exact_grads, given[:3], strict=True
+    ):
         if like is None:
             assert one is None
         else:
@@ -89,11 +143,43 @@ def check(
 @pytest.mark.parametrize(
     ("tokens", "width", "vocab", "dtype", "block", "options"),
     [
-        pytest.param(130, 256, 200, jnp.float32, blocks(tokens=SIDE, back_columns=SIDE), {"bias": True}, id="ragged, streaming"),
-        pytest.param(256, 96, 200, jnp.bfloat16, blocks(back_width=96, resident=1), {"layout": "vd", "soft_cap": 2.0}, id="resident"),
-        pytest.param(200, 128, 250, jnp.bfloat16, blocks(2, back_columns=SIDE), {"layout": "vd", "bias": True}, id="two cores"),
+        pytest.param(
+            130,
+            256,
+            200,
+            jnp.float32,
+            blocks(tokens=SIDE, back_columns=SIDE),
+            {"bias": True},
+            id="ragged, streaming",
+        ),
+        pytest.param(
+            256,
+            96,
+            200,
+            jnp.bfloat16,
+            blocks(back_width=96, resident=1),
+            {"layout": "vd", "soft_cap": 2.0},
+            id="resident",
+        ),
+        pytest.param(
+            200,
+            128,
+            250,
+            jnp.bfloat16,
+            blocks(2, back_columns=SIDE),
+            {"layout": "vd", "bias": True},
+            id="two cores",
+        ),
         pytest.param(300, 96, 200, jnp.bfloat16, apart(1), {"bias": True}, id="apart"),
-        pytest.param(380, 128, 300, jnp.bfloat16, apart(2), {"layout": "vd", "soft_cap": 2.0}, id="apart, two cores"),
+        pytest.param(
+            380,
+            128,
+            300,
+            jnp.bfloat16,
+            apart(2),
+            {"layout": "vd", "soft_cap": 2.0},
+            id="apart, two cores",
+        ),
     ],
 )
 def test_stats_and_gradients(tokens, width, vocab, dtype, block, options):
@@ -101,16 +187,34 @@ def test_stats_and_gradients(tokens, width, vocab, dtype, block, options):
 
 
 @examples(1)
-@given(tokens=st.integers(1, 300), width=st.integers(1, 200), vocab=st.integers(2, 400), device=st.sampled_from([V5E, V7X]))
+@given(
+    tokens=st.integers(1, 300),
+    width=st.integers(1, 200),
+    vocab=st.integers(2, 400),
+    device=st.sampled_from([V5E, V7X]),
+)
 def test_any_shape_with_the_blocks_that_are_planned(tokens, width, vocab, device):
-    check(tokens, width, vocab, jnp.float32, plan_blocks(device, sizes_of(tokens, width, vocab, jnp.float32)), interpret=watched(1))
+    check(
+        tokens,
+        width,
+        vocab,
+        jnp.float32,
+        plan_blocks(device, sizes_of(tokens, width, vocab, jnp.float32)),
+        interpret=watched(1),
+    )
 
 
 def test_gradients_in_float32_where_they_are_asked_for():
     hidden, head, _, labels, cotangents = inputs(128, 64, 256, jnp.bfloat16)
-    arguments = Inputs(hidden, head, None, labels), jnp.full(128, 6.0, jnp.float32), Cotangents(*cotangents)
+    arguments = (
+        Inputs(hidden, head, None, labels),
+        jnp.full(128, 6.0, jnp.float32),
+        Cotangents(*cotangents),
+    )
     options: Any = {"layout": "dv", "soft_cap": None, "grad_dtype": jnp.float32}
-    ours = pallas_tpu.gradients(*arguments, **options, block=blocks(back_width=64), interpret=watched(1))
+    ours = pallas_tpu.gradients(
+        *arguments, **options, block=blocks(back_width=64), interpret=watched(1)
+    )
     exact = reference.gradients(*arguments, **options)
     assert ours.hidden.dtype == ours.lm_head.dtype == jnp.float32
     close(ours.hidden, exact.hidden, 1e-5)
@@ -120,8 +224,15 @@ def test_gradients_in_float32_where_they_are_asked_for():
 def test_tokens_without_a_cotangent_add_nothing():
     hidden, head, _, labels, _ = inputs(130, 64, 256, jnp.float32)
     zero = jnp.zeros(130, jnp.float32)
-    options: Any = {"layout": "dv", "soft_cap": None, "block": blocks(back_width=64), "interpret": watched(1)}
-    grads = pallas_tpu.gradients(Inputs(hidden, head, None, labels), zero, Cotangents(zero, zero, zero), **options)
+    options: Any = {
+        "layout": "dv",
+        "soft_cap": None,
+        "block": blocks(back_width=64),
+        "interpret": watched(1),
+    }
+    grads = pallas_tpu.gradients(
+        Inputs(hidden, head, None, labels), zero, Cotangents(zero, zero, zero), **options
+    )
     assert not grads.hidden.any()
     assert not grads.lm_head.any()
 
@@ -136,20 +247,29 @@ def test_the_sum_over_columns_is_kept_in_float32_between_them():
     np.testing.assert_array_equal(high, x.astype(jnp.bfloat16))
     units = np.abs(np.asarray(again).view(np.int32) - np.asarray(x).view(np.int32))
     assert units.max() <= 1
-    ties = jnp.asarray(np.arange(0x3F808000, 0x3F908000, 0x10000, dtype=np.int32).view(np.float32))[None]
+    ties = jnp.asarray(np.arange(0x3F808000, 0x3F908000, 0x10000, dtype=np.int32).view(np.float32))[
+        None
+    ]
     again = _joined(_State(*_split(ties), None), slice(None))
     assert np.abs(np.asarray(again).view(np.int32) - np.asarray(ties).view(np.int32)).max() == 1
 
 
-@pytest.mark.parametrize(("tokens", "vocab", "dtype", "soft_cap"), [(20, 5000, jnp.bfloat16, None), (9, 130, jnp.float32, 2.0)])
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "dtype", "soft_cap"),
+    [(20, 5000, jnp.bfloat16, None), (9, 130, jnp.float32, 2.0)],
+)
 def test_rows(tokens, vocab, dtype, soft_cap):
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.normal(size=(tokens, vocab)) * 3, dtype)
     labels = jnp.asarray(rng.integers(-3, vocab + 3, size=tokens), jnp.int32)
     weights = jnp.asarray(rng.random(tokens), jnp.float32)
     objective, interpret = Objective(1e-2, 0.1, vocab), watched(1)
-    exact_dx, exact = rows.row_step(logits.astype(jnp.float32), labels, weights, objective=objective, soft_cap=soft_cap)
-    dx, stats = pallas_tpu.row_step(logits, labels, weights, objective=objective, soft_cap=soft_cap, interpret=interpret)
+    exact_dx, exact = rows.row_step(
+        logits.astype(jnp.float32), labels, weights, objective=objective, soft_cap=soft_cap
+    )
+    dx, stats = pallas_tpu.row_step(
+        logits, labels, weights, objective=objective, soft_cap=soft_cap, interpret=interpret
+    )
     alone = pallas_tpu.row_stats(logits, labels, soft_cap=soft_cap, interpret=interpret)
     for one, two, other in zip(stats, alone, exact, strict=True):
         close(one, other, 2e-6)
@@ -157,38 +277,59 @@ def test_rows(tokens, vocab, dtype, soft_cap):
     assert dx.dtype == dtype
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
     g = Cotangents(*(jnp.asarray(rng.normal(size=tokens), jnp.float32) for _ in range(3)))
-    dx = pallas_tpu.row_gradients(logits, labels, stats.lse, g, soft_cap=soft_cap, interpret=interpret)
-    exact_dx = rows.row_gradients(logits.astype(jnp.float32), labels, stats.lse, g, soft_cap=soft_cap)
+    dx = pallas_tpu.row_gradients(
+        logits, labels, stats.lse, g, soft_cap=soft_cap, interpret=interpret
+    )
+    exact_dx = rows.row_gradients(
+        logits.astype(jnp.float32), labels, stats.lse, g, soft_cap=soft_cap
+    )
     close(dx, exact_dx, 1e-6 if dtype == jnp.float32 else 5e-3)
     assert no_races()
 
 
 @pytest.mark.parametrize("rule", ["strict", "fast"])
 def test_behind_the_api(rule):
-    """Kernels, custom_vjp and losses together; every TPU kernel that is met runs in the interpreter."""
+    """Kernels, custom_vjp and losses together; every TPU kernel that is met runs in the
+    interpreter.
+    """
     hidden, head, _, labels, _ = inputs(128, 64, 256, jnp.float32)
     labels = jnp.where((labels < 0) | (labels >= 256), -100, labels)
 
     def loss(hidden, head, **how):
-        return fused_linear_cross_entropy(hidden, head, labels, z_loss=1e-2, label_smoothing=0.1, **how)
+        return fused_linear_cross_entropy(
+            hidden, head, labels, z_loss=1e-2, label_smoothing=0.1, **how
+        )
 
     with pltpu.force_tpu_interpret_mode(watched(1)):
-        ours = jax.value_and_grad(functools.partial(loss, implementation="pallas_tpu", rule=rule), argnums=(0, 1))(hidden, head)
-    exact = jax.value_and_grad(functools.partial(loss, implementation="reference"), argnums=(0, 1))(hidden, head)
+        ours = jax.value_and_grad(
+            functools.partial(loss, implementation="pallas_tpu", rule=rule), argnums=(0, 1)
+        )(hidden, head)
+    exact = jax.value_and_grad(functools.partial(loss, implementation="reference"), argnums=(0, 1))(
+        hidden, head
+    )
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
         close(one, other, 2e-6)
 
 
 def test_refusals_name_every_reason():
-    hidden, head = jax.ShapeDtypeStruct((8, 16), jnp.float64), jax.ShapeDtypeStruct((16, 1 << 24), jnp.bfloat16)
+    hidden, head = (
+        jax.ShapeDtypeStruct((8, 16), jnp.float64),
+        jax.ShapeDtypeStruct((16, 1 << 24), jnp.bfloat16),
+    )
     reasons = pallas_tpu.refusals(hidden, head, None, layout="dv", soft_cap=None)
     assert len(reasons) == 2
     assert "bfloat16 and float64" in reasons[0]
     assert "16777216" in reasons[1]
-    wide = jax.ShapeDtypeStruct((8, 1 << 20), jnp.bfloat16), jax.ShapeDtypeStruct((1 << 20, 256), jnp.bfloat16)
+    wide = (
+        jax.ShapeDtypeStruct((8, 1 << 20), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1 << 20, 256), jnp.bfloat16),
+    )
     (reason,) = pallas_tpu.refusals(*wide, None, layout="dv", soft_cap=None)
     assert "no tile of width 1048576 fits 64 MiB of VMEM" in reason
-    fine = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    fine = (
+        jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 256), jnp.bfloat16),
+    )
     assert pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None) == []
 
 
@@ -196,31 +337,62 @@ def test_blocks_that_do_not_fit_the_problem_are_refused():
     hidden, head, _, labels, _ = inputs(300, 64, 300, jnp.float32)
     wrong = blocks(2, tokens=200, back_width=48)
     with pytest.raises(ConfigError) as caught:
-        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=wrong)
-    for reason in ("no multiple of rows", "does not divide a width of 64", "3 tiles of 128 tokens are no equal shares for 2 cores"):
+        pallas_tpu.stats(
+            Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=wrong
+        )
+    for reason in (
+        "no multiple of rows",
+        "does not divide a width of 64",
+        "3 tiles of 128 tokens are no equal shares for 2 cores",
+    ):
         assert reason in str(caught.value)
     with pytest.raises(ConfigError, match=r"forward needs [\d.]+ MiB of VMEM; there are 64"):
-        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(tokens=1 << 20, back_width=64))
-    with pytest.raises(ConfigError, match="own_tokens needs back_width 0, a multiple of back_rows 128, and own_columns of 128"):
-        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=apart(1)._replace(own_tokens=200))
-    with pytest.raises(ConfigError, match="resident needs back_parts 1, back_width 64 and back_rows that divide 300 tokens"):
-        pallas_tpu.stats(Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(resident=1))
+        pallas_tpu.stats(
+            Inputs(hidden, head, None, labels),
+            layout="dv",
+            soft_cap=None,
+            block=blocks(tokens=1 << 20, back_width=64),
+        )
+    with pytest.raises(
+        ConfigError,
+        match="own_tokens needs back_width 0, a multiple of back_rows 128, and own_columns of 128",
+    ):
+        pallas_tpu.stats(
+            Inputs(hidden, head, None, labels),
+            layout="dv",
+            soft_cap=None,
+            block=apart(1)._replace(own_tokens=200),
+        )
+    with pytest.raises(
+        ConfigError,
+        match="resident needs back_parts 1, back_width 64 and back_rows that divide 300 tokens",
+    ):
+        pallas_tpu.stats(
+            Inputs(hidden, head, None, labels), layout="dv", soft_cap=None, block=blocks(resident=1)
+        )
 
 
 def test_an_old_tpu_is_refused(monkeypatch):
     monkeypatch.setattr(pallas_tpu.tuning, "device_kind", lambda: "TPU v4")
-    fine = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    fine = (
+        jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 256), jnp.bfloat16),
+    )
     (reason,) = pallas_tpu.refusals(*fine, None, layout="dv", soft_cap=None)
     assert "TPU v4 has 16 MiB of VMEM" in reason
 
 
 def test_a_vocabulary_too_wide_for_a_row_is_refused():
     with pytest.raises(ConfigError, match="rows of a vocabulary of 4194304 do not fit 64 MiB"):
-        pallas_tpu.row_stats(jax.ShapeDtypeStruct((8, 1 << 22), jnp.bfloat16), jnp.zeros(8, jnp.int32), soft_cap=None)
+        pallas_tpu.row_stats(
+            jax.ShapeDtypeStruct((8, 1 << 22), jnp.bfloat16), jnp.zeros(8, jnp.int32), soft_cap=None
+        )
 
 
 def test_a_label_beyond_the_vocabulary_meets_no_padding_column():
-    """Of 200 columns in tiles of 128, 56 are padding: a label of 200 to 255 belongs to another shard, or to nobody."""
+    """Of 200 columns in tiles of 128, 56 are padding: a label of 200 to 255 belongs to another
+    shard, or to nobody.
+    """
     hidden, head, _, _, _ = inputs(16, 128, 200, jnp.float32)
     labels = jnp.arange(198, 214, dtype=jnp.int32) + jnp.array([0, 0] + [3] * 14)
     given, options = Inputs(hidden, head, None, labels), {"layout": "dv", "soft_cap": None}

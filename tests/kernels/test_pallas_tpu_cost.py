@@ -1,4 +1,6 @@
-"""Bytes and FLOPs of the TPU kernels at the shapes of the issue: what is counted is what is stated, and near the least."""
+"""Bytes and FLOPs of the TPU kernels at the shapes of the issue: what is counted is what is stated,
+and near the least.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ from easypipe.kernels.pallas_tpu_blocks import (
 from easypipe.kernels.stats import Cotangents, Inputs, Objective
 
 DEVICES = {"v5e": V5E, "v5p": V5P, "v6e": V6E, "tpu7x": V7X}
-SHAPES = [(8192, 2048, 32_768), (32_768, 4096, 128_256), (32_768, 4096, 32_064)]  # the last: a quarter of a vocabulary
-SHAPES += [(131_072, 4096, 128_256), (65_536, 8192, 128_256)]  # beyond what one backward pass may hold: each gradient has its own
+# the last: a quarter of a vocabulary
+SHAPES = [(8192, 2048, 32_768), (32_768, 4096, 128_256), (32_768, 4096, 32_064)]
+# beyond what one backward pass may hold: each gradient has its own
+SHAPES += [(131_072, 4096, 128_256), (65_536, 8192, 128_256)]
 
 
 def shape(sizes: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -38,15 +42,24 @@ def test_bytes_near_the_least_and_no_flops_too_many(device, tokens, width, vocab
     blocks, (least_forward, least_backward) = plan_blocks(device, sizes), least_bytes(device, sizes)
     assert forward_bytes(blocks, sizes) <= 1.3 * least_forward
     assert backward_bytes(blocks, sizes) <= 1.3 * least_backward
-    hidden, head, labels = shape((tokens, width), "bfloat16"), shape((width, vocab), "bfloat16"), shape((tokens,), "int32")
+    hidden, head, labels = (
+        shape((tokens, width), "bfloat16"),
+        shape((width, vocab), "bfloat16"),
+        shape((tokens,), "int32"),
+    )
     scalars = shape((tokens,), "float32")
     counted = kernel_costs.cost(
-        lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, blocks, False), hidden, head, labels
+        lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, blocks, False),
+        hidden,
+        head,
+        labels,
     )
     assert counted.bytes == pytest.approx(forward_bytes(blocks, sizes), rel=0.01)
     assert counted.flops <= 1.05 * 2 * tokens * width * vocab
     counted = kernel_costs.cost(
-        lambda h, w, t, s: pallas_tpu_backward.gradients(Inputs(h, w, None, t), s, Cotangents(s, s, s), "dv", None, None, blocks, False),
+        lambda h, w, t, s: pallas_tpu_backward.gradients(
+            Inputs(h, w, None, t), s, Cotangents(s, s, s), "dv", None, None, blocks, False
+        ),
         *(hidden, head, labels, scalars),
     )
     assert counted.bytes == pytest.approx(backward_bytes(blocks, sizes), rel=0.01)
@@ -56,9 +69,18 @@ def test_bytes_near_the_least_and_no_flops_too_many(device, tokens, width, vocab
 
 @pytest.mark.parametrize("device", [V5E, V5P], ids=["v5e", "v5p"])
 def test_rows_are_read_once_and_written_once(device):
-    logits, labels, weights = shape((4096, 32_768), "bfloat16"), shape((4096,), "int32"), shape((4096,), "float32")
+    logits, labels, weights = (
+        shape((4096, 32_768), "bfloat16"),
+        shape((4096,), "int32"),
+        shape((4096,), "float32"),
+    )
     objective = Objective(1e-4, 0.1, 32_768)
-    counted = kernel_costs.cost(lambda x, t, w: pallas_tpu_rows.row_step(x, t, w, objective, None, device, False), logits, labels, weights)
+    counted = kernel_costs.cost(
+        lambda x, t, w: pallas_tpu_rows.row_step(x, t, w, objective, None, device, False),
+        logits,
+        labels,
+        weights,
+    )
     assert counted.flops == 0
     assert counted.bytes == pytest.approx(2 * 4096 * 32_768 * 2, rel=0.01)
 
@@ -67,7 +89,14 @@ def test_the_count_sees_what_is_moved_again():
     """A head that is read for every tile of tokens, instead of once for all that stay."""
     sizes = sizes_of(8192, 2048, 32_768, "bfloat16")
     small = plan_blocks(V5E, sizes)._replace(tokens=1024)
-    arguments = shape((8192, 2048), "bfloat16"), shape((2048, 32_768), "bfloat16"), shape((8192,), "int32")
-    counted = kernel_costs.cost(lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, small, False), *arguments)
+    arguments = (
+        shape((8192, 2048), "bfloat16"),
+        shape((2048, 32_768), "bfloat16"),
+        shape((8192,), "int32"),
+    )
+    counted = kernel_costs.cost(
+        lambda h, w, t: pallas_tpu_forward.stats(Inputs(h, w, None, t), "dv", None, small, False),
+        *arguments,
+    )
     assert counted.bytes > 8 * 2048 * 32_768 * 2
     assert counted.bytes == pytest.approx(forward_bytes(small, sizes), rel=0.01)

@@ -1,6 +1,8 @@
-"""The loss on a mesh of eight devices: values, gradients and gradient *ratios* (a wrong collective scales a gradient); its collectives.
+"""The loss on a mesh of eight devices: values, gradients and gradient *ratios* (a wrong collective
+scales a gradient); its collectives.
 
-The devices are made in a process of their own, because a process fixes its number of devices when jax starts.
+The devices are made in a process of their own, because a process fixes its number of devices when
+jax starts.
 """
 
 from __future__ import annotations
@@ -188,11 +190,20 @@ print("all equal")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [VALUES, INSIDE, COLLECTIVES], ids=["values", "inside", "collectives"])
+@pytest.mark.parametrize(
+    "program", [VALUES, INSIDE, COLLECTIVES], ids=["values", "inside", "collectives"]
+)
 def test_on_eight_devices(program):
     setup = SETUP.replace("TESTS", repr(str(Path(__file__).parents[1])))
-    quick = "--xla_backend_optimization_level=0"  # of machine code: what is computed, and on which device, stays
+    # of machine code: what is computed, and on which device, stays
+    quick = "--xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick}
-    done = subprocess.run([sys.executable, "-c", setup + program], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", setup + program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all equal" in done.stdout

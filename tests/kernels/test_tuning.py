@@ -34,7 +34,14 @@ from easypipe.kernels.pallas_tpu_blocks import (
     sizes_of,
 )
 from easypipe.kernels.stats import Inputs
-from easypipe.kernels.tuning import Entry, blocks_for, bucket, extend_table, package_table, read_table
+from easypipe.kernels.tuning import (
+    Entry,
+    blocks_for,
+    bucket,
+    extend_table,
+    package_table,
+    read_table,
+)
 
 CHUNK = Entry(
     device="cpu",
@@ -61,16 +68,32 @@ def test_an_entry_serves_its_bucket(user_table):
     extend_table(user_table, [CHUNK])
 
     def found(tokens, width=16, vocab=100, dtype="float32", device="cpu", implementation="chunked"):
-        return blocks_for(device, implementation, tokens, width, vocab, dtype, default=lambda: {"chunk_tokens": 512})["chunk_tokens"]
+        return blocks_for(
+            device,
+            implementation,
+            tokens,
+            width,
+            vocab,
+            dtype,
+            default=lambda: {"chunk_tokens": 512},
+        )["chunk_tokens"]
 
     assert [found(tokens) for tokens in (32, 33, 64, 65)] == [512, 8, 8, 512]
-    assert found(64, width=17) == found(64, vocab=64) == found(64, dtype="bfloat16") == found(64, device="TPU v5") == 512
+    assert (
+        found(64, width=17)
+        == found(64, vocab=64)
+        == found(64, dtype="bfloat16")
+        == found(64, device="TPU v5")
+        == 512
+    )
     assert found(64, implementation="pallas_tpu") == 512
 
 
 def test_a_table_is_extended_not_replaced(user_table):
     shape: Any = {"tokens": 1, "width": 1, "vocab": 1, "dtype": "float32"}
-    other = Entry(device="gpu", implementation="x", **shape, blocks={"n": 1}, source="measured", ms=2.5)
+    other = Entry(
+        device="gpu", implementation="x", **shape, blocks={"n": 1}, source="measured", ms=2.5
+    )
     extend_table(user_table, [CHUNK])
     assert extend_table(user_table, [other]) == [CHUNK, other]
     newer = Entry(**{**CHUNK.__dict__, "blocks": {"chunk_tokens": 16}})
@@ -84,11 +107,23 @@ def test_a_table_is_extended_not_replaced(user_table):
         ("{", "is no JSON"),
         ("{}", "is no list of entries"),
         ('[{"device": "cpu"}]', "entry 0: .*missing"),
-        (json.dumps([CHUNK.__dict__, {**CHUNK.__dict__, "tokens": 63}]), "entry 1: tokens, width and vocab must be powers of two"),
+        (
+            json.dumps([CHUNK.__dict__, {**CHUNK.__dict__, "tokens": 63}]),
+            "entry 1: tokens, width and vocab must be powers of two",
+        ),
         (json.dumps([{**CHUNK.__dict__, "source": "guessed"}]), "entry 0: source is 'guessed'"),
-        (json.dumps([{**CHUNK.__dict__, "source": "model"}]), "entry 0: .*a table holds what was measured"),
-        (json.dumps([{**CHUNK.__dict__, "ms": None}]), "entry 0: .*ms None: a table holds what was measured"),
-        (json.dumps([{**CHUNK.__dict__, "blocks": {"chunk_tokens": -1}}]), "entry 0: blocks are no sizes"),
+        (
+            json.dumps([{**CHUNK.__dict__, "source": "model"}]),
+            "entry 0: .*a table holds what was measured",
+        ),
+        (
+            json.dumps([{**CHUNK.__dict__, "ms": None}]),
+            "entry 0: .*ms None: a table holds what was measured",
+        ),
+        (
+            json.dumps([{**CHUNK.__dict__, "blocks": {"chunk_tokens": -1}}]),
+            "entry 0: blocks are no sizes",
+        ),
         (json.dumps([{**CHUNK.__dict__, "colour": 1}]), "entry 0: .*colour"),
     ],
 )
@@ -100,9 +135,18 @@ def test_what_is_no_table_is_refused(user_table, text, message):
 
 
 SHAPES = [(8192, 2048, 8192), (8192, 2048, 32_768), (32_768, 4096, 32_768), (32_768, 4096, 131_072)]
-SMALL_V5P, LARGE_V5P = (2, 8192, 512, 512, 2, 256, 2816, 1024, 0), (2, 6656, 512, 256, 2, 256, 1408, 1024, 0)
-SMALL_V5E, LARGE_V5E = (1, 8192, 512, 512, 1, 512, 512, 2048, 1), (1, 11_264, 512, 512, 1, 256, 3328, 1024, 0)
-SMALL_V7X, LARGE_V7X = (1, 8192, 512, 512, 1, 256, 2816, 1024, 0), (1, 6656, 512, 256, 1, 256, 1408, 1024, 0)
+SMALL_V5P, LARGE_V5P = (
+    (2, 8192, 512, 512, 2, 256, 2816, 1024, 0),
+    (2, 6656, 512, 256, 2, 256, 1408, 1024, 0),
+)
+SMALL_V5E, LARGE_V5E = (
+    (1, 8192, 512, 512, 1, 512, 512, 2048, 1),
+    (1, 11_264, 512, 512, 1, 256, 3328, 1024, 0),
+)
+SMALL_V7X, LARGE_V7X = (
+    (1, 8192, 512, 512, 1, 256, 2816, 1024, 0),
+    (1, 6656, 512, 256, 1, 256, 1408, 1024, 0),
+)
 PLANNED = {
     "TPU v5": [(2, 8192, 512, 512, 2, 256, 2048, 1024, 0), SMALL_V5P, LARGE_V5P, LARGE_V5P],
     "TPU v5 lite": [SMALL_V5E, SMALL_V5E, LARGE_V5E, LARGE_V5E],
@@ -113,32 +157,52 @@ PLANNED = {
 
 @pytest.mark.parametrize("device", PLANNED)
 def test_the_accounting_plans_blocks_that_fit(device):
-    """These sizes stood in the package's table once, untimed; the accounting must go on choosing them until a device says better."""
+    """These sizes stood in the package's table once, untimed; the accounting must go on choosing
+    them until a device says better.
+    """
     for shape, planned in zip(SHAPES, PLANNED[device], strict=True):
         sizes = sizes_of(*shape, "bfloat16")
         blocks = plan_blocks(device_of(device), sizes)
         assert blocks[:9] == planned
-        assert max(forward_vmem(blocks, sizes), backward_vmem(blocks, sizes)) <= device_of(device).vmem - RESERVED
+        assert (
+            max(forward_vmem(blocks, sizes), backward_vmem(blocks, sizes))
+            <= device_of(device).vmem - RESERVED
+        )
 
 
 def test_the_package_table_holds_measured_entries_that_its_devices_can_run(user_table):
-    for entry in package_table():  # its text is checked while it is read: measured, with milliseconds
+    # its text is checked while it is read: measured, with milliseconds
+    for entry in package_table():
         if entry.implementation == "pallas_tpu":
-            blocks, sizes = as_blocks(entry.blocks), sizes_of(entry.tokens, entry.width, entry.vocab, entry.dtype)
+            blocks, sizes = (
+                as_blocks(entry.blocks),
+                sizes_of(entry.tokens, entry.width, entry.vocab, entry.dtype),
+            )
             assert entry.device in DEVICES
             assert fitted(blocks, device_of(entry.device), sizes) == blocks
         else:
-            known = {"chunked": ["chunk_tokens"], "pallas_gpu": pallas_gpu.DEFAULT_BLOCKS}[entry.implementation]
+            known = {"chunked": ["chunk_tokens"], "pallas_gpu": pallas_gpu.DEFAULT_BLOCKS}[
+                entry.implementation
+            ]
             assert entry.blocks.keys() <= set(known)
 
 
 def test_a_size_that_an_implementation_does_not_know_is_refused_by_name(user_table):
     """Tables of an earlier easypipe may name the spans of a forward kernel that is gone."""
-    entry = Entry(**{**CHUNK.__dict__, "implementation": "pallas_gpu", "blocks": {"slab_mib": 128, "fused_splits": 33}})
+    entry = Entry(
+        **{
+            **CHUNK.__dict__,
+            "implementation": "pallas_gpu",
+            "blocks": {"slab_mib": 128, "fused_splits": 33},
+        }
+    )
     extend_table(user_table, [entry])
     hidden, head, labels = jnp.zeros((64, 16)), jnp.zeros((16, 128)), jnp.zeros(64, jnp.int32)
     loss = functools.partial(fused_linear_cross_entropy, implementation="pallas_gpu", rule="strict")
-    with pytest.raises(ConfigError, match=r"no block size is named 'fused_splits' \(have: slab_mib, .*Take it out of the entry") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"no block size is named 'fused_splits' \(have: slab_mib, .*Take it out of the entry",
+    ) as caught:
         jax.eval_shape(loss, hidden, head, labels)
     assert str(user_table) in str(caught.value)
     extend_table(user_table, [Entry(**{**entry.__dict__, "blocks": {"slab_mib": 128}})])
@@ -150,7 +214,10 @@ def test_other_names_of_blocks_are_refused():
         as_blocks({"rows": 1})
 
 
-@pytest.mark.parametrize("vocab", [256, 257, 32_000, 32_768, 50_257, 128_256, 151_936, 152_064, 201_088, 248_320, 262_144])
+@pytest.mark.parametrize(
+    "vocab",
+    [256, 257, 32_000, 32_768, 50_257, 128_256, 151_936, 152_064, 201_088, 248_320, 262_144],
+)
 @pytest.mark.parametrize("width", [576, 2048, 4096, 8192])
 def test_both_cores_of_v5p_have_an_even_share_of_any_vocabulary(width, vocab):
     for tokens in (256, 1000, 8192, 32_768):
@@ -187,7 +254,10 @@ def test_candidates_all_fit_and_begin_with_the_plan():
         found = block_candidates(device, sizes)
         assert found[0] == plan_blocks(device, sizes)
         assert len(found) > 3
-        assert all(max(forward_vmem(one, sizes), backward_vmem(one, sizes)) <= device.vmem - RESERVED for one in found)
+        assert all(
+            max(forward_vmem(one, sizes), backward_vmem(one, sizes)) <= device.vmem - RESERVED
+            for one in found
+        )
 
 
 def test_blocks_of_the_table_reach_the_kernel(user_table, monkeypatch):
@@ -209,10 +279,18 @@ def test_blocks_of_the_table_reach_the_kernel(user_table, monkeypatch):
             )
         ],
     )
-    program = jax.make_jaxpr(lambda: pallas_tpu.stats(Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None))()
+    program = jax.make_jaxpr(
+        lambda: pallas_tpu.stats(
+            Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None
+        )
+    )()
     assert "grid=(1, 3, 4, 1)" in str(program)
     user_table.unlink()
-    program = jax.make_jaxpr(lambda: pallas_tpu.stats(Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None))()
+    program = jax.make_jaxpr(
+        lambda: pallas_tpu.stats(
+            Inputs(hidden, head, None, jnp.zeros(300, jnp.int32)), layout="dv", soft_cap=None
+        )
+    )()
     assert "grid=(1, 3, 4, 1)" not in str(program)
 
 
@@ -220,14 +298,36 @@ def test_blocks_of_the_table_reach_the_kernel(user_table, monkeypatch):
 def test_rows_of_the_table_reach_the_row_kernels(user_table, rule):
     blocks = {"row_columns": 64, "row_warps": 4}
     shape: Any = {"tokens": 512, "width": 128, "vocab": 512, "dtype": "float32"}
-    hidden, head, labels = jnp.zeros((300, 128), jnp.float32), jnp.zeros((128, 504), jnp.float32), jnp.zeros(300, jnp.int32)
+    hidden, head, labels = (
+        jnp.zeros((300, 128), jnp.float32),
+        jnp.zeros((128, 504), jnp.float32),
+        jnp.zeros(300, jnp.int32),
+    )
 
     def num_warps() -> set[str]:
-        loss = functools.partial(fused_linear_cross_entropy, layout="dv", implementation="pallas_gpu", rule=rule)
-        return set(re.findall(r"num_warps=(\d+)", str(jax.make_jaxpr(jax.grad(loss))(hidden, head, labels))))
+        loss = functools.partial(
+            fused_linear_cross_entropy, layout="dv", implementation="pallas_gpu", rule=rule
+        )
+        return set(
+            re.findall(
+                r"num_warps=(\d+)", str(jax.make_jaxpr(jax.grad(loss))(hidden, head, labels))
+            )
+        )
 
     assert num_warps() == {"32"}
-    extend_table(user_table, [Entry(device="cpu", implementation="pallas_gpu", **shape, blocks=blocks, source="measured", ms=1.0)])
+    extend_table(
+        user_table,
+        [
+            Entry(
+                device="cpu",
+                implementation="pallas_gpu",
+                **shape,
+                blocks=blocks,
+                source="measured",
+                ms=1.0,
+            )
+        ],
+    )
     assert num_warps() == {"4"}
 
 
@@ -286,14 +386,19 @@ def test_tune_times_nothing_that_is_wrong(monkeypatch):
     trials = []
     monkeypatch.setattr(tune, "_step", step)
     for dtype in ("float32", "bfloat16"):
-        assert tune.tune(300, 32, 200, dtype, repeats=1, on_trial=trials.append).blocks == {"chunk_tokens": 128}
+        assert tune.tune(300, 32, 200, dtype, repeats=1, on_trial=trials.append).blocks == {
+            "chunk_tokens": 128
+        }
     assert [trial.ms is None for trial in trials] == [False, True, True] * 2
     assert trials[1].failure.startswith("wrong values: d_lm_head differs from the reference by ")
 
 
 def test_the_kernels_pass_the_check_that_tune_makes(monkeypatch):
     """Interpreted: their values are within what counts as rounding."""
-    interpreted = functools.partial(pallas_tpu.stats, interpret=True), functools.partial(pallas_tpu.gradients, interpret=True)
+    interpreted = (
+        functools.partial(pallas_tpu.stats, interpret=True),
+        functools.partial(pallas_tpu.gradients, interpret=True),
+    )
     monkeypatch.setattr(pallas_tpu, "stats", interpreted[0])
     monkeypatch.setattr(pallas_tpu, "gradients", interpreted[1])
     arguments = tune._arguments(200, 128, 300, "bfloat16")
@@ -304,7 +409,25 @@ def test_the_kernels_pass_the_check_that_tune_makes(monkeypatch):
 
 def test_tune_writes_where_it_is_told(tmp_path, user_table):
     path = tmp_path / "other.json"
-    assert run(["kernels", "tune", "--tokens", "8", "--width", "8", "--vocab", "50", "--repeats", "1", "--table", str(path)]) == 0
+    assert (
+        run(
+            [
+                "kernels",
+                "tune",
+                "--tokens",
+                "8",
+                "--width",
+                "8",
+                "--vocab",
+                "50",
+                "--repeats",
+                "1",
+                "--table",
+                str(path),
+            ]
+        )
+        == 0
+    )
     assert len(read_table(path)) == 1
     assert not user_table.exists()
 
@@ -322,7 +445,12 @@ def test_tune_says_what_does_not_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("at", "arguments"), [("tokens", (0, 8, 8, "float32")), ("vocab", (8, 8, 0, "float32")), ("dtype", (8, 8, 8, "float16"))]
+    ("at", "arguments"),
+    [
+        ("tokens", (0, 8, 8, "float32")),
+        ("vocab", (8, 8, 0, "float32")),
+        ("dtype", (8, 8, 8, "float16")),
+    ],
 )
 def test_tune_refuses(at, arguments):
     with pytest.raises(ConfigError, match=at):

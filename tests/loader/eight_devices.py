@@ -21,7 +21,9 @@ cache = MemoryCache(some_docs([30] * 300))
 
 
 def loader(batch_size: int = 16, rows=None, collate=None, **load) -> Loader:
-    return Loader(rows or plan_rows([cache]), LoadStageConfig(batch_size=batch_size, **load), collate=collate)
+    return Loader(
+        rows or plan_rows([cache]), LoadStageConfig(batch_size=batch_size, **load), collate=collate
+    )
 
 
 wanted = list(loader())
@@ -38,7 +40,13 @@ LAYOUTS = [
     ({"data": 2, "fsdp": 2, "tensor": 2}, [["fsdp", "data"], None], (4, 64)),
     ({"data": 8}, PartitionSpec(None, "data"), (16, 8)),
     ({"data": 8}, "data", (2, 64)),
-    (jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]), None, (8, 64)),
+    (
+        jax.make_mesh(
+            (2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+        ),
+        None,
+        (8, 64),
+    ),
     (jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2), None, (4, 64)),
 ]
 for mesh, spec, part in LAYOUTS:
@@ -49,7 +57,11 @@ for mesh, spec, part in LAYOUTS:
         assert values.sharding.is_equivalent_to(sharding, 2), (mesh, values.sharding)
         assert {shard.data.shape for shard in values.addressable_shards} == {part}
     if spec is None or spec == "data":
-        assert_same_batches(ragged_wanted, loader(rows=ragged, mesh=mesh, partition_spec=spec), what=f"ragged on {mesh}")
+        assert_same_batches(
+            ragged_wanted,
+            loader(rows=ragged, mesh=mesh, partition_spec=spec),
+            what=f"ragged on {mesh}",
+        )
 
 held = list(itertools.islice(iter(loader(mesh={"data": -1}, prefetch_workers=3)), 10))
 assert_same_batches(wanted[: len(held)], held, what="ten held batches")
@@ -66,12 +78,16 @@ assert (np.asarray(last["labels"])[total % 16 :] == -100).all()
 
 plain = list(loader(batch_size_schedule=((2, 32),)))
 spread = {"mesh": {"data": 2, "seq": 4}, "partition_spec": ["data", "seq"]}
-for batch, whole in zip(loader(batch_size_schedule=((2, 32),), accumulation_steps=4, **spread), plain, strict=True):
+for batch, whole in zip(
+    loader(batch_size_schedule=((2, 32),), accumulation_steps=4, **spread), plain, strict=True
+):
     for name, values in batch.items():
         size = len(whole[name])
         assert values.sharding.spec == PartitionSpec(None, "data", "seq")
         assert {shard.data.shape for shard in values.addressable_shards} == {(4, size // 8, 16)}
-        np.testing.assert_array_equal(np.asarray(values).swapaxes(0, 1).reshape(size, 64), whole[name])
+        np.testing.assert_array_equal(
+            np.asarray(values).swapaxes(0, 1).reshape(size, 64), whole[name]
+        )
 
 
 def refused(message: str, **load) -> None:
@@ -86,7 +102,9 @@ refused(
     mesh={"data": 8},
 )
 refused(
-    r"batch_size: 3 rows do not divide over data=2 x fsdp=4 = 8 ways\. Set batch_size to 8, or", batch_size=3, mesh={"data": 2, "fsdp": 4}
+    r"batch_size: 3 rows do not divide over data=2 x fsdp=4 = 8 ways\. Set batch_size to 8, or",
+    batch_size=3,
+    mesh={"data": 2, "fsdp": 4},
 )
 assert next(iter(loader(batch_size=8, mesh={"data": 2, "fsdp": 4})))["labels"].shape == (8, 64)
 refused(
@@ -94,14 +112,22 @@ refused(
     accumulation_steps=4,
     mesh={"data": 8},
 )
-refused(r"batch_size: 20 rows do not divide over data=8", batch_size_schedule=((9, 20),), mesh={"data": 8})
-refused(r"mesh: data=3 x fsdp=-1: the fixed axes take 3 devices, which does not divide the 8", mesh={"data": 3, "fsdp": -1})
+refused(
+    r"batch_size: 20 rows do not divide over data=8",
+    batch_size_schedule=((9, 20),),
+    mesh={"data": 8},
+)
+refused(
+    r"mesh: data=3 x fsdp=-1: the fixed axes take 3 devices, which does not divide the 8",
+    mesh={"data": 3, "fsdp": -1},
+)
 refused(r"mesh: data=4 is 4 devices, there are 8\. Set one axis to -1", mesh={"data": 4})
 assert make_mesh({"data": 4, "fsdp": -1}).shape == {"data": 4, "fsdp": 2}
 
 odd = plan_rows([cache], seq_length=30)
 with pytest.raises(
-    PlacementError, match=r"rows of 30 slots do not divide over seq=4 = 4 ways\. Choose a row length that 4 divides"
+    PlacementError,
+    match=r"rows of 30 slots do not divide over seq=4 = 4 ways\. Choose a row length that 4 divides",
 ) as caught:
     next(iter(loader(rows=odd, mesh={"data": 2, "seq": 4}, partition_spec=["data", "seq"])))
 assert caught.value.__notes__ == ["loader: batch 0, rows 0:16, stage 'place'"]

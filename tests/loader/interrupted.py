@@ -1,4 +1,6 @@
-"""Run by test_threads.py, which interrupts it: a training loop that is waiting for a batch, or working on one."""
+"""Run by test_threads.py, which interrupts it: a training loop that is waiting for a batch, or
+working on one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from easypipe.loader.loader import Loader, LoadStageConfig
 from loader_support import MemoryCache, plan_rows, some_docs
 
 where = sys.argv[1]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
+# whoever runs the tests in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 CACHE = MemoryCache(some_docs([30] * 200))
 ROWS = plan_rows([CACHE], num_epochs=None)
 
@@ -28,7 +31,9 @@ class Slow:
         return ROWS.batch(rows, width)
 
 
-load = LoadStageConfig(batch_size=4, num_epochs=None, prefetch_workers=3, mesh={"data": 1} if where == "mesh" else None)
+load = LoadStageConfig(
+    batch_size=4, num_epochs=None, prefetch_workers=3, mesh={"data": 1} if where == "mesh" else None
+)
 before = set(threading.enumerate())
 loader = Loader(Slow() if where == "waiting" else ROWS, load)  # type: ignore[arg-type]
 try:

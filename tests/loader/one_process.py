@@ -1,7 +1,9 @@
-"""Run by test_elastic.py as one of several processes of jax.distributed: `one_process.py PORT PROCESSES ID FOLDER BEFORE`.
+"""Run by test_elastic.py as one of several processes of jax.distributed: `one_process.py PORT
+PROCESSES ID FOLDER BEFORE`.
 
-FOLDER: what all share: datasets, caches, and the states that a run of BEFORE processes saved (this count: the ones that it saves itself).
-Writes there, for every layout: what lies where of each batch (rows and slots → digest per column), the rows that were read, the states.
+FOLDER: what all share: datasets, caches, and the states that a run of BEFORE processes saved (this
+count: the ones that it saves itself). Writes there, for every layout: what lies where of each batch
+(rows and slots → digest per column), the rows that were read, the states.
 """
 
 from __future__ import annotations
@@ -63,17 +65,24 @@ def digests(batch: dict[str, jax.Array]) -> dict[str, str]:
     parts = {}
     for name, values in batch.items():
         for shard in values.addressable_shards:
-            *front, rows, slots = (range(*part.indices(size)) for part, size in zip(shard.index, values.shape, strict=True))
+            *front, rows, slots = (
+                range(*part.indices(size))
+                for part, size in zip(shard.index, values.shape, strict=True)
+            )
             data = np.asarray(shard.data)
             for a in front[0] if front else [0]:
                 for i, r in enumerate(rows):
                     part = data[a, i] if front else data[i]
-                    parts[f"{name}[{a}, {r}, {slots.start}:{slots.stop}]"] = hashlib.sha256(part.tobytes()).hexdigest()[:16]
+                    parts[f"{name}[{a}, {r}, {slots.start}:{slots.stop}]"] = hashlib.sha256(
+                        part.tobytes()
+                    ).hexdigest()[:16]
     return parts
 
 
 def chain(load: LoadStageConfig) -> Loader:
-    """Two datasets of text, the shortest rows filtered; mixed; documents too long for a row left out; packed; epochs in another order."""
+    """Two datasets of text, the shortest rows filtered; mixed; documents too long for a row left
+    out; packed; epochs in another order.
+    """
     config = PipelineConfig(
         datasets=two_datasets(folder / "data"),
         default_tokenizer=str(folder / "tokenizer"),
@@ -97,14 +106,29 @@ def chain(load: LoadStageConfig) -> Loader:
 
 def make(name: str) -> Loader:
     mesh, spec = LAYOUTS[name]
-    options = {"mesh": mesh, "partition_spec": spec, "drop_last": False, "shuffle_buffer_size": 10, "prefetch_workers": index + 1}
+    options = {
+        "mesh": mesh,
+        "partition_spec": spec,
+        "drop_last": False,
+        "shuffle_buffer_size": 10,
+        "prefetch_workers": index + 1,
+    }
     if name == "data, the whole chain":
-        return chain(LoadStageConfig(batch_size=12, num_epochs=2, batch_size_schedule=((2, 24),), **options))
+        return chain(
+            LoadStageConfig(batch_size=12, num_epochs=2, batch_size_schedule=((2, 24),), **options)
+        )
     if "grouped" in name:
         rule = CollateConfig(length_buckets=(24, 48, 96), padding_side="left")
-        return Loader(plan_rows([ragged], seq_length=None), LoadStageConfig(batch_size=12, group_by_length=3, **options), collate=rule)
+        return Loader(
+            plan_rows([ragged], seq_length=None),
+            LoadStageConfig(batch_size=12, group_by_length=3, **options),
+            collate=rule,
+        )
     pieces = 2 if "micro" in name else 1
-    return Loader(plan_rows([cache], seq_length=96), LoadStageConfig(batch_size=12 * pieces, accumulation_steps=pieces, **options))
+    return Loader(
+        plan_rows([cache], seq_length=96),
+        LoadStageConfig(batch_size=12 * pieces, accumulation_steps=pieces, **options),
+    )
 
 
 for name in LAYOUTS:
@@ -114,9 +138,17 @@ for name in LAYOUTS:
     for batch in loader:
         seen.append(digests(batch))
         states.append(loader.state().to_json())
-    report["batches"][name], report["states"][name], report["rows"][name] = seen, states, sorted(read)
+    report["batches"][name], report["states"][name], report["rows"][name] = (
+        seen,
+        states,
+        sorted(read),
+    )
 
-saved = report["states"] if before == count else json.loads((folder / f"states-{before}.json").read_text())
+saved = (
+    report["states"]
+    if before == count
+    else json.loads((folder / f"states-{before}.json").read_text())
+)
 for name in LAYOUTS:
     for step, text in enumerate(saved[name]):
         first = make(name)  # saved by another number of processes, and resumed on this
@@ -127,9 +159,13 @@ for name in LAYOUTS:
             if batch is None:
                 assert step + further == len(saved[name]) - 1, f"{name}: ended behind step {step}"
                 break
-            assert digests(batch) == report["batches"][name][step + further], f"{name}, resumed behind step {step}"
+            assert digests(batch) == report["batches"][name][step + further], (
+                f"{name}, resumed behind step {step}"
+            )
             again = first.state().to_json()
-            assert again == saved[name][step + further + 1], f"{name}: another state at step {step + further + 1}"
+            assert again == saved[name][step + further + 1], (
+                f"{name}: another state at step {step + further + 1}"
+            )
             batches.close()
             first = make(name)
             first.restore(LoaderState.from_json(again))
@@ -137,4 +173,5 @@ for name in LAYOUTS:
         batches.close()
 if index == 0:
     (folder / f"states-{count}.json").write_text(json.dumps(report["states"]))
-(folder / f"report-{count}-{index}.json").write_text(json.dumps(report))  # a pipe holds less than that
+# a pipe holds less than that
+(folder / f"report-{count}-{index}.json").write_text(json.dumps(report))

@@ -1,7 +1,9 @@
-"""Run by test_streaming.py as one of several processes of jax.distributed: `stream_process.py PORT PROCESSES ID FOLDER RESUME`.
+"""Run by test_streaming.py as one of several processes of jax.distributed: `stream_process.py PORT
+PROCESSES ID FOLDER RESUME`.
 
-Writes, of an endless mixture and of a finite one: what lies in every row of each batch, the streams that were read, and the states. With
-RESUME (a number of processes that ran before) it also goes on from each of their states.
+Writes, of an endless mixture and of a finite one: what lies in every row of each batch, the streams
+that were read, and the states. With RESUME (a number of processes that ran before) it also goes on
+from each of their states.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-port, count, index, folder, before = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5])
+port, count, index, folder, before = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    Path(sys.argv[4]),
+    int(sys.argv[5]),
+)
 if count > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
@@ -38,7 +46,13 @@ def make(kind: str) -> StreamLoader:
         streaming=True,
         mix=MixStageConfig(weights={"code": 0.7, "docs": 0.3}, stop_strategy=stop),
         pack=PackStageConfig(seq_length=64),
-        load=LoadStageConfig(batch_size=8, mesh={"data": 4}, num_epochs=epochs, drop_last=False, shuffle_buffer_size=12),
+        load=LoadStageConfig(
+            batch_size=8,
+            mesh={"data": 4},
+            num_epochs=epochs,
+            drop_last=False,
+            shuffle_buffer_size=12,
+        ),
         num_streams=4,
     )
     return Pipeline(values).source().tokenize().mix().pack().load().build()
@@ -48,7 +62,9 @@ def rows_of(batch: dict[str, jax.Array]) -> dict[str, str]:
     found = {}
     for name, values in batch.items():
         for shard in values.addressable_shards:
-            for r, row in zip(range(*shard.index[0].indices(8)), np.asarray(shard.data), strict=True):
+            for r, row in zip(
+                range(*shard.index[0].indices(8)), np.asarray(shard.data), strict=True
+            ):
                 found[f"{name}[{r}]"] = hashlib.sha256(row.tobytes()).hexdigest()[:16]
     return found
 
@@ -69,9 +85,13 @@ for kind in ("endless", "finite"):
             first.restore(saved[step])
             for further in range(2):  # save → resume → save → resume
                 batches = iter(first)
-                assert rows_of(next(batches)) == seen[step + further], f"{kind}, resumed behind batch {step}"
+                assert rows_of(next(batches)) == seen[step + further], (
+                    f"{kind}, resumed behind batch {step}"
+                )
                 again = first.state().to_json()
-                assert again == saved[step + further + 1], f"{kind}: another state behind batch {step + further + 1}"
+                assert again == saved[step + further + 1], (
+                    f"{kind}: another state behind batch {step + further + 1}"
+                )
                 batches.close()  # type: ignore[attr-defined]
                 first = make(kind)
                 first.restore(again)

@@ -1,4 +1,6 @@
-"""Going on with a run although something is another thing than when its state was saved: refused, unless it is said, and then recorded."""
+"""Going on with a run although something is another thing than when its state was saved: refused,
+unless it is said, and then recorded.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ OTHER = MemoryCache(some_docs(LENGTHS, seed=9))
 
 def loader(cache=CACHE, *, plan_seed=5, **load) -> Loader:
     load = {"batch_size": 4, **load}
-    return Loader(plan_rows([cache], seed=plan_seed, num_epochs=load.get("num_epochs", 1)), LoadStageConfig(**load))
+    return Loader(
+        plan_rows([cache], seed=plan_seed, num_epochs=load.get("num_epochs", 1)),
+        LoadStageConfig(**load),
+    )
 
 
 def after(one: Loader, count: int) -> str:
@@ -41,14 +46,19 @@ def stretch(one: Loader, start: int, size: int) -> list[dict[str, np.ndarray]]:
     """The rows from `start` on, in batches of `size`, the last one full."""
     total = one.rows.num_rows
     assert total is not None
-    return [one.rows.batch(np.arange(a, a + size), 64) for a in range(start, total - size + 1, size)]
+    return [
+        one.rows.batch(np.arange(a, a + size), 64) for a in range(start, total - size + 1, size)
+    ]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_another_batch_size_goes_on_from_the_row_that_was_reached(drop_last, caplog):
     text = after(loader(drop_last=drop_last), 3)
     one = loader(batch_size=6, drop_last=drop_last)
-    with pytest.raises(StateError, match=r"config changed.*batch_size was 4, is 6.*restore\(state, allow_changed=\['config'\]\)"):
+    with pytest.raises(
+        StateError,
+        match=r"config changed.*batch_size was 4, is 6.*restore\(state, allow_changed=\['config'\]\)",
+    ):
         one.restore(text)
     with caplog.at_level(logging.WARNING, "easypipe"):
         one.restore(text, allow_changed=["config"])
@@ -62,9 +72,12 @@ def test_another_batch_size_goes_on_from_the_row_that_was_reached(drop_last, cap
     assert len(seen) == len(one) - 3
     state = one.state()
     assert (state.batch, state.row) == (len(one), 12 + sum(len(b[INPUT_IDS]) for b in seen))
-    assert [(c["batch"], c["row"], sorted(c)) for c in state.changes] == [(3, 12, ["batch", "config", "row"])]
+    assert [(c["batch"], c["row"], sorted(c)) for c in state.changes] == [
+        (3, 12, ["batch", "config", "row"])
+    ]
     assert LoaderState.from_json(state.to_json()) == state
-    assert_same_batches(one, loader(batch_size=6, drop_last=drop_last))  # the next iteration starts at the first batch
+    # the next iteration starts at the first batch
+    assert_same_batches(one, loader(batch_size=6, drop_last=drop_last))
 
 
 def test_what_was_allowed_once_needs_no_more_saying():
@@ -93,7 +106,10 @@ def test_what_stood_before_a_change_is_not_made_up():
     batches = iter(one)
     next(batches)
     for ask in (one.rows_of, one.batch, one.state_at):
-        with pytest.raises(StateError, match="batch 2 stood before batch 3, at which this run went on with something changed"):
+        with pytest.raises(
+            StateError,
+            match="batch 2 stood before batch 3, at which this run went on with something changed",
+        ):
             ask(2)
         with pytest.raises(IndexError, match="there is no batch -1"):
             ask(-1)
@@ -112,15 +128,20 @@ def test_other_data_go_on_at_the_same_row_of_what_there_is_now():
     one = loader(OTHER)
     for short in ([], ["sources"], ["plan", "config"]):
         with pytest.raises(
-            StateError, match=r"sources and plan changed.*: dataset d0 was '\w{8}', is '\w{8}'\. .*allow_changed=\['sources', 'plan'\]"
+            StateError,
+            match=r"sources and plan changed.*: dataset d0 was '\w{8}', is '\w{8}'\. .*allow_changed=\['sources', 'plan'\]",
         ):
             one.restore(text, allow_changed=short)
     allowed = re.search(r"allow_changed=(\[.*?\])", _refusal(one, text))
     assert allowed is not None
-    one.restore(text, allow_changed=re.findall(r"'(\w+)'", allowed[1]))  # what the message recommends
+    # what the message recommends
+    one.restore(text, allow_changed=re.findall(r"'(\w+)'", allowed[1]))
     assert_same_batches(one, stretch(one, 12, 4))
     [change] = one.state().changes
-    assert {name: [len(part) for part in change[name]] for name in ("sources", "plan")} == {"sources": [8, 8], "plan": [8, 8]}
+    assert {name: [len(part) for part in change[name]] for name in ("sources", "plan")} == {
+        "sources": [8, 8],
+        "plan": [8, 8],
+    }
     assert change["sources"][0] != change["sources"][1]
     another_order = loader(plan_seed=6)
     another_order.restore(text, allow_changed=["plan"])
@@ -141,7 +162,10 @@ def _refusal(one: Loader, text: str) -> str:
         ({"pack": {"seq_length": 32}}, "plan.pack.seq_length was 64, is 32"),
         ({"pack": {"strategy": "first_fit"}}, "plan.pack.strategy was 'greedy', is 'first_fit'"),
         ({"order": {"shuffle": False}}, "plan.order.shuffle was True, is False"),
-        ({"mix": {"stop_strategy": "all_exhausted"}}, "plan.stop was 'first_exhausted', is 'all_exhausted'"),
+        (
+            {"mix": {"stop_strategy": "all_exhausted"}},
+            "plan.stop was 'first_exhausted', is 'all_exhausted'",
+        ),
         ({"mix": {"max_epochs": {"docs": 3}}}, "plan.max_epochs was None, is [None, 3]"),
     ],
 )
@@ -149,12 +173,19 @@ def _refusal(one: Loader, text: str) -> str:
 def test_the_choice_that_changed_is_named(tmp_path, now, words, streaming):
     def make(now):
         options = {
-            "mix": {"weights": {"code": 7, "docs": 3}, "stop_strategy": "first_exhausted", **now.get("mix", {})},
+            "mix": {
+                "weights": {"code": 7, "docs": 3},
+                "stop_strategy": "first_exhausted",
+                **now.get("mix", {}),
+            },
             "pack": {"seq_length": 64, **now.get("pack", {})},
             "load": {"batch_size": 4},
             **{key: value for key, value in now.items() if key not in ("mix", "pack")},
         }
-        given = from_dict(PipelineConfig, {**to_dict(pipelines.config(tmp_path)), "streaming": streaming, **options})
+        given = from_dict(
+            PipelineConfig,
+            {**to_dict(pipelines.config(tmp_path)), "streaming": streaming, **options},
+        )
         return Pipeline(given).source().tokenize().mix().pack().load().build()
 
     text = after(make({}), 2)
@@ -176,13 +207,18 @@ def test_allowing_what_did_not_change_records_nothing():
 
 
 def test_unknown_components_are_refused():
-    with pytest.raises(ConfigError, match=r"allow_changed: a state has no component 'source' \(have: sources, .*Did you mean 'sources'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"allow_changed: a state has no component 'source' \(have: sources, .*Did you mean 'sources'",
+    ):
         loader().restore(after(loader(), 1), allow_changed=["source"])
 
 
 def test_a_row_behind_the_end_of_less_data_is_refused():
     one = loader(MemoryCache(some_docs(LENGTHS[:9])))
-    with pytest.raises(StateError, match=r"it stands at row 20, and there are fewer rows now\. Start a new run"):
+    with pytest.raises(
+        StateError, match=r"it stands at row 20, and there are fewer rows now\. Start a new run"
+    ):
         one.restore(after(loader(), 5), allow_changed=["sources", "plan"])
 
 
@@ -193,7 +229,8 @@ def test_only_the_datasets_that_changed_are_named():
     assert "dataset d0" not in refusal
     added = _refusal(Loader(plan_rows([CACHE, OTHER, OTHER]), LoadStageConfig(batch_size=4)), text)
     assert re.search(
-        r"changed since this state was saved: dataset d2 was None, is '\w{8}'; plan\.weights was \[1, 1\], is \[1, 1, 1\]\. ", added
+        r"changed since this state was saved: dataset d2 was None, is '\w{8}'; plan\.weights was \[1, 1\], is \[1, 1, 1\]\. ",
+        added,
     )
 
 
@@ -203,7 +240,9 @@ def test_a_state_with_every_change_it_may_have_stays_small(datasets):
 
     def make(size: int) -> Loader:
         rows = plan_rows(caches, window=7, stop="restart", num_epochs=None)
-        return Loader(rows, LoadStageConfig(batch_size=size, num_epochs=None, shuffle_buffer_size=100))
+        return Loader(
+            rows, LoadStageConfig(batch_size=size, num_epochs=None, shuffle_buffer_size=100)
+        )
 
     state = make(1).state_at(10**6 // 64)
     for i in range(MAX_CHANGES):
@@ -224,5 +263,8 @@ def test_a_run_that_ended_short_behind_a_change_cannot_be_prolonged():
     list(one)
     assert one.state().row == total
     longer = loader(batch_size=size, drop_last=False, num_epochs=2)
-    with pytest.raises(StateError, match=f"ended with a batch short of {size - (total - 12) % size} rows, and now there are more"):
+    with pytest.raises(
+        StateError,
+        match=f"ended with a batch short of {size - (total - 12) % size} rows, and now there are more",
+    ):
         longer.restore(one.state(), allow_changed=["plan"])

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, SourceError
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_IDS,
+)
 from easypipe.loader.collate import BATCH_COLUMNS, CollateConfig, collate, fresh_columns, row_width
 from laws import assert_labels, assert_rows_well_formed
 
@@ -23,11 +31,25 @@ def packed_rows(draw, max_rows: int = 5, max_slots: int = 24):
             length = draw(st.integers(1, num_slots - slot))
             segments[r, slot : slot + length] = segment
             slot, segment = slot + length, segment + 1
-    ids = np.asarray(draw(st.lists(st.integers(0, 99_999), min_size=num_rows * num_slots, max_size=num_rows * num_slots)), np.int32)
-    rows = {INPUT_IDS: np.where(segments > 0, ids.reshape(num_rows, num_slots), 7).astype(np.int32), SEGMENT_IDS: segments}
+    ids = np.asarray(
+        draw(
+            st.lists(
+                st.integers(0, 99_999), min_size=num_rows * num_slots, max_size=num_rows * num_slots
+            )
+        ),
+        np.int32,
+    )
+    rows = {
+        INPUT_IDS: np.where(segments > 0, ids.reshape(num_rows, num_slots), 7).astype(np.int32),
+        SEGMENT_IDS: segments,
+    }
     if draw(st.booleans()):
-        bits = draw(st.lists(st.booleans(), min_size=num_rows * num_slots, max_size=num_rows * num_slots))
-        rows[LOSS_MASK] = (np.asarray(bits, bool).reshape(num_rows, num_slots) & (segments > 0)).astype(np.int32)
+        bits = draw(
+            st.lists(st.booleans(), min_size=num_rows * num_slots, max_size=num_rows * num_slots)
+        )
+        rows[LOSS_MASK] = (
+            np.asarray(bits, bool).reshape(num_rows, num_slots) & (segments > 0)
+        ).astype(np.int32)
     return rows
 
 
@@ -58,7 +80,9 @@ def test_collate_equals_its_reference(rows, with_mask):
         assert batch[name].dtype == np.int32
         np.testing.assert_array_equal(batch[name], expected, err_msg=name)
     if with_mask:
-        np.testing.assert_array_equal(batch[ATTENTION_MASK], (rows[SEGMENT_IDS] > 0).astype(np.int32))
+        np.testing.assert_array_equal(
+            batch[ATTENTION_MASK], (rows[SEGMENT_IDS] > 0).astype(np.int32)
+        )
     assert_rows_well_formed(batch, pad_token_id=7)
     assert_labels(batch, rows.get(LOSS_MASK))
 
@@ -70,7 +94,8 @@ def test_the_edges_by_hand():
         LOSS_MASK: np.array([[1, 0, 1, 1, 1, 0]], np.int32),
     }
     batch = collate(rows)
-    # 5 stands before the masked 6; 6 before the target 7; 7 ends its segment; 8 before 9; 9 ends its segment; padding
+    # 5 stands before the masked 6; 6 before the target 7; 7 ends its segment; 8 before 9; 9 ends
+    # its segment; padding
     assert batch[LABELS].tolist() == [[IGNORE, 7, IGNORE, 9, IGNORE, IGNORE]]
     assert batch[POSITION_IDS].tolist() == [[0, 1, 2, 0, 1, 0]]
 
@@ -88,7 +113,11 @@ def test_a_segment_never_sees_another(rows, other):
             np.testing.assert_array_equal(after[r, ~here], before[r, ~here])
 
 
-@given(names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True), rows=st.integers(1, 9), slots=st.integers(1, 70))
+@given(
+    names=st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True),
+    rows=st.integers(1, 9),
+    slots=st.integers(1, 70),
+)
 def test_columns_are_fresh_contiguous_and_aligned(names, rows, slots):
     columns, again = fresh_columns(names, rows, slots), fresh_columns(names, rows, slots)
     for i, name in enumerate(names):
@@ -106,7 +135,9 @@ def test_columns_are_fresh_contiguous_and_aligned(names, rows, slots):
 
 def test_columns_of_other_shapes_are_refused():
     rows = {INPUT_IDS: np.zeros((2, 4), np.int32), SEGMENT_IDS: np.zeros((2, 5), np.int32)}
-    with pytest.raises(ValueError, match=r"column 'segment_ids' has shape \(2, 5\), input_ids \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"column 'segment_ids' has shape \(2, 5\), input_ids \(2, 4\)"
+    ):
         collate(rows)
 
 
@@ -116,9 +147,15 @@ def test_the_width_of_rows_that_are_documents():
     assert row_width(lengths, CollateConfig(padding=True)) == 9
     assert row_width(lengths, CollateConfig(padding="max_length", max_length=16)) == 16
     assert row_width(np.array([4, 4]), CollateConfig(padding=False)) == 4
-    with pytest.raises(SourceError, match=r"row 1 of the batch: 9 tokens do not fit max_length 8.*raise max_length to 9"):
+    with pytest.raises(
+        SourceError,
+        match=r"row 1 of the batch: 9 tokens do not fit max_length 8.*raise max_length to 9",
+    ):
         row_width(lengths, CollateConfig(padding="max_length", max_length=8))
-    with pytest.raises(SourceError, match=r"row 2 of the batch: 0 tokens, another row has 9, and padding is False.*padding='longest'"):
+    with pytest.raises(
+        SourceError,
+        match=r"row 2 of the batch: 0 tokens, another row has 9, and padding is False.*padding='longest'",
+    ):
         row_width(lengths, CollateConfig(padding=False))
 
 

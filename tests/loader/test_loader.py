@@ -28,7 +28,9 @@ OTHER = MemoryCache(some_docs(LENGTHS[:40], seed=8))
 
 def loader(*, rows=None, seed=0, collate=None, **load) -> Loader:
     load = {"batch_size": 4, **load}
-    rows = rows or plan_rows([CACHE, OTHER], weights=[0.7, 0.3], num_epochs=load.get("num_epochs", 1))
+    rows = rows or plan_rows(
+        [CACHE, OTHER], weights=[0.7, 0.3], num_epochs=load.get("num_epochs", 1)
+    )
     return Loader(rows, LoadStageConfig(**load), seed=seed, collate=collate)
 
 
@@ -47,7 +49,9 @@ PREFETCH = [
 @pytest.mark.parametrize("shuffle", [None, 10])
 def test_batches_do_not_depend_on_how_they_are_made(prefetch, shuffle):
     wanted = list(loader(num_epochs=2, shuffle_buffer_size=shuffle))
-    count = assert_same_batches(wanted, loader(num_epochs=2, shuffle_buffer_size=shuffle, **prefetch))
+    count = assert_same_batches(
+        wanted, loader(num_epochs=2, shuffle_buffer_size=shuffle, **prefetch)
+    )
     assert count == len(wanted) == len(loader(num_epochs=2)) > 20
 
 
@@ -71,7 +75,9 @@ def test_a_batch_is_a_stretch_of_rows():
 @pytest.mark.parametrize("prefetch", PREFETCH, ids=str)
 def test_exact_resume_at_every_batch(prefetch):
     def make():
-        return loader(batch_size=3, num_epochs=2, shuffle_buffer_size=7, drop_last=False, **prefetch)
+        return loader(
+            batch_size=3, num_epochs=2, shuffle_buffer_size=7, drop_last=False, **prefetch
+        )
 
     assert_exact_resume(make, len(make()))
 
@@ -94,7 +100,12 @@ def test_save_resume_save_resume(hops, shuffle, seq_length, epochs, group):
             seq_length=seq_length,
         )
         groups = group if seq_length is None else None
-        return Loader(rows, LoadStageConfig(batch_size=5, num_epochs=epochs, shuffle_buffer_size=shuffle, group_by_length=groups))
+        return Loader(
+            rows,
+            LoadStageConfig(
+                batch_size=5, num_epochs=epochs, shuffle_buffer_size=shuffle, group_by_length=groups
+            ),
+        )
 
     assert_exact_resume(make, 20, hops=hops, stops=[0, 1, 7, 13])
 
@@ -108,7 +119,9 @@ def test_the_state_is_of_the_batch_last_yielded_whatever_is_in_flight():
         time.sleep(0.02)  # let the buffer fill up behind it
         state = one.state()
         assert (state.batch, state.row) == (n, 4 * n)
-    assert one.state() == loader(prefetch_enabled=False, mesh=None).state().__class__.from_json(state.to_json())
+    assert one.state() == loader(prefetch_enabled=False, mesh=None).state().__class__.from_json(
+        state.to_json()
+    )
     list(batches)
     assert one.state().batch == len(one)
 
@@ -146,7 +159,9 @@ def test_a_restored_loader_tells_its_state_without_looking_back():
         batches.close()
         hint = json.loads(text)["hint"]
         marks = [mark.index for mark in one.rows.plan.checkpoints()]
-        assert not [mark for mark in marks if 0 < mark < hint["index"]], "the windows before the state were planned"
+        assert not [mark for mark in marks if 0 < mark < hint["index"]], (
+            "the windows before the state were planned"
+        )
 
 
 def loader_state_at(batch: int, **load) -> str:
@@ -157,7 +172,11 @@ def loader_state_at(batch: int, **load) -> str:
     return one.state().to_json()
 
 
-@pytest.mark.parametrize("form", [str, str.encode, json.loads, LoaderState.from_json], ids=["text", "bytes", "dict", "state"])
+@pytest.mark.parametrize(
+    "form",
+    [str, str.encode, json.loads, LoaderState.from_json],
+    ids=["text", "bytes", "dict", "state"],
+)
 def test_restore_takes_a_state_in_every_form(form):
     one = loader()
     one.restore(form(loader_state_at(3)))
@@ -183,16 +202,23 @@ def test_a_run_can_be_prolonged_unless_its_last_batch_was_short():
     short = Loader(plan_rows([CACHE]), LoadStageConfig(batch_size=size, drop_last=False))
     list(short)
     assert short.state().row == rows
-    prolonged = Loader(plan_rows([CACHE], num_epochs=2), LoadStageConfig(batch_size=size, drop_last=False, num_epochs=2))
+    prolonged = Loader(
+        plan_rows([CACHE], num_epochs=2),
+        LoadStageConfig(batch_size=size, drop_last=False, num_epochs=2),
+    )
     with pytest.raises(
-        StateError, match=rf"ended with a batch short of {size - rows % size} rows, and now there are more\. Restore an earlier state"
+        StateError,
+        match=rf"ended with a batch short of {size - rows % size} rows, and now there are more\. Restore an earlier state",
     ):
         prolonged.restore(short.state())
 
 
 def test_states_are_small_and_survive_json():
     caches = [MemoryCache(some_docs([5, 9, 12], seed=i), parts=1) for i in range(60)]
-    one = Loader(plan_rows(caches, window=7, stop="restart", num_epochs=None), LoadStageConfig(num_epochs=None, shuffle_buffer_size=100))
+    one = Loader(
+        plan_rows(caches, window=7, stop="restart", num_epochs=None),
+        LoadStageConfig(num_epochs=None, shuffle_buffer_size=100),
+    )
     batches = iter(one)
     for _ in range(30):
         next(batches)
@@ -205,13 +231,28 @@ def test_states_are_small_and_survive_json():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": 8}, r"loader state: config changed since this state was saved: batch_size was 4, is 8\. Restore into the pipeline"),
-        ({"shuffle_buffer_size": 9}, r"config changed.*shuffle_buffer_size was None, is 9; shuffle_key was None, is \d+"),
+        (
+            {"batch_size": 8},
+            r"loader state: config changed since this state was saved: batch_size was 4, is 8\. Restore into the pipeline",
+        ),
+        (
+            {"shuffle_buffer_size": 9},
+            r"config changed.*shuffle_buffer_size was None, is 9; shuffle_key was None, is \d+",
+        ),
         ({"drop_last": False}, r"config changed.*drop_last was True, is False"),
-        ({"collate": CollateConfig(attention_mask=True)}, r"config changed.*attention_mask was False, is True"),
+        (
+            {"collate": CollateConfig(attention_mask=True)},
+            r"config changed.*attention_mask was False, is True",
+        ),
         ({"rows": plan_rows([CACHE, OTHER], weights=[0.6, 0.4])}, r"state: plan changed since"),
-        ({"rows": plan_rows([CACHE, OTHER], weights=[0.7, 0.3], seed=6)}, r"state: plan changed since"),
-        ({"rows": plan_rows([CACHE, CACHE], weights=[0.7, 0.3])}, r"state: sources and plan changed since"),
+        (
+            {"rows": plan_rows([CACHE, OTHER], weights=[0.7, 0.3], seed=6)},
+            r"state: plan changed since",
+        ),
+        (
+            {"rows": plan_rows([CACHE, CACHE], weights=[0.7, 0.3])},
+            r"state: sources and plan changed since",
+        ),
     ],
 )
 def test_a_refusal_names_what_changed(change, message):
@@ -245,7 +286,10 @@ def test_what_changes_no_batch_is_free_to_change():
         (lambda t: "[]", "no state of a loader"),
         (lambda t: "{}", "no state of a loader"),
         (lambda t: t.replace('"batch":2', '"batch":3'), "damaged: its checksum does not fit"),
-        (lambda t: t.replace('"version":1', '"version":2'), r"format version 2, this easypipe reads 1\. Restore with the easypipe"),
+        (
+            lambda t: t.replace('"version":1', '"version":2'),
+            r"format version 2, this easypipe reads 1\. Restore with the easypipe",
+        ),
     ],
 )
 def test_damaged_states_are_refused(damage, message):
@@ -254,8 +298,12 @@ def test_damaged_states_are_refused(damage, message):
 
 
 def test_restoring_late_is_fast():
-    """Batch 100,000 of a run over a few million tokens' worth of windows, in another process's plan."""
-    lengths = np.random.Generator(np.random.PCG64(1)).lognormal(6, 1, 4000).astype(int).clip(1, 4000)
+    """Batch 100,000 of a run over a few million tokens' worth of windows, in another process's
+    plan.
+    """
+    lengths = (
+        np.random.Generator(np.random.PCG64(1)).lognormal(6, 1, 4000).astype(int).clip(1, 4000)
+    )
     cache = MemoryCache(some_docs(lengths), parts=2)
     stored = np.array([len(d) for d in cache.docs], np.int32)
     cache.lengths = lambda docs: stored[docs]
@@ -263,7 +311,10 @@ def test_restoring_late_is_fast():
     cache.has_eos = lambda docs: ends[docs]
 
     def make():
-        return Loader(plan_rows([cache], seq_length=512, window=4000, num_epochs=None), LoadStageConfig(batch_size=8, num_epochs=None))
+        return Loader(
+            plan_rows([cache], seq_length=512, window=4000, num_epochs=None),
+            LoadStageConfig(batch_size=8, num_epochs=None),
+        )
 
     one = make()
     one._yielded = 100_000
@@ -293,7 +344,9 @@ def test_len_is_the_number_of_batches(batch_size, drop_last):
 
 
 def test_len_of_what_never_ends_is_a_type_error():
-    one = Loader(plan_rows([CACHE, OTHER], stop="restart", num_epochs=None), LoadStageConfig(num_epochs=None))
+    one = Loader(
+        plan_rows([CACHE, OTHER], stop="restart", num_epochs=None), LoadStageConfig(num_epochs=None)
+    )
     with pytest.raises(TypeError, match=r"never ends, so it has no len\(\).*max_steps"):
         len(one)
     assert sum(1 for _ in itertools.islice(iter(one), 300)) == 300
@@ -303,7 +356,11 @@ def test_a_short_batch_on_a_mesh_is_filled_with_rows_that_weigh_nothing():
     rows = plan_rows([CACHE]).num_rows
     size = next(n for n in range(3, 9) if rows % n)
     host = list(Loader(plan_rows([CACHE]), LoadStageConfig(batch_size=size, drop_last=False)))
-    mesh = list(Loader(plan_rows([CACHE]), LoadStageConfig(batch_size=size, drop_last=False, mesh={"data": 1})))
+    mesh = list(
+        Loader(
+            plan_rows([CACHE]), LoadStageConfig(batch_size=size, drop_last=False, mesh={"data": 1})
+        )
+    )
     last = {name: np.asarray(values) for name, values in mesh[-1].items()}
     left = rows % size
     assert last[INPUT_IDS].shape == (size, 64)
@@ -317,7 +374,12 @@ def test_a_short_batch_on_a_mesh_is_filled_with_rows_that_weigh_nothing():
 
 def test_epochs_are_new_permutations_of_all_rows():
     one = list(Loader(plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=1)))
-    two = list(Loader(plan_rows([CACHE], seq_length=None, num_epochs=2), LoadStageConfig(batch_size=1, num_epochs=2)))
+    two = list(
+        Loader(
+            plan_rows([CACHE], seq_length=None, num_epochs=2),
+            LoadStageConfig(batch_size=1, num_epochs=2),
+        )
+    )
     assert_same_batches(one, two[:90])
     rows = [batch[INPUT_IDS].tobytes() for batch in two]
     assert sorted(rows[:90]) == sorted(rows[90:])
@@ -330,7 +392,9 @@ def test_the_shuffle_buffer_permutes_within_its_blocks():
     for start in range(0, len(plain), 8):
         assert sorted(plain[start : start + 8]) == sorted(mixed[start : start + 8])
     assert plain != mixed
-    assert mixed != [b[INPUT_IDS].tobytes() for b in loader(batch_size=1, shuffle_buffer_size=8, seed=1)]
+    assert mixed != [
+        b[INPUT_IDS].tobytes() for b in loader(batch_size=1, shuffle_buffer_size=8, seed=1)
+    ]
     assert plain == [b[INPUT_IDS].tobytes() for b in loader(batch_size=1, shuffle_buffer_size=1)]
 
 
@@ -343,15 +407,23 @@ def test_padding_of_documents():
     for t, batch in enumerate(Loader(rows, LoadStageConfig(batch_size=6))):
         assert batch[INPUT_IDS].shape == (6, lengths[6 * t : 6 * t + 6].max())
     fixed = Loader(
-        plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding="max_length", max_length=80)
+        plan_rows([CACHE], seq_length=None),
+        LoadStageConfig(batch_size=6),
+        collate=CollateConfig(padding="max_length", max_length=80),
     )
     assert {batch[INPUT_IDS].shape for batch in fixed} == {(6, 80)}
-    ragged = Loader(plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding=False))
+    ragged = Loader(
+        plan_rows([CACHE], seq_length=None),
+        LoadStageConfig(batch_size=6),
+        collate=CollateConfig(padding=False),
+    )
     with pytest.raises(SourceError, match="padding is False") as caught:
         list(ragged)
     assert caught.value.__notes__ == ["loader: batch 0, rows 0:6, stage 'lengths'"]
     short = Loader(
-        plan_rows([CACHE], seq_length=None), LoadStageConfig(batch_size=6), collate=CollateConfig(padding="max_length", max_length=9)
+        plan_rows([CACHE], seq_length=None),
+        LoadStageConfig(batch_size=6),
+        collate=CollateConfig(padding="max_length", max_length=9),
     )
     with pytest.raises(SourceError, match="do not fit max_length 9"):
         list(short)
@@ -359,7 +431,9 @@ def test_padding_of_documents():
 
 def test_the_attention_mask_is_where_tokens_stand():
     for batch in loader(collate=CollateConfig(attention_mask=True)):
-        np.testing.assert_array_equal(batch[ATTENTION_MASK], (batch[SEGMENT_IDS] > 0).astype(np.int32))
+        np.testing.assert_array_equal(
+            batch[ATTENTION_MASK], (batch[SEGMENT_IDS] > 0).astype(np.int32)
+        )
     assert ATTENTION_MASK not in next(iter(loader()))
 
 
@@ -391,7 +465,12 @@ class Slow:
     """Rows that are read from somewhere slow, or not at all."""
 
     def __init__(self, rows, stuck_at: int, error: Exception | None = None):
-        self._rows, self._stuck_at, self._error, self.release = rows, stuck_at, error, threading.Event()
+        self._rows, self._stuck_at, self._error, self.release = (
+            rows,
+            stuck_at,
+            error,
+            threading.Event(),
+        )
 
     def __getattr__(self, name):
         return getattr(self._rows, name)
@@ -409,7 +488,10 @@ def test_a_stall_is_named_and_is_not_the_end():
     one = Loader(slow, LoadStageConfig(batch_size=4, stall_timeout_s=0.3), name="loader of 'code'")
     batches = iter(one)
     assert [next(batches)[INPUT_IDS].shape for _ in range(2)] == [(4, 64)] * 2
-    with pytest.raises(StallError, match=r"loader of 'code': batch 2 was not ready after 0\.3 s; it is in stage 'gather'"):
+    with pytest.raises(
+        StallError,
+        match=r"loader of 'code': batch 2 was not ready after 0\.3 s; it is in stage 'gather'",
+    ):
         next(batches)
     assert one.state().batch == 2
     slow.release.set()
@@ -462,13 +544,20 @@ def test_bad_meshes_are_refused_before_there_are_devices():
 
 
 def test_epochs_that_contradict_the_rows_are_refused():
-    with pytest.raises(ConfigError, match=r"load\.num_epochs: 2, but the rows are counted over 1\. Set num_epochs=1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load\.num_epochs: 2, but the rows are counted over 1\. Set num_epochs=1",
+    ):
         Loader(plan_rows([CACHE]), LoadStageConfig(num_epochs=2))
 
 
 def test_padding_of_packed_rows_is_refused():
     with pytest.raises(ConfigError, match="every row has 64 slots already"):
-        Loader(plan_rows([CACHE]), LoadStageConfig(), collate=CollateConfig(padding="max_length", max_length=80))
+        Loader(
+            plan_rows([CACHE]),
+            LoadStageConfig(),
+            collate=CollateConfig(padding="max_length", max_length=80),
+        )
 
 
 def test_a_loader_is_what_trainers_want():

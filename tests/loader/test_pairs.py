@@ -1,4 +1,6 @@
-"""Pairs of answers: packed as one document each, two segments in every row, whatever lays the rows out."""
+"""Pairs of answers: packed as one document each, two segments in every row, whatever lays the rows
+out.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_BREAK, SEGMENT_IDS
+from easypipe.core.schema import (
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_BREAK,
+    SEGMENT_IDS,
+)
 from easypipe.loader.collate import collate
 from easypipe.loader.explain import explain_rows
 from easypipe.loader.targets import count_targets
@@ -16,8 +26,12 @@ from strategies import examples
 SLOTS = 32
 
 
-def some_pairs(seed: int, count: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """(chosen, its mask, rejected, its mask): ids that tell pair and answer, ended by EOS; the first tokens of each are a prompt."""
+def some_pairs(
+    seed: int, count: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """(chosen, its mask, rejected, its mask): ids that tell pair and answer, ended by EOS; the
+    first tokens of each are a prompt.
+    """
     rng = np.random.Generator(np.random.PCG64(seed))
     made = []
     for number in range(count):
@@ -63,7 +77,9 @@ def test_both_answers_stand_in_one_row_as_segments_of_their_own(seed, strategy):
                 wanted = np.where(mask[1:] == 1, ids[1:], IGNORE)
                 np.testing.assert_array_equal(batch[LABELS][row, slots], [*wanted, IGNORE])
     assert sorted(seen) == list(range(len(pairs)))
-    assert count_targets(rows.plan, [cache], rows.num_rows)[0].sum() == (batch[LABELS] != IGNORE).sum()
+    assert (
+        count_targets(rows.plan, [cache], rows.num_rows)[0].sum() == (batch[LABELS] != IGNORE).sum()
+    )
 
 
 def test_documents_in_rows_of_their_own_are_two_segments_too():

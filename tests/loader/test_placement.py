@@ -1,4 +1,6 @@
-"""On eight fake devices and in real processes: both need their own interpreter, because JAX counts its devices once."""
+"""On eight fake devices and in real processes: both need their own interpreter, because JAX counts
+its devices once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def loader(**load) -> Loader:
 
 
 def test_ten_batches_held_on_a_cpu_device_do_not_change():
-    """JAX uses aligned host memory as it stands, so a buffer that is used again would show through in a batch that is still held."""
+    """JAX uses aligned host memory as it stands, so a buffer that is used again would show through
+    in a batch that is still held.
+    """
     for collated in ({"mesh": {"data": 1}}, {"prefetch_to_device": True}):
         wanted = [{name: values.copy() for name, values in batch.items()} for batch in loader()]
         held = list(loader(**collated, prefetch_workers=3, prefetch_buffer_size=6))
@@ -45,7 +49,10 @@ def test_ten_batches_put_on_a_device_by_hand_do_not_change():
     import jax
 
     wanted = [{name: values.copy() for name, values in batch.items()} for batch in loader()]
-    held = [jax.device_put(batch, jax.devices()[0]) for batch in loader(prefetch_workers=3, prefetch_buffer_size=6)]
+    held = [
+        jax.device_put(batch, jax.devices()[0])
+        for batch in loader(prefetch_workers=3, prefetch_buffer_size=6)
+    ]
     for batch, expected in zip(held, wanted, strict=True):
         for name, values in expected.items():
             np.testing.assert_array_equal(np.asarray(batch[name]), values)
@@ -56,7 +63,10 @@ def test_without_a_mesh_batches_are_numpy_and_with_one_they_are_jax():
 
     assert type(next(iter(loader()))) is dict
     assert all(type(values) is np.ndarray for values in next(iter(loader())).values())
-    for on_device in (next(iter(loader(prefetch_to_device=True))), next(iter(loader(mesh={"data": -1})))):
+    for on_device in (
+        next(iter(loader(prefetch_to_device=True))),
+        next(iter(loader(mesh={"data": -1}))),
+    ):
         assert all(isinstance(values, jax.Array) for values in on_device.values())
         assert {values.sharding.mesh.axis_names for values in on_device.values()} == {("data",)}
 
@@ -75,11 +85,19 @@ def test_numpy_loading_does_not_import_jax():
     ("mesh", "spec", "message"),
     [
         ({"data": 3}, None, r"mesh: data=3 is 3 devices, there are 1\. Set one axis to -1"),
-        ({"data": 2, "tensor": -1}, None, r"mesh: data=2 x tensor=-1: the fixed axes take 2 devices, which does not divide the 1"),
+        (
+            {"data": 2, "tensor": -1},
+            None,
+            r"mesh: data=2 x tensor=-1: the fixed axes take 2 devices, which does not divide the 1",
+        ),
         ({}, None, r"mesh: no axes\. Write \{'data': -1\}"),
         ({"data": "all"}, None, r"mesh\.data: 'all' is no axis size"),
         ("data", None, r"mesh: expected a jax Mesh or \{axis: size\}, got 'data'"),
-        ({"data": 1}, ["dat"], r"partition_spec: the mesh has no axis 'dat' \(have: data\)\. Did you mean 'data'\?"),
+        (
+            {"data": 1},
+            ["dat"],
+            r"partition_spec: the mesh has no axis 'dat' \(have: data\)\. Did you mean 'data'\?",
+        ),
         ({"data": 1}, ["data", "data"], r"partition_spec: axis 'data' stands twice"),
         ({"data": 1}, ["data", None, None], r"has 3 entries, batches have 2 dimensions"),
         ({"data": 1}, 5, r"partition_spec: expected a PartitionSpec or a list, got 5"),

@@ -25,14 +25,23 @@ def counted(stop: int | None, seconds: float = 0.0):
     return make
 
 
-@given(start=st.integers(0, 5), count=st.integers(0, 20), workers=st.integers(1, 5), ahead=st.integers(1, 7))
+@given(
+    start=st.integers(0, 5),
+    count=st.integers(0, 20),
+    workers=st.integers(1, 5),
+    ahead=st.integers(1, 7),
+)
 def test_items_come_in_order_whoever_makes_them(start, count, workers, ahead):
-    made = list(Prefetcher(counted(start + count), start, workers=workers, ahead=ahead, stall_timeout_s=10))
+    made = list(
+        Prefetcher(counted(start + count), start, workers=workers, ahead=ahead, stall_timeout_s=10)
+    )
     assert made == list(InOrder(counted(start + count), start)) == list(range(start, start + count))
 
 
 def test_items_that_overtake_each_other_wait():
-    assert list(Prefetcher(counted(12, 0.01), 0, workers=3, ahead=6, stall_timeout_s=10)) == list(range(12))
+    assert list(Prefetcher(counted(12, 0.01), 0, workers=3, ahead=6, stall_timeout_s=10)) == list(
+        range(12)
+    )
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
@@ -55,7 +64,11 @@ def test_no_more_than_ahead_items_are_made(ahead):
 def test_workers_are_threads_that_do_exist():
     before = set(threading.enumerate())
     items = Prefetcher(counted(None), 0, workers=3, ahead=5, stall_timeout_s=10, name="seen")
-    assert sorted(t.name for t in set(threading.enumerate()) - before) == ["easypipe-seen-0", "easypipe-seen-1", "easypipe-seen-2"]
+    assert sorted(t.name for t in set(threading.enumerate()) - before) == [
+        "easypipe-seen-0",
+        "easypipe-seen-1",
+        "easypipe-seen-2",
+    ]
     items.close()
     assert_no_new_threads(before)
 
@@ -98,13 +111,18 @@ def test_an_error_comes_where_its_item_was_due_and_never_turns_into_the_end(kind
             raise error
         return index
 
-    items = kind(make, 0, workers=3, ahead=8, stall_timeout_s=10) if kind is Prefetcher else kind(make, 0)
+    items = (
+        kind(make, 0, workers=3, ahead=8, stall_timeout_s=10)
+        if kind is Prefetcher
+        else kind(make, 0)
+    )
     assert list(itertools.islice(items, 3)) == [0, 1, 2]
     for _ in range(2):
         with pytest.raises(SourceError, match="row 17: not UTF-8") as caught:
             next(items)
     assert "dataset 'code'" in caught.value.__notes__
-    assert "make" in [frame.name for frame in caught.traceback]  # where it happened, not only where it was raised again
+    # where it happened, not only where it was raised again
+    assert "make" in [frame.name for frame in caught.traceback]
     assert_no_new_threads(before)
 
 
@@ -125,7 +143,9 @@ def test_a_stall_names_the_stage_and_is_never_the_end():
     with pytest.raises(StallError) as caught:
         next(items)
     assert 0.25 < time.monotonic() - started < 5
-    assert str(caught.value).startswith("train: batch 2 was not ready after 0.3 s; it is in stage 'read gs://bucket/shard-3', there for 0.")
+    assert str(caught.value).startswith(
+        "train: batch 2 was not ready after 0.3 s; it is in stage 'read gs://bucket/shard-3', there for 0."
+    )
     assert "raise stall_timeout_s" in str(caught.value)
     with pytest.raises(StallError):
         next(items)
@@ -147,7 +167,9 @@ def test_a_worker_that_hangs_at_close_is_named(caplog):
     time.sleep(0.05)
     with caplog.at_level(logging.WARNING, "easypipe"):
         items.close(join_timeout_s=0.1)
-    assert "easypipe-loader-0 did not end within 0.1 s; it is at batch 0, stage 'read'" in caplog.text
+    assert (
+        "easypipe-loader-0 did not end within 0.1 s; it is at batch 0, stage 'read'" in caplog.text
+    )
     release.set()
 
 

@@ -8,7 +8,13 @@ from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_I
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.row_transforms import MappedRows
 from easypipe.loader.stored import StoredRows
-from laws import assert_exact_resume, assert_labels, assert_rows_by_number, assert_rows_well_formed, assert_same_batches
+from laws import (
+    assert_exact_resume,
+    assert_labels,
+    assert_rows_by_number,
+    assert_rows_well_formed,
+    assert_same_batches,
+)
 from loader_support import MemoryCache, plan_rows, some_docs
 
 LENGTHS = np.random.Generator(np.random.PCG64(3)).integers(1, 60, 90)
@@ -50,8 +56,12 @@ def test_the_laws_of_rows(cache):
     assert 0.1 < changed.sum() / (before[SEGMENT_IDS] > 0).sum() < 0.3
     assert not made[LOSS_MASK][changed].any()
     np.testing.assert_array_equal(made[SEGMENT_IDS], before[SEGMENT_IDS])
-    stored = StoredRows({INPUT_IDS: [np.arange(2, 2 + n) for n in range(1, 20)]}, seq_length=20, num_epochs=3)
-    assert_rows_by_number(MappedRows(stored, drop_tokens, "1", 7), np.array([0, 40, 19, -1, 56]), 20)
+    stored = StoredRows(
+        {INPUT_IDS: [np.arange(2, 2 + n) for n in range(1, 20)]}, seq_length=20, num_epochs=3
+    )
+    assert_rows_by_number(
+        MappedRows(stored, drop_tokens, "1", 7), np.array([0, 40, 19, -1, 56]), 20
+    )
     assert stored.epochs(np.array([0, 18, 19, 56, -1])).tolist() == [0, 0, 1, 2, 0]
 
 
@@ -64,7 +74,13 @@ def test_what_is_dropped_is_no_target_and_the_shift_comes_after():
 
 
 @pytest.mark.parametrize(
-    "load", [{"prefetch_enabled": False}, {"prefetch_workers": 4, "prefetch_buffer_size": 6}, {"mesh": {"data": 1}}], ids=str
+    "load",
+    [
+        {"prefetch_enabled": False},
+        {"prefetch_workers": 4, "prefetch_buffer_size": 6},
+        {"mesh": {"data": 1}},
+    ],
+    ids=str,
 )
 def test_batches_do_not_depend_on_how_they_are_made(load):
     assert_same_batches(loader(), loader(**load))
@@ -80,7 +96,9 @@ def test_nor_on_how_many_processes_share_the_rows(processes):
 
 
 def test_exact_resume():
-    assert_exact_resume(lambda: loader(shuffle_buffer_size=7, prefetch_workers=2), len(loader()), hops=[2, 3])
+    assert_exact_resume(
+        lambda: loader(shuffle_buffer_size=7, prefetch_workers=2), len(loader()), hops=[2, 3]
+    )
 
 
 def test_keys_differ_by_seed_epoch_row_and_place_in_the_chain():
@@ -92,25 +110,36 @@ def test_keys_differ_by_seed_epoch_row_and_place_in_the_chain():
     first = keys(loader(rows=rows, transform=note_key, batch_size=10))
     assert len(set(first)) > 95
     assert first != keys(loader(rows=rows, transform=note_key, batch_size=10, seed=1))
-    second = loader(rows=rows, transform=lambda columns, key: None, version="0", batch_size=10).map_rows(note_key, version="1")
+    second = loader(
+        rows=rows, transform=lambda columns, key: None, version="0", batch_size=10
+    ).map_rows(note_key, version="1")
     assert first != keys(second)
 
 
 def test_another_version_is_another_config():
     saved = loader().state()
     with pytest.raises(
-        StateError, match=r"config changed.*row_transforms was \[\['.*drop_tokens', '1'\]\], is \[\['.*drop_tokens', '2'\]\]"
+        StateError,
+        match=r"config changed.*row_transforms was \[\['.*drop_tokens', '1'\]\], is \[\['.*drop_tokens', '2'\]\]",
     ):
         loader(version="2").restore(saved.to_json())
     with pytest.raises(StateError, match=r"row_transforms was \[\[.*\]\], is None"):
-        Loader(plan_rows([CACHE], num_epochs=2), LoadStageConfig(batch_size=3, num_epochs=2)).restore(saved)
+        Loader(
+            plan_rows([CACHE], num_epochs=2), LoadStageConfig(batch_size=3, num_epochs=2)
+        ).restore(saved)
 
 
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (lambda columns, key: {"labels": columns[INPUT_IDS]}, r"row 0: returned column 'labels', int32 of shape \(64,\)\. Return integers"),
-        (lambda columns, key: {INPUT_IDS: columns[INPUT_IDS][:3]}, r"returned column 'input_ids', int32 of shape \(3,\)"),
+        (
+            lambda columns, key: {"labels": columns[INPUT_IDS]},
+            r"row 0: returned column 'labels', int32 of shape \(64,\)\. Return integers",
+        ),
+        (
+            lambda columns, key: {INPUT_IDS: columns[INPUT_IDS][:3]},
+            r"returned column 'input_ids', int32 of shape \(3,\)",
+        ),
         (lambda columns, key: {LOSS_MASK: np.zeros(64)}, r"returned column 'loss_mask', float64"),
     ],
 )
@@ -128,7 +157,9 @@ def test_segments_cannot_be_changed_and_errors_name_the_row():
     assert any("epoch 0, row 0" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(("transform", "version", "at"), [(3, "1", "map_rows"), (drop_tokens, "", r"map_rows\.version")])
+@pytest.mark.parametrize(
+    ("transform", "version", "at"), [(3, "1", "map_rows"), (drop_tokens, "", r"map_rows\.version")]
+)
 def test_bad_transforms(transform, version, at):
     with pytest.raises(ConfigError, match=at):
         loader(transform=transform, version=version)
@@ -137,9 +168,21 @@ def test_bad_transforms(transform, version, at):
 def test_ranks_draw_what_one_process_draws():
     plain = Loader(plan_rows([CACHE], num_epochs=2), LoadStageConfig(batch_size=3, num_epochs=2))
     for rank in range(2):
-        after = plain.map_rows(drop_tokens, version="1").map_rows(note_key, version="2").of_rank(rank, 2)
-        before = plain.of_rank(rank, 2).map_rows(drop_tokens, version="1").map_rows(note_key, version="2")
-        between = plain.map_rows(drop_tokens, version="1").of_rank(rank, 2).map_rows(note_key, version="2")
+        after = (
+            plain.map_rows(drop_tokens, version="1")
+            .map_rows(note_key, version="2")
+            .of_rank(rank, 2)
+        )
+        before = (
+            plain.of_rank(rank, 2)
+            .map_rows(drop_tokens, version="1")
+            .map_rows(note_key, version="2")
+        )
+        between = (
+            plain.map_rows(drop_tokens, version="1")
+            .of_rank(rank, 2)
+            .map_rows(note_key, version="2")
+        )
         assert assert_same_batches(after, before) == assert_same_batches(after, between) > 5
         with pytest.raises(StateError, match="config"):
             before.restore(plain.of_rank(rank, 2).state().to_json())

@@ -27,7 +27,9 @@ def datasets(draw):
         if draw(st.booleans()):
             bits = draw(st.lists(st.integers(0, 1), min_size=sum(lengths), max_size=sum(lengths)))
             masks = np.split(np.array(bits, np.uint8), np.cumsum(lengths)[:-1])
-        caches.append(MemoryCache(docs, vocab_size=vocab, masks=masks, parts=draw(st.integers(1, 4))))
+        caches.append(
+            MemoryCache(docs, vocab_size=vocab, masks=masks, parts=draw(st.integers(1, 4)))
+        )
     return caches
 
 
@@ -41,7 +43,9 @@ def datasets(draw):
 )
 def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data, asked):
     rows = plan_rows(caches, seq_length=seq_length, strategy=strategy, train_continued=asked)
-    numbers = np.array(data.draw(st.lists(st.integers(-1, rows.num_rows - 1), min_size=1, max_size=9)), np.int64)
+    numbers = np.array(
+        data.draw(st.lists(st.integers(-1, rows.num_rows - 1), min_size=1, max_size=9)), np.int64
+    )
     expected = slow_rows(rows, numbers.tolist(), seq_length)
     at_rest = rows.gather(numbers)
     batch = rows.batch(numbers, seq_length)
@@ -53,7 +57,9 @@ def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data, aske
     assert list(batch) == list(BATCH_COLUMNS)
     np.testing.assert_array_equal(batch[LABELS], slow_labels(expected))
     for name, values in collate(at_rest).items():
-        np.testing.assert_array_equal(batch[name], values, err_msg=f"{name}: the fused pass is not collate(gather)")
+        np.testing.assert_array_equal(
+            batch[name], values, err_msg=f"{name}: the fused pass is not collate(gather)"
+        )
     real = {name: values[numbers >= 0] for name, values in at_rest.items()}
     assert_rows_well_formed(real, pad_token_id=PAD)
     assert_labels(batch, expected[LOSS_MASK])
@@ -61,9 +67,18 @@ def test_packed_rows_equal_the_slow_way(caches, seq_length, strategy, data, aske
 
 def test_a_piece_that_goes_on_with_an_answer_has_no_target_without_its_prompt():
     docs = [np.arange(2, 22), np.arange(22, 42)]
-    prompt_first, trained_first = np.repeat([0, 1, 0, 1], [3, 7, 5, 5]), np.repeat([1, 0, 1], [3, 7, 10])
-    caches = [MemoryCache([doc], masks=[mask]) for doc, mask in zip(docs, (prompt_first, trained_first), strict=True)]
-    held, asked = plan_rows(caches, seq_length=8), plan_rows(caches, seq_length=8, train_continued=True)
+    prompt_first, trained_first = (
+        np.repeat([0, 1, 0, 1], [3, 7, 5, 5]),
+        np.repeat([1, 0, 1], [3, 7, 10]),
+    )
+    caches = [
+        MemoryCache([doc], masks=[mask])
+        for doc, mask in zip(docs, (prompt_first, trained_first), strict=True)
+    ]
+    held, asked = (
+        plan_rows(caches, seq_length=8),
+        plan_rows(caches, seq_length=8, train_continued=True),
+    )
     seen = {}
     for rows in (held, asked):
         at_rest = rows.gather(np.arange(rows.num_rows))
@@ -71,11 +86,20 @@ def test_a_piece_that_goes_on_with_an_answer_has_no_target_without_its_prompt():
         labels = rows.batch(np.arange(rows.num_rows), 8)[LABELS]
         found, lost = count_targets(rows.plan, caches, rows.num_rows, hold=rows.hold)
         assert found.sum() == (labels != IGNORE).sum()
-        seen[rows.hold] = found.tolist(), lost.tolist(), set(at_rest[INPUT_IDS][at_rest[LOSS_MASK] == 1].tolist())
+        seen[rows.hold] = (
+            found.tolist(),
+            lost.tolist(),
+            set(at_rest[INPUT_IDS][at_rest[LOSS_MASK] == 1].tolist()),
+        )
     (targets, lost, trained), (all_targets, none, all_trained) = seen[True], seen[False]
-    assert {id for id in trained if 2 <= id < 22} == set(docs[0][3:8].tolist())  # of the first piece alone
-    assert {id for id in trained if id >= 22} == set(docs[1][trained_first == 1].tolist())  # begins with what is trained: no prompt
-    assert all_trained - {EOS} == {*docs[0][prompt_first == 1].tolist(), *docs[1][trained_first == 1].tolist()}
+    # of the first piece alone
+    assert {id for id in trained if 2 <= id < 22} == set(docs[0][3:8].tolist())
+    # begins with what is trained: no prompt
+    assert {id for id in trained if id >= 22} == set(docs[1][trained_first == 1].tolist())
+    assert all_trained - {EOS} == {
+        *docs[0][prompt_first == 1].tolist(),
+        *docs[1][trained_first == 1].tolist(),
+    }
     assert none == [0, 0]
     assert targets[1] == all_targets[1]
     assert lost == [all_targets[0] - targets[0], 0]
@@ -83,32 +107,54 @@ def test_a_piece_that_goes_on_with_an_answer_has_no_target_without_its_prompt():
 
 
 @examples(60)
-@given(caches=datasets(), seq_length=st.sampled_from([1, 7, 32, 64]), window=st.sampled_from([1, 3, 16, 200]), joined=st.booleans())
-def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(caches, seq_length, window, joined):
+@given(
+    caches=datasets(),
+    seq_length=st.sampled_from([1, 7, 32, 64]),
+    window=st.sampled_from([1, 3, 16, 200]),
+    joined=st.booleans(),
+)
+def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(
+    caches, seq_length, window, joined
+):
     options = {"seq_length": seq_length, "strategy": "stream", "window": window, "joined": joined}
     rows = plan_rows(caches, shuffle_packed=False, **options)
-    order = plan_rows(caches, seq_length=None, window=window)  # the documents one by one, in the order in which they are drawn
+    # the documents one by one, in the order in which they are drawn
+    order = plan_rows(caches, seq_length=None, window=window)
     drawn = order.plan.pieces(np.arange(order.num_rows))
     documents = []
     for dataset, doc in zip(drawn.dataset.tolist(), drawn.doc.tolist(), strict=True):
         ids = caches[dataset].docs[doc].tolist()
-        mask = [1] * len(ids) if caches[dataset].masks is None else caches[dataset].masks[doc].tolist()
+        mask = (
+            [1] * len(ids) if caches[dataset].masks is None else caches[dataset].masks[doc].tolist()
+        )
         documents.append((ids, mask) if ids[-1] == EOS else ([*ids, EOS], [*mask, mask[-1]]))
     numbers = np.arange(rows.num_rows)
     batch = rows.batch(numbers, seq_length)
     assert_contiguous(batch, documents, joined=joined)
     at_rest = rows.gather(numbers)
     for name, values in collate(at_rest).items():
-        np.testing.assert_array_equal(batch[name], values, err_msg=f"{name}: the fused pass is not collate(gather)")
+        np.testing.assert_array_equal(
+            batch[name], values, err_msg=f"{name}: the fused pass is not collate(gather)"
+        )
     if not joined:
         assert_rows_well_formed(at_rest, pad_token_id=PAD)
-    assert_rows_by_number(rows, np.array([rows.num_rows - 1, -1, 0, rows.num_rows // 2]), seq_length)
+    assert_rows_by_number(
+        rows, np.array([rows.num_rows - 1, -1, 0, rows.num_rows // 2]), seq_length
+    )
     shuffled = plan_rows(caches, **options).batch(numbers, seq_length)
     for name in batch:  # permuted within windows, the label of the last slot with its row
         assert sorted(map(tuple, batch[name])) == sorted(map(tuple, shuffled[name]))
-    starts = sum(mask[0] for _, mask in documents[:1]) if joined else sum(mask[0] for _, mask in documents)
+    starts = (
+        sum(mask[0] for _, mask in documents[:1])
+        if joined
+        else sum(mask[0] for _, mask in documents)
+    )
     targets, _ = count_targets(rows.plan, caches, rows.num_rows, joined=joined)
-    assert targets.sum() == np.count_nonzero(batch[LABELS] != IGNORE) == sum(sum(mask) for _, mask in documents) - starts
+    assert (
+        targets.sum()
+        == np.count_nonzero(batch[LABELS] != IGNORE)
+        == sum(sum(mask) for _, mask in documents) - starts
+    )
 
 
 @examples(30)
@@ -116,7 +162,9 @@ def test_rows_of_a_stream_are_contiguous_and_know_the_token_behind_them(caches, 
 def test_rows_that_are_documents_equal_the_slow_way(caches, data):
     rows = plan_rows(caches, seq_length=None)
     assert rows.num_rows == sum(cache.num_docs for cache in caches)
-    numbers = np.array(data.draw(st.lists(st.integers(-1, rows.num_rows - 1), min_size=1, max_size=9)), np.int64)
+    numbers = np.array(
+        data.draw(st.lists(st.integers(-1, rows.num_rows - 1), min_size=1, max_size=9)), np.int64
+    )
     lengths = rows.lengths(numbers)
     width = int(lengths.max()) + 3
     expected = slow_rows(rows, numbers.tolist(), width)
@@ -167,7 +215,9 @@ def test_a_cache_that_does_not_hold_what_was_planned_is_named():
         "dataset 'd0', document 1 (memory.jsonl, row 1): tokens 0:7 at slot 11 of 32 were planned, 3 are stored. "
         "Plan and cache do not belong together: make the plan anew from this cache."
     )
-    without_eos = PlannedRows(rows.plan, [planned], eos_token_id=None, pad_token_id=PAD, seq_length=32)
+    without_eos = PlannedRows(
+        rows.plan, [planned], eos_token_id=None, pad_token_id=PAD, seq_length=32
+    )
     with pytest.raises(CacheError, match="tokens 0:11 at slot 0 of 32 were planned, 10 are stored"):
         without_eos.batch(np.arange(1), 32)
 
@@ -177,7 +227,10 @@ def test_plans_and_caches_that_do_not_belong_together_are_refused():
     rows = plan_rows([cache])
     with pytest.raises(PlanError, match="1 datasets, but 2 token caches"):
         PlannedRows(rows.plan, [cache, cache], EOS, PAD, 64)
-    with pytest.raises(PlanError, match=r"plan\.d0: planned over 2 documents, the token cache has 1\. Make the plan from this cache"):
+    with pytest.raises(
+        PlanError,
+        match=r"plan\.d0: planned over 2 documents, the token cache has 1\. Make the plan from this cache",
+    ):
         PlannedRows(rows.plan, [MemoryCache(some_docs([5]))], EOS, PAD, 64)
     with pytest.raises(PlanError, match=r"seq_length: 128, but the plan lays rows of 64\. Give 64"):
         PlannedRows(rows.plan, [cache], EOS, PAD, 128)
@@ -200,7 +253,10 @@ def test_a_plan_over_fewer_documents_than_the_cache_has_is_refused():
 
 
 def test_rows_over_the_ends_of_documents_have_an_identity_of_their_own():
-    apart, joined = (plan_rows([MemoryCache(some_docs([5, 6]))], strategy="stream", joined=joined) for joined in (False, True))
+    apart, joined = (
+        plan_rows([MemoryCache(some_docs([5, 6]))], strategy="stream", joined=joined)
+        for joined in (False, True)
+    )
     assert apart.plan.fingerprint == joined.plan.fingerprint
     assert apart.identity["plan"] != joined.identity["plan"]
 

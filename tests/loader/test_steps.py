@@ -1,4 +1,6 @@
-"""Sizes of batches by step, micro-batches, and the short last batch: in arithmetic and as a loader yields them."""
+"""Sizes of batches by step, micro-batches, and the short last batch: in arithmetic and as a loader
+yields them.
+"""
 
 from __future__ import annotations
 
@@ -69,15 +71,21 @@ def test_batches_have_the_size_of_their_step(drop_last, mesh):
     real = [len(one.rows_of(step)) for step in range(len(batches))]
     assert sum(real) == (ROWS if not drop_last else sum(sizes))
     assert len(one.rows_of(len(batches))) == 0
-    assert len(set(sizes)) <= 3 + (mesh is None and not drop_last), "a shape of its own for the last batch"
+    assert len(set(sizes)) <= 3 + (mesh is None and not drop_last), (
+        "a shape of its own for the last batch"
+    )
     whole = {name: np.concatenate([b[name] for b in loader(batch_size=1)]) for name in batches[0]}
     for step, batch in enumerate(batches):
         rows = one.rows_of(step)
         for name, values in batch.items():
-            np.testing.assert_array_equal(np.asarray(values)[: len(rows)], whole[name][rows.start : rows.stop])
+            np.testing.assert_array_equal(
+                np.asarray(values)[: len(rows)], whole[name][rows.start : rows.stop]
+            )
 
 
-@pytest.mark.parametrize("load", [{}, {"drop_last": False, "shuffle_buffer_size": 6, "prefetch_workers": 3}], ids=str)
+@pytest.mark.parametrize(
+    "load", [{}, {"drop_last": False, "shuffle_buffer_size": 6, "prefetch_workers": 3}], ids=str
+)
 def test_a_schedule_resumes_exactly(load):
     def make():
         return loader(batch_size=3, batch_size_schedule=((2, 1), (6, 5)), num_epochs=2, **load)
@@ -88,19 +96,33 @@ def test_a_schedule_resumes_exactly(load):
 
 def test_another_schedule_is_another_config():
     one = loader(batch_size_schedule=((2, 8),))
-    with pytest.raises(StateError, match=r"config changed.*batch_size_schedule was None, is \[\[2, 8\]\]"):
+    with pytest.raises(
+        StateError, match=r"config changed.*batch_size_schedule was None, is \[\[2, 8\]\]"
+    ):
         one.restore(loader().state().to_json())
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"batch_size_schedule": [[0, 8]]}, r"batch_size_schedule[0]: step 0 does not come after step 0. Name steps in ascending order"),
-        ({"batch_size_schedule": [[5, 8], [3, 9]]}, "batch_size_schedule[1]: step 3 does not come after step 5"),
-        ({"batch_size_schedule": [[5, 0]]}, "batch_size_schedule[0]: 0 rows are too few. Give at least 1."),
+        (
+            {"batch_size_schedule": [[0, 8]]},
+            r"batch_size_schedule[0]: step 0 does not come after step 0. Name steps in ascending order",
+        ),
+        (
+            {"batch_size_schedule": [[5, 8], [3, 9]]},
+            "batch_size_schedule[1]: step 3 does not come after step 5",
+        ),
+        (
+            {"batch_size_schedule": [[5, 0]]},
+            "batch_size_schedule[0]: 0 rows are too few. Give at least 1.",
+        ),
         ({"batch_size_schedule": [[5]]}, "batch_size_schedule[0]: expected 2 items, got 1"),
         ({"accumulation_steps": 0}, "accumulation_steps: 0 is too few"),
-        ({"accumulation_steps": 3}, "batch_size: 8 rows do not divide into accumulation_steps 3. Give 6 or 9 rows."),
+        (
+            {"accumulation_steps": 3},
+            "batch_size: 8 rows do not divide into accumulation_steps 3. Give 6 or 9 rows.",
+        ),
         (
             {"accumulation_steps": 4, "batch_size_schedule": [[2, 2]]},
             "batch_size_schedule[0]: 2 rows do not divide into accumulation_steps 4. Give 4 rows.",
@@ -121,7 +143,15 @@ def test_bad_sizes(values, message):
 def test_micro_batches_are_the_rows_of_the_plain_batch(mesh, attention_mask):
     collate = CollateConfig(attention_mask=attention_mask)
     plain = list(loader(batch_size=6, collate=collate, batch_size_schedule=((2, 12),)))
-    micro = list(loader(batch_size=6, collate=collate, batch_size_schedule=((2, 12),), accumulation_steps=3, mesh=mesh))
+    micro = list(
+        loader(
+            batch_size=6,
+            collate=collate,
+            batch_size_schedule=((2, 12),),
+            accumulation_steps=3,
+            mesh=mesh,
+        )
+    )
     assert len(plain) == len(micro)
     for a, b in zip(plain, micro, strict=True):
         for name, values in b.items():
@@ -137,7 +167,9 @@ def test_a_short_batch_in_micro_batches_is_filled_up(mesh):
     *_, last = one
     real = one.rows_of(len(one) - 1)
     assert 0 < len(real) < size
-    flat = {name: np.asarray(values).swapaxes(0, 1).reshape(size, 64) for name, values in last.items()}
+    flat = {
+        name: np.asarray(values).swapaxes(0, 1).reshape(size, 64) for name, values in last.items()
+    }
     assert (flat[LABELS][len(real) :] == IGNORE).all()
     assert not flat[SEGMENT_IDS][len(real) :].any()
     assert (flat[SEGMENT_IDS][: len(real), 0] > 0).all()

@@ -12,11 +12,25 @@ from hypothesis import strategies as st
 
 from easypipe.core.errors import ConfigError, PlacementError, SourceError
 from easypipe.core.protocols import Shard
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, ROW_NUMBER, SEGMENT_IDS
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    POSITION_IDS,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+)
 from easypipe.loader.collate import CollateConfig, collate
 from easypipe.loader.loader import Loader, LoadStageConfig
 from easypipe.loader.stored import StoredRows
-from laws import assert_exact_resume, assert_rows_well_formed, assert_same_batch, assert_same_batches
+from laws import (
+    assert_exact_resume,
+    assert_rows_well_formed,
+    assert_same_batch,
+    assert_same_batches,
+)
 from loader_support import EOS, PAD, MemoryCache, plan_rows, some_docs
 from strategies import examples
 
@@ -26,14 +40,21 @@ PACKED = PLANNED.gather(np.arange(PLANNED.num_rows))
 
 
 class Tables:
-    """A source of several shards, cut every `cut` rows; with `drop`, rows of that number are left out and the others carry theirs."""
+    """A source of several shards, cut every `cut` rows; with `drop`, rows of that number are left
+    out and the others carry theirs.
+    """
 
-    def __init__(self, tables: list[pa.Table], cut: int = 7, drop: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, tables: list[pa.Table], cut: int = 7, drop: frozenset[int] = frozenset()
+    ) -> None:
         self._batches = [table.combine_chunks().to_batches()[0] for table in tables]
         self._drop = drop
         self.fingerprint = "tables"
         self.shards = [
-            Shard(name=f"shard-{i}.arrow", num_rows=b.num_rows, cuts=tuple(range(0, b.num_rows, cut))) for i, b in enumerate(self._batches)
+            Shard(
+                name=f"shard-{i}.arrow", num_rows=b.num_rows, cuts=tuple(range(0, b.num_rows, cut))
+            )
+            for i, b in enumerate(self._batches)
         ]
         extra = [pa.field(ROW_NUMBER, pa.int64())] if drop else []
         self.schema = pa.schema([*self._batches[0].schema, *extra])
@@ -46,14 +67,23 @@ class Tables:
             return batch
         kept = [i for i in range(start, stop) if i not in self._drop]
         batch = batch.take(pa.array([i - start for i in kept], pa.int64()))
-        return pa.RecordBatch.from_arrays([*batch.columns, pa.array(kept, pa.int64())], schema=self.schema)
+        return pa.RecordBatch.from_arrays(
+            [*batch.columns, pa.array(kept, pa.int64())], schema=self.schema
+        )
 
 
 def as_table(columns: dict[str, np.ndarray], kind: pa.DataType) -> pa.Table:
-    return pa.table({name: pa.array([row.tolist() for row in values], kind) for name, values in columns.items()})
+    return pa.table(
+        {name: pa.array([row.tolist() for row in values], kind) for name, values in columns.items()}
+    )
 
 
-KINDS = [pa.large_list(pa.uint16()), pa.list_(pa.uint32()), pa.list_(pa.int64()), pa.list_(pa.int32(), 64)]
+KINDS = [
+    pa.large_list(pa.uint16()),
+    pa.list_(pa.uint32()),
+    pa.list_(pa.int64()),
+    pa.list_(pa.int32(), 64),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -71,8 +101,12 @@ def test_packed_rows_come_back_as_they_were(kind):
 def test_arrays_in_memory_are_rows():
     rows = StoredRows(PACKED, pad_token_id=PAD)
     assert rows.seq_length == 64
-    assert_same_batches(Loader(PLANNED, LoadStageConfig(batch_size=6)), Loader(rows, LoadStageConfig(batch_size=6)))
-    without_positions = StoredRows({name: PACKED[name] for name in (INPUT_IDS, SEGMENT_IDS, LOSS_MASK)}, pad_token_id=PAD)
+    assert_same_batches(
+        Loader(PLANNED, LoadStageConfig(batch_size=6)), Loader(rows, LoadStageConfig(batch_size=6))
+    )
+    without_positions = StoredRows(
+        {name: PACKED[name] for name in (INPUT_IDS, SEGMENT_IDS, LOSS_MASK)}, pad_token_id=PAD
+    )
     numbers = np.array([3, -1, 0, 11])
     assert_same_batch(rows.batch(numbers, 64), without_positions.batch(numbers, 64))
     assert rows.identity["sources"] != without_positions.identity["sources"]
@@ -94,10 +128,15 @@ def test_documents_equal_the_slow_way(lengths, masked, labelled, data):
         columns[LOSS_MASK] = [np.arange(n) % 2 for n in lengths]
         targets = [t & (np.arange(n) % 2 == 1) for t, n in zip(targets, lengths, strict=True)]
     if labelled:
-        columns[LABELS] = [np.where(np.arange(n) % 3 == 0, IGNORE, doc) for n, doc in zip(lengths, docs, strict=True)]
+        columns[LABELS] = [
+            np.where(np.arange(n) % 3 == 0, IGNORE, doc)
+            for n, doc in zip(lengths, docs, strict=True)
+        ]
         targets = [t & (np.arange(n) % 3 > 0) for t, n in zip(targets, lengths, strict=True)]
     rows = StoredRows(columns, pad_token_id=PAD)
-    numbers = np.array(data.draw(st.lists(st.integers(-1, len(lengths) - 1), min_size=1, max_size=6)), np.int64)
+    numbers = np.array(
+        data.draw(st.lists(st.integers(-1, len(lengths) - 1), min_size=1, max_size=6)), np.int64
+    )
     width = max(lengths) + 2
     batch = rows.batch(numbers, width)
     for r, number in enumerate(numbers):
@@ -108,11 +147,18 @@ def test_documents_equal_the_slow_way(lengths, masked, labelled, data):
         assert batch[POSITION_IDS][r].tolist() == [*range(n), *[0] * (width - n)]
         labels = [doc[t + 1] if targets[number][t + 1] else IGNORE for t in range(n - 1)]
         assert batch[LABELS][r].tolist() == labels + [IGNORE] * (width - len(labels))
-    np.testing.assert_array_equal(rows.lengths(numbers), [lengths[n] if n >= 0 else 0 for n in numbers])
+    np.testing.assert_array_equal(
+        rows.lengths(numbers), [lengths[n] if n >= 0 else 0 for n in numbers]
+    )
 
 
 def test_an_attention_mask_says_where_the_one_segment_lies():
-    rows = StoredRows({INPUT_IDS: np.array([[0, 0, 5, 6], [7, 8, 9, 0]]), ATTENTION_MASK: np.array([[0, 0, 1, 1], [1, 1, 1, 0]])})
+    rows = StoredRows(
+        {
+            INPUT_IDS: np.array([[0, 0, 5, 6], [7, 8, 9, 0]]),
+            ATTENTION_MASK: np.array([[0, 0, 1, 1], [1, 1, 1, 0]]),
+        }
+    )
     batch = rows.batch(np.arange(2), 4)
     assert batch[SEGMENT_IDS].tolist() == [[0, 0, 1, 1], [1, 1, 1, 0]]
     assert batch[POSITION_IDS].tolist() == [[0, 0, 0, 1], [0, 1, 2, 0]]
@@ -121,7 +167,14 @@ def test_an_attention_mask_says_where_the_one_segment_lies():
 
 def test_shifted_labels_are_refused_with_what_to_do():
     ids = np.array([[5, 6, 7], [8, 9, 4]])
-    source = Tables([as_table({INPUT_IDS: ids, LABELS: np.array([[5, 6, 7], [9, 4, IGNORE]])}, pa.list_(pa.int64()))])
+    source = Tables(
+        [
+            as_table(
+                {INPUT_IDS: ids, LABELS: np.array([[5, 6, 7], [9, 4, IGNORE]])},
+                pa.list_(pa.int64()),
+            )
+        ]
+    )
     with pytest.raises(SourceError) as caught:
         StoredRows(source).batch(np.arange(2), 3)
     assert str(caught.value) == (
@@ -129,14 +182,27 @@ def test_shifted_labels_are_refused_with_what_to_do():
         "Give unshifted labels (input_ids or -100): the shift happens once, in the loader. Or leave the column out."
     )
     assert caught.value.__notes__ == ["shard 0 (shard-0.arrow), rows 0:2"]
-    right = Tables([as_table({INPUT_IDS: ids, LABELS: np.array([[5, 6, 7], [IGNORE, 9, IGNORE]])}, pa.list_(pa.int64()))])
-    assert StoredRows(right).batch(np.arange(2), 3)[LABELS].tolist() == [[6, 7, IGNORE], [9, IGNORE, IGNORE]]
+    right = Tables(
+        [
+            as_table(
+                {INPUT_IDS: ids, LABELS: np.array([[5, 6, 7], [IGNORE, 9, IGNORE]])},
+                pa.list_(pa.int64()),
+            )
+        ]
+    )
+    assert StoredRows(right).batch(np.arange(2), 3)[LABELS].tolist() == [
+        [6, 7, IGNORE],
+        [9, IGNORE, IGNORE],
+    ]
 
 
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pa.array([[1], None]), r"shard-0\.arrow, row 1, column 'input_ids': null instead of tokens"),
+        (
+            pa.array([[1], None]),
+            r"shard-0\.arrow, row 1, column 'input_ids': null instead of tokens",
+        ),
         (pa.array([[1], [2, None]]), r"column 'input_ids': a null among the tokens"),
         (pa.array(["a", "b"]), r"column 'input_ids': expected lists of integers, got string"),
         (pa.array([[1.0], [2.0]]), r"expected lists of integers, got list<item: double>"),
@@ -149,18 +215,34 @@ def test_columns_that_are_no_tokens_are_refused(column, message):
 
 
 def test_other_bad_rows():
-    with pytest.raises(SourceError, match=r"no column 'input_ids' \(have: text\)\. Tokenize the source first"):
+    with pytest.raises(
+        SourceError, match=r"no column 'input_ids' \(have: text\)\. Tokenize the source first"
+    ):
         StoredRows(Tables([pa.table({"text": ["a"]})]))
     with pytest.raises(ConfigError, match="no column 'input_ids'"):
         StoredRows({"text": ["a"]})
-    with pytest.raises(ConfigError, match="columns of different numbers of rows: input_ids 2, loss_mask 1"):
+    with pytest.raises(
+        ConfigError, match="columns of different numbers of rows: input_ids 2, loss_mask 1"
+    ):
         StoredRows({INPUT_IDS: np.ones((2, 3), int), LOSS_MASK: np.ones((1, 3), int)})
-    with pytest.raises(ConfigError, match=r"rows\.input_ids\[1\]: expected a row of integers, got float64"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.input_ids\[1\]: expected a row of integers, got float64"
+    ):
         StoredRows({INPUT_IDS: [np.array([1]), np.array([1.5])]})
-    with pytest.raises(SourceError, match=r"shard-0\.arrow, row 1, column 'loss_mask': another length than input_ids"):
-        StoredRows(Tables([pa.table({INPUT_IDS: [[1], [2]], LOSS_MASK: [[1], [1, 1]]})])).batch(np.arange(1), 4)
-    with pytest.raises(SourceError, match=r"shard-0\.arrow, row 1: 2 tokens do not fit rows of 1\. Give the seq_length"):
-        StoredRows(Tables([pa.table({INPUT_IDS: [[1], [2, 3]]})]), seq_length=1).batch(np.arange(2), 1)
+    with pytest.raises(
+        SourceError,
+        match=r"shard-0\.arrow, row 1, column 'loss_mask': another length than input_ids",
+    ):
+        StoredRows(Tables([pa.table({INPUT_IDS: [[1], [2]], LOSS_MASK: [[1], [1, 1]]})])).batch(
+            np.arange(1), 4
+        )
+    with pytest.raises(
+        SourceError,
+        match=r"shard-0\.arrow, row 1: 2 tokens do not fit rows of 1\. Give the seq_length",
+    ):
+        StoredRows(Tables([pa.table({INPUT_IDS: [[1], [2, 3]]})]), seq_length=1).batch(
+            np.arange(2), 1
+        )
 
 
 def test_rows_that_a_source_leaves_out_are_not_counted():
@@ -181,7 +263,9 @@ def test_laws_of_stored_rows(shuffle):
         return Loader(rows, LoadStageConfig(batch_size=5, num_epochs=3, drop_last=False, **load))
 
     assert_exact_resume(make, len(make()), hops=[2], stops=[0, 1, 9, 20, len(make())])
-    assert_same_batches(make(prefetch_enabled=False), make(prefetch_workers=4, prefetch_buffer_size=9))
+    assert_same_batches(
+        make(prefetch_enabled=False), make(prefetch_workers=4, prefetch_buffer_size=9)
+    )
     ids = np.concatenate([batch[INPUT_IDS] for batch in make()])
     epochs = [[row.tobytes() for row in epoch] for epoch in np.split(ids, 3)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
@@ -242,11 +326,21 @@ def test_a_shard_without_a_row_count_is_refused():
 
 def test_the_longest_row_of_all_processes_cannot_be_known(monkeypatch):
     rows = StoredRows({INPUT_IDS: some_docs([3, 4, 5, 6])})
-    Loader(rows, LoadStageConfig(batch_size=2, mesh={"data": 1}))  # one process reads all rows: fine
-    monkeypatch.setattr("easypipe.loader.placement.Placement._local_rows", lambda self: np.arange(1))
-    with pytest.raises(PlacementError, match=r"padding: the longest row of a global batch.*Set padding='max_length'"):
+    # one process reads all rows: fine
+    Loader(rows, LoadStageConfig(batch_size=2, mesh={"data": 1}))
+    monkeypatch.setattr(
+        "easypipe.loader.placement.Placement._local_rows", lambda self: np.arange(1)
+    )
+    with pytest.raises(
+        PlacementError,
+        match=r"padding: the longest row of a global batch.*Set padding='max_length'",
+    ):
         Loader(rows, LoadStageConfig(batch_size=2, mesh={"data": 1}))
-    Loader(rows, LoadStageConfig(batch_size=2, mesh={"data": 1}), collate=CollateConfig(padding="max_length", max_length=8))
+    Loader(
+        rows,
+        LoadStageConfig(batch_size=2, mesh={"data": 1}),
+        collate=CollateConfig(padding="max_length", max_length=8),
+    )
 
 
 def test_eos_is_left_as_it_was_saved():

@@ -1,4 +1,6 @@
-"""Streaming under the laws: every document once, exact resume at every batch, the same rows for any number of hosts and threads."""
+"""Streaming under the laws: every document once, exact resume at every batch, the same rows for any
+number of hosts and threads.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipelines
-from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    SaveStageConfig,
+)
 from easypipe.core.config import from_dict
-from easypipe.core.errors import BudgetError, ConfigError, SourceError, StallError, StateError, TokenizerError
+from easypipe.core.errors import (
+    BudgetError,
+    ConfigError,
+    SourceError,
+    StallError,
+    StateError,
+    TokenizerError,
+)
 from easypipe.core.protocols import PipelineContext
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader import streaming_read, streaming_window
@@ -55,8 +72,16 @@ from strategies import examples
 ALL = MixStageConfig(stop_strategy="all_exhausted", weights={"code": 0.7, "docs": 0.3})
 
 
-def build(folder: Path, *, load: dict[str, Any] | None = None, pack: dict[str, Any] | None = None, **options: Any) -> StreamLoader:
-    """The two datasets of `pipelines`, streamed, packed into rows of 64, in batches of 4 with nothing left out."""
+def build(
+    folder: Path,
+    *,
+    load: dict[str, Any] | None = None,
+    pack: dict[str, Any] | None = None,
+    **options: Any,
+) -> StreamLoader:
+    """The two datasets of `pipelines`, streamed, packed into rows of 64, in batches of 4 with
+    nothing left out.
+    """
     values: dict[str, Any] = {
         "streaming": True,
         "mix": ALL,
@@ -76,21 +101,44 @@ def segments(batches: list[dict[str, np.ndarray]]) -> Counter[tuple[int, ...]]:
     """Every piece of a document that was seen, with how often."""
     found: Counter[tuple[int, ...]] = Counter()
     for batch in batches:
-        for ids, of in zip(np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS]), strict=True):
-            found.update(tuple(ids[of == segment].tolist()) for segment in range(1, int(of.max(initial=0)) + 1))
+        for ids, of in zip(
+            np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS]), strict=True
+        ):
+            found.update(
+                tuple(ids[of == segment].tolist())
+                for segment in range(1, int(of.max(initial=0)) + 1)
+            )
     return found
 
 
 def cached_segments(folder: Path, **options: Any) -> Counter[tuple[int, ...]]:
-    values = {"mix": ALL, "pack": PackStageConfig(seq_length=64), "load": LoadStageConfig(batch_size=1)} | options
-    return segments(list(Pipeline(pipelines.config(folder, **values)).source().tokenize().mix().pack().load().build()))
+    values = {
+        "mix": ALL,
+        "pack": PackStageConfig(seq_length=64),
+        "load": LoadStageConfig(batch_size=1),
+    } | options
+    return segments(
+        list(
+            Pipeline(pipelines.config(folder, **values))
+            .source()
+            .tokenize()
+            .mix()
+            .pack()
+            .load()
+            .build()
+        )
+    )
 
 
-def one(folder: Path, texts: list[str], name: str = "a.jsonl", **options: Any) -> tuple[DatasetConfig, ...]:
+def one(
+    folder: Path, texts: list[str], name: str = "a.jsonl", **options: Any
+) -> tuple[DatasetConfig, ...]:
     """A dataset of one file, compressed and formatted as its name says."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    data = "".join((text if ".txt" in name else json.dumps({"text": text})) + "\n" for text in texts).encode()
+    data = "".join(
+        (text if ".txt" in name else json.dumps({"text": text})) + "\n" for text in texts
+    ).encode()
     if name.endswith(".parquet"):
         pq.write_table(pa.table({"text": texts}), path, row_group_size=7)
     elif name.endswith(".gz"):
@@ -106,7 +154,9 @@ def one(folder: Path, texts: list[str], name: str = "a.jsonl", **options: Any) -
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "pool", "first_fit"])
-def test_a_pass_holds_what_the_cached_mode_holds_each_document_once(tmp_path: Path, strategy: str) -> None:
+def test_a_pass_holds_what_the_cached_mode_holds_each_document_once(
+    tmp_path: Path, strategy: str
+) -> None:
     loader = build(tmp_path, pack={"strategy": strategy})
     batches = list(loader)
     assert segments(batches) == cached_segments(tmp_path)
@@ -118,11 +168,15 @@ def test_a_pass_holds_what_the_cached_mode_holds_each_document_once(tmp_path: Pa
     assert loader.ledger().find("stream", "docs", "rows").out == {"documents": 90}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.zst", "a.parquet"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt", "a.txt.zst", "a.parquet"]
+)
 def test_every_format_gives_every_document_once_and_resumes(tmp_path: Path, name: str) -> None:
     texts = pipelines.texts(70, 3)
     datasets = one(tmp_path / "data", texts, name)
-    expected = cached_segments(tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted"))
+    expected = cached_segments(
+        tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted")
+    )
 
     def make() -> StreamLoader:
         return build(tmp_path, datasets=datasets, mix=None)
@@ -133,11 +187,16 @@ def test_every_format_gives_every_document_once_and_resumes(tmp_path: Path, name
 
 def test_resume_is_exact_at_every_batch(tmp_path: Path) -> None:
     datasets = pipelines.two_datasets(tmp_path / "data", 20, 30)
-    options: dict[str, Any] = {"datasets": datasets, "load": {"num_epochs": 2, "shuffle_buffer_size": 10}}
+    options: dict[str, Any] = {
+        "datasets": datasets,
+        "load": {"num_epochs": 2, "shuffle_buffer_size": 10},
+    }
     total = len(list(build(tmp_path, **options)))
     assert total >= 8
     assert_exact_resume(lambda: build(tmp_path, **options), total)
-    assert_exact_resume(lambda: build(tmp_path, **options), total, hops=(1, 3), stops=range(0, total, 4))
+    assert_exact_resume(
+        lambda: build(tmp_path, **options), total, hops=(1, 3), stops=range(0, total, 4)
+    )
 
 
 def test_endless_mixtures_resume_too(tmp_path: Path) -> None:
@@ -146,7 +205,10 @@ def test_endless_mixtures_resume_too(tmp_path: Path) -> None:
     assert_exact_resume(lambda: build(tmp_path, **options), 60, hops=(2, 5), stops=range(0, 60, 6))
     loader = build(tmp_path, **options)
     list(itertools.islice(iter(loader), 60))
-    drawn = {name: loader.ledger().find("mix", name, "documents").out["drawn"] for name in ("code", "docs")}
+    drawn = {
+        name: loader.ledger().find("mix", name, "documents").out["drawn"]
+        for name in ("code", "docs")
+    }
     assert 3.5 < drawn["code"] / drawn["docs"] < 4.5
     assert_conserved(loader.ledger())
 
@@ -160,7 +222,12 @@ def test_endless_mixtures_resume_too(tmp_path: Path) -> None:
 )
 @examples(15)
 def test_any_shards_and_streams(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], streams: int, window: int, compressed: bool, stop: int
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    streams: int,
+    window: int,
+    compressed: bool,
+    stop: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
     (folder / "data").mkdir()
@@ -174,7 +241,12 @@ def test_any_shards_and_streams(
     if not written:
         return
     datasets = (DatasetConfig(name="code", data_files=str(folder / "data")),)
-    options: dict[str, Any] = {"datasets": datasets, "mix": None, "num_streams": streams, "pack": {"seq_length": 16}}
+    options: dict[str, Any] = {
+        "datasets": datasets,
+        "mix": None,
+        "num_streams": streams,
+        "pack": {"seq_length": 16},
+    }
     options["load"] = {"batch_size": 6, "shuffle_buffer_size": window}
     loader = build(folder, **options)
     batches = list(loader)
@@ -183,12 +255,18 @@ def test_any_shards_and_streams(
     assert ledger.find("mix", "code", "documents").out == {"drawn": written}
     placed = ledger.find("pack", "code", "tokens").out["placed"]
     assert sum(int((batch[SEGMENT_IDS] > 0).sum()) for batch in batches) == placed
-    assert_exact_resume(lambda: build(folder, **options), len(batches), stops=[min(stop, len(batches))])
+    assert_exact_resume(
+        lambda: build(folder, **options), len(batches), stops=[min(stop, len(batches))]
+    )
 
 
 def test_neither_threads_nor_prefetching_change_a_batch(tmp_path: Path) -> None:
     expected = list(build(tmp_path))
-    for load, workers in (({"prefetch_enabled": False}, 1), ({"prefetch_buffer_size": 1}, 3), ({"prefetch_buffer_size": 50}, 2)):
+    for load, workers in (
+        ({"prefetch_enabled": False}, 1),
+        ({"prefetch_buffer_size": 1}, 3),
+        ({"prefetch_buffer_size": 50}, 2),
+    ):
         made = build(tmp_path, load=load, tokenize={"num_workers": workers})
         assert_same_batches(expected, made, what=f"{load}, {workers} workers")
 
@@ -204,38 +282,59 @@ def test_rows_of_a_stream_do_not_depend_on_who_reads_the_others(tmp_path: Path) 
     for rows in (range(4), range(4, 8), range(2, 6)):
         part = build(tmp_path, **endless)
         shape = dataclasses.replace(part.job.shapes[8], local=np.array(rows))
-        part.job = dataclasses.replace(part.job, shapes={8: shape}, own=tuple(sorted({row // 4 for row in rows})))
+        part.job = dataclasses.replace(
+            part.job, shapes={8: shape}, own=tuple(sorted({row // 4 for row in rows}))
+        )
         for expected, made in zip(whole, part, strict=False):
             assert all((expected[column][rows] == made[column]).all() for column in expected)
 
 
 @pytest.mark.slow
 def test_processes_read_their_own_streams_and_resume_from_each_other(tmp_path: Path) -> None:
-    """1 and 2 real processes: the same rows, each process its own streams, states that another number of them goes on from."""
+    """1 and 2 real processes: the same rows, each process its own streams, states that another
+    number of them goes on from.
+    """
     shutil.copytree(pipelines.tokenizer(), tmp_path / "tokenizer")
     pipelines.two_datasets(tmp_path / "data")
     script = Path(__file__).with_name("stream_process.py")
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     reports = {}
     for count, before in ((1, 0), (2, 1)):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}", "PYTHONPATH": path}
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
+            "PYTHONPATH": path,
+        }
         command = [sys.executable, str(script), str(port), str(count)]
         running = [
             subprocess.Popen(
-                [*command, str(i), str(tmp_path), str(before)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [*command, str(i), str(tmp_path), str(before)],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             for i in range(count)
         ]
         outputs = [process.communicate(timeout=240)[0] for process in running]
-        assert not any(process.returncode for process in running), "\n".join(output[-3000:] for output in outputs)
-        reports[count] = [json.loads((tmp_path / f"streams-{count}-{i}.json").read_text()) for i in range(count)]
+        assert not any(process.returncode for process in running), "\n".join(
+            output[-3000:] for output in outputs
+        )
+        reports[count] = [
+            json.loads((tmp_path / f"streams-{count}-{i}.json").read_text()) for i in range(count)
+        ]
     whole = reports[1][0]
     for kind in ("endless", "finite"):
         parts = [report["batches"][kind] for report in reports[2]]
-        together = [{key: value for part in batch for key, value in part.items()} for batch in zip(*parts, strict=True)]
+        together = [
+            {key: value for part in batch for key, value in part.items()}
+            for batch in zip(*parts, strict=True)
+        ]
         assert together == whole["batches"][kind], kind
         assert all(report["states"][kind] == whole["states"][kind] for report in reports[2])
     assert [report["streams"]["endless"] for report in reports[2]] == [[0, 1], [2, 3]]
@@ -246,16 +345,25 @@ def test_epochs_come_in_another_order(tmp_path: Path) -> None:
     once, twice = list(build(tmp_path)), list(build(tmp_path, load={"num_epochs": 2}))
     assert segments(twice) == Counter({piece: 2 * count for piece, count in segments(once).items()})
     lines = one(tmp_path / "lines", pipelines.texts(40, 3))
-    options: dict[str, Any] = {"datasets": lines, "mix": None, "num_streams": 1, "order": {"shuffle": False}}
+    options: dict[str, Any] = {
+        "datasets": lines,
+        "mix": None,
+        "num_streams": 1,
+        "order": {"shuffle": False},
+    }
     in_order = list(build(tmp_path, pack={"shuffle_packed": False}, **options))
-    assert_same_batches(in_order, build(tmp_path, pack={"shuffle_packed": False}, seed=99, **options))
+    assert_same_batches(
+        in_order, build(tmp_path, pack={"shuffle_packed": False}, seed=99, **options)
+    )
     known = load_tokenizer(TokenizerConfig(name_or_path=pipelines.tokenizer()))
     read = [known.decode(piece, skip_special_tokens=True) for piece in segments(in_order)]
     assert read[:20] == pipelines.texts(40, 3)[:20]
 
 
 def test_the_seed_decides_the_order(tmp_path: Path) -> None:
-    first, other = (np.concatenate([b[INPUT_IDS] for b in build(tmp_path, seed=seed)][:3]) for seed in (1, 2))
+    first, other = (
+        np.concatenate([b[INPUT_IDS] for b in build(tmp_path, seed=seed)][:3]) for seed in (1, 2)
+    )
     assert (first != other).any()
 
 
@@ -275,7 +383,9 @@ def test_a_state_is_small(tmp_path: Path) -> None:
     text = loader.state().to_json()
     assert len(text) <= 4096 + 48 * 16 * 2
     assert all(len(stream) <= 2 * 48 for stream in loader.state().hint)
-    worst = StreamState(1 << 40, 1000, ((1 << 40) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),))
+    worst = StreamState(
+        1 << 40, 1000, ((1 << 40) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),)
+    )
     assert len(worst.to_text()) <= 48
     assert StreamState.from_text(worst.to_text(), 1) == worst
     negative = StreamState(3, 0, (-5, 4), (True, False), (Place(), Place(1, 2, 3, 4)))
@@ -294,10 +404,14 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         ({"pack": {"seq_length": 32}}, "plan"),
     ]
     for options, changed in others:
-        with pytest.raises(StateError, match=f"{changed} changed since this state was saved") as raised:
+        with pytest.raises(
+            StateError, match=f"{changed} changed since this state was saved"
+        ) as raised:
             build(tmp_path, **options).restore(LoaderState.from_json(state))
         assert "allow_changed" not in str(raised.value)
-        with pytest.raises(ConfigError, match="allow_changed: a stream cannot be entered at another place"):
+        with pytest.raises(
+            ConfigError, match="allow_changed: a stream cannot be entered at another place"
+        ):
             build(tmp_path, **options).restore(state, allow_changed=["plan"])
     build(tmp_path).restore(state)
 
@@ -306,7 +420,10 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_drop_last_ends_before_the_first_batch_that_is_not_full(tmp_path: Path) -> None:
-    whole, full = list(build(tmp_path, load={"batch_size": 16})), list(build(tmp_path, load={"batch_size": 16, "drop_last": True}))
+    whole, full = (
+        list(build(tmp_path, load={"batch_size": 16})),
+        list(build(tmp_path, load={"batch_size": 16, "drop_last": True})),
+    )
     assert len(full) == len(whole) - 1
     assert_same_batches(whole[: len(full)], full)
     assert all((batch[SEGMENT_IDS].max(axis=1) > 0).all() for batch in full)
@@ -316,8 +433,14 @@ def test_drop_last_ends_before_the_first_batch_that_is_not_full(tmp_path: Path) 
     assert (padding[LABELS][empty] == -100).all()
 
 
-def test_first_exhausted_ends_a_stream_where_a_dataset_would_have_to_give_more(tmp_path: Path) -> None:
-    loader = build(tmp_path, mix=MixStageConfig(stop_strategy="first_exhausted", weights={"code": 0.5, "docs": 0.5}), num_streams=1)
+def test_first_exhausted_ends_a_stream_where_a_dataset_would_have_to_give_more(
+    tmp_path: Path,
+) -> None:
+    loader = build(
+        tmp_path,
+        mix=MixStageConfig(stop_strategy="first_exhausted", weights={"code": 0.5, "docs": 0.5}),
+        num_streams=1,
+    )
     batches = list(loader)
     ledger = loader.ledger()
     assert_conserved(ledger)
@@ -333,9 +456,13 @@ def test_a_dataset_too_small_for_its_streams(tmp_path: Path) -> None:
     tiny = (DatasetConfig(name="code", data_files=[{"text": "one"}, {"text": "two"}]),)
     assert sum(segments(list(build(tmp_path, datasets=tiny, mix=None))).values()) == 2
     endless = build(tmp_path, datasets=tiny, mix=None, load={"num_epochs": None})
-    with pytest.raises(ConfigError, match=r"num_streams: a whole pass of stream \d of 4 .* gave no row"):
+    with pytest.raises(
+        ConfigError, match=r"num_streams: a whole pass of stream \d of 4 .* gave no row"
+    ):
         next(iter(endless))
-    assert next(iter(build(tmp_path, datasets=tiny, mix=None, load={"num_epochs": None}, num_streams=1)))
+    assert next(
+        iter(build(tmp_path, datasets=tiny, mix=None, load={"num_epochs": None}, num_streams=1))
+    )
 
 
 def test_it_has_no_length(tmp_path: Path) -> None:
@@ -348,17 +475,31 @@ def test_it_has_no_length(tmp_path: Path) -> None:
 
 def test_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "good one"}\n{"text": nonsense}\n{"text": "good two"}\n{"text": ""}\n\n{"text": "good three"}\n')
+    path.write_text(
+        '{"text": "good one"}\n{"text": nonsense}\n{"text": "good two"}\n{"text": ""}\n\n{"text": "good three"}\n'
+    )
 
     def make(**options: Any) -> StreamLoader:
-        return build(tmp_path, datasets=(DatasetConfig(name="code", data_files=str(path), **options),), mix=None, num_streams=1)
+        return build(
+            tmp_path,
+            datasets=(DatasetConfig(name="code", data_files=str(path), **options),),
+            mix=None,
+            num_streams=1,
+        )
 
     with pytest.raises(SourceError, match=r"bad\.jsonl, line at byte \d+: .*Correct the"):
         list(make())
     loader = make(on_error="skip")
     assert sum(segments(list(loader)).values()) == 3
-    assert loader.ledger().find("stream", "code", "rows").out == {"documents": 3, "blank_line": 1, "empty": 1, "unparsable": 1}
-    with pytest.raises(BudgetError, match=r"bad row number 1 of dataset 'code' .*max_bad_rows is 0"):
+    assert loader.ledger().find("stream", "code", "rows").out == {
+        "documents": 3,
+        "blank_line": 1,
+        "empty": 1,
+        "unparsable": 1,
+    }
+    with pytest.raises(
+        BudgetError, match=r"bad row number 1 of dataset 'code' .*max_bad_rows is 0"
+    ):
         list(make(on_error="skip", max_bad_rows=0))
 
 
@@ -372,27 +513,47 @@ def test_documents_without_packing(tmp_path: Path) -> None:
 
 
 def test_tokens_with_a_loss_mask(tmp_path: Path) -> None:
-    rows = [{INPUT_IDS: [5 + i % 7] * (3 + i % 5), LOSS_MASK: [0] + [1] * (2 + i % 5)} for i in range(40)]
-    options: dict[str, Any] = {"datasets": (DatasetConfig(name="code", data_files=rows),), "mix": None, "num_streams": 2}
+    rows = [
+        {INPUT_IDS: [5 + i % 7] * (3 + i % 5), LOSS_MASK: [0] + [1] * (2 + i % 5)}
+        for i in range(40)
+    ]
+    options: dict[str, Any] = {
+        "datasets": (DatasetConfig(name="code", data_files=rows),),
+        "mix": None,
+        "num_streams": 2,
+    }
     for batch in build(tmp_path, **options):
         first = (batch[POSITION_IDS] == 0) & (batch[SEGMENT_IDS] > 0)
         assert (batch[LABELS][:, :-1][first[:, 1:]] == -100).all()
     assert_exact_resume(lambda: build(tmp_path, **options), 3)
 
 
-def test_a_thousandth_of_the_texts_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousandth_of_the_texts_is_encoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the reference, and a fast tokenizer that errs is found."""
     datasets = one(tmp_path / "data", pipelines.texts(3000, 3))
-    config = pipelines.config(tmp_path, datasets=datasets, mix=None, streaming=True, tokenize={"num_workers": 1})
+    config = pipelines.config(
+        tmp_path, datasets=datasets, mix=None, streaming=True, tokenize={"num_workers": 1}
+    )
     documents = Pipeline(config).source().tokenize().get_data()["code"]
     assert isinstance(documents, TokenizedShardedSource)
-    forward = ForwardDocuments("code", documents, PipelineContext(config=config, seed=7, cache_dir=tmp_path / "cache"))
+    forward = ForwardDocuments(
+        "code", documents, PipelineContext(config=config, seed=7, cache_dir=tmp_path / "cache")
+    )
     size = forward.shards[0].num_rows or 0
-    assert sum(forward._audit_key(0, a, a + 8192) is not None for a in range(0, 1000 * 8192, 8192)) < 12
-    assert sum(forward._audit_key(0, a, a + (1 << 20)) is not None for a in range(0, 800 << 20, 1 << 20)) in range(60, 170)
+    assert (
+        sum(forward._audit_key(0, a, a + 8192) is not None for a in range(0, 1000 * 8192, 8192))
+        < 12
+    )
+    assert sum(
+        forward._audit_key(0, a, a + (1 << 20)) is not None for a in range(0, 800 << 20, 1 << 20)
+    ) in range(60, 170)
     forward.load(0, 0, size)
     monkeypatch.setattr(ForwardDocuments, "_audit_key", lambda self, *place: "key")
-    monkeypatch.setattr(type(documents.tokenizer), "reference_encode", lambda self, text, whole: [1])
+    monkeypatch.setattr(
+        type(documents.tokenizer), "reference_encode", lambda self, text, whole: [1]
+    )
     with pytest.raises(TokenizerError, match="does not give the tokens of `tokenizers`"):
         forward.load(0, 0, size)
 
@@ -420,7 +581,9 @@ def test_a_read_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise SourceError(at="x", problem="too late")
 
     monkeypatch.setattr(ForwardDocuments, "load", hang)
-    with pytest.raises(StallError, match=r"batch 0 was not ready after 0\.2 s; it is in stage 'read'"):
+    with pytest.raises(
+        StallError, match=r"batch 0 was not ready after 0\.2 s; it is in stage 'read'"
+    ):
         next(iter(build(tmp_path, load={"stall_timeout_s": 0.2})))
     hanging = [thread for thread in threading.enumerate() if thread not in before]
     assert all(thread.daemon for thread in hanging)  # they keep no process from ending
@@ -430,14 +593,19 @@ def test_a_read_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert_no_new_threads(before)
 
 
-def test_nothing_is_written_to_the_token_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_written_to_the_token_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "easypipe"):
         list(build(tmp_path, tokenize={"cache_tokenized": False}))
         assert "cache_tokenized" not in caplog.text
         list(build(tmp_path))
         assert "cache_tokenized" not in caplog.text
         list(build(tmp_path, tokenize={"cache_tokenized": True}))
-    assert "dataset code: streaming keeps no tokens, though tokenize.cache_tokenized is True" in caplog.text
+    assert (
+        "dataset code: streaming keeps no tokens, though tokenize.cache_tokenized is True"
+        in caplog.text
+    )
     assert not (tmp_path / "cache" / "tokens").exists()
     assert not (tmp_path / "cache" / "indexes").exists()
 
@@ -453,29 +621,52 @@ def test_batches_lie_on_a_mesh(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"order": {"block_rows": 4}}, "order.block_rows: has no effect in streaming"),
-        ({"num_streams": 4, "load": {"batch_size_schedule": [[5, 6]]}}, "num_streams: 4 streams do not divide a batch of 6 rows"),
-        ({"num_streams": 3}, "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave it out for 8"),
-        ({"tokenize": {"remove_columns": ["x"]}}, "tokenize.remove_columns: is not there in streaming: nothing is saved"),
-        ({"mix": {"provenance": True}}, "mix.provenance: is not there in streaming: nothing is saved"),
+        (
+            {"num_streams": 4, "load": {"batch_size_schedule": [[5, 6]]}},
+            "num_streams: 4 streams do not divide a batch of 6 rows",
+        ),
+        (
+            {"num_streams": 3},
+            "num_streams: 3 streams do not divide a batch of 8 rows.*Give a divisor of 8, or leave it out for 8",
+        ),
+        (
+            {"tokenize": {"remove_columns": ["x"]}},
+            "tokenize.remove_columns: is not there in streaming: nothing is saved",
+        ),
+        (
+            {"mix": {"provenance": True}},
+            "mix.provenance: is not there in streaming: nothing is saved",
+        ),
         ({"executor": "ray"}, "executor: 'ray' fills a token cache"),
         ({"num_streams": 2, "streaming": False}, "num_streams: has no effect without streaming"),
-        ({"datasets": [{"data_files": "x", "on_error": "quarantine"}]}, r"datasets\[0\].on_error: 'quarantine'"),
+        (
+            {"datasets": [{"data_files": "x", "on_error": "quarantine"}]},
+            r"datasets\[0\].on_error: 'quarantine'",
+        ),
     ],
 )
 def test_what_streaming_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
-    config = from_dict(PipelineConfig, {"streaming": True, "datasets": [{"data_files": "x"}]} | options)
+    config = from_dict(
+        PipelineConfig, {"streaming": True, "datasets": [{"data_files": "x"}]} | options
+    )
     with pytest.raises(ConfigError, match=message):
         Pipeline(config)
 
 
 def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
-    config = pipelines.config(tmp_path, streaming=True, save=SaveStageConfig(output_dir=tmp_path / "out"))
+    config = pipelines.config(
+        tmp_path, streaming=True, save=SaveStageConfig(output_dir=tmp_path / "out")
+    )
     pipeline = Pipeline(config).source().tokenize()
     for own in (None, {"output_dir": str(tmp_path / "out")}):
         with pytest.raises(ConfigError, match="save: streaming writes nothing"):
             pipeline.copy().save(own)
     assert pipeline.copy().save({"enabled": False}).get_stages()[-1] == "save"
-    for ask in (pipeline.pending, lambda: pipeline.prepare_part(0, 1), pipeline.mix().pack().ledger):
+    for ask in (
+        pipeline.pending,
+        lambda: pipeline.prepare_part(0, 1),
+        pipeline.mix().pack().ledger,
+    ):
         with pytest.raises(ConfigError, match="there is no plan"):
             ask()
     with pytest.raises(ConfigError, match="there is no plan"):
@@ -487,10 +678,19 @@ def test_what_only_a_pipeline_shows_is_refused(tmp_path: Path) -> None:
 # Lines by byte
 
 
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3), end=st.booleans(), num_rows=st.integers(1, 30), packed=st.booleans())
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    end=st.booleans(),
+    num_rows=st.integers(1, 30),
+    packed=st.booleans(),
+)
 @examples(40)
 def test_num_rows_are_the_first_lines(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], end: bool, num_rows: int, packed: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    end: bool,
+    num_rows: int,
+    packed: bool,
 ) -> None:
     if not any(sizes):
         return
@@ -498,25 +698,42 @@ def test_num_rows_are_the_first_lines(
     for i, size in enumerate(sizes):
         lines = [json.dumps({"text": f"{i} {j}"}) if j % 4 != 2 else "" for j in range(size)]
         data = ("\n".join(lines) + ("\n" if end else "")).encode() or b"\n"
-        (folder / f"{i}.jsonl{'.zst' if packed else ''}").write_bytes(zstandard.compress(data) if packed else data)
+        (folder / f"{i}.jsonl{'.zst' if packed else ''}").write_bytes(
+            zstandard.compress(data) if packed else data
+        )
     source = open_forward(str(folder), num_rows=num_rows)
     assert source is not None
-    texts = [text for i in range(len(source.shards)) for text in source.read(i, 0, 1 << 20)["text"].to_pylist()]
+    texts = [
+        text
+        for i in range(len(source.shards))
+        for text in source.read(i, 0, 1 << 20)["text"].to_pylist()
+    ]
     counted = LimitedSource(open_files(str(folder)), num_rows)
-    assert texts == [t for i, s in enumerate(counted.shards) for t in counted.read(i, 0, s.num_rows or 0)["text"].to_pylist()]
+    assert texts == [
+        t
+        for i, s in enumerate(counted.shards)
+        for t in counted.read(i, 0, s.num_rows or 0)["text"].to_pylist()
+    ]
     assert all(source.at_end(i, source._cuts[i]) for i in range(len(source.shards)))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "a.parquet"])
 def test_num_rows_limits_a_stream(tmp_path: Path, name: str) -> None:
     datasets = one(tmp_path / "data", pipelines.texts(70, 3), name, num_rows=33)
-    expected = cached_segments(tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted"))
+    expected = cached_segments(
+        tmp_path, datasets=datasets, mix=MixStageConfig(stop_strategy="all_exhausted")
+    )
     assert segments(list(build(tmp_path, datasets=datasets, mix=None))) == expected
     assert_exact_resume(lambda: build(tmp_path, datasets=datasets, mix=None), 4, stops=(1, 2))
 
 
 @given(
-    lines=st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\n\r\x00"), max_size=12), max_size=30),
+    lines=st.lists(
+        st.text(
+            st.characters(exclude_categories=("Cs",), exclude_characters="\n\r\x00"), max_size=12
+        ),
+        max_size=30,
+    ),
     cuts=st.lists(st.integers(0, 400), max_size=8),
     end=st.sampled_from(["", "\n"]),
     kind=st.sampled_from(["txt", "txt.gz", "jsonl", "jsonl.zst"]),
@@ -525,18 +742,32 @@ def test_num_rows_limits_a_stream(tmp_path: Path, name: str) -> None:
 def test_reads_by_byte_are_stateless(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], cuts: list[int], end: str, kind: str
 ) -> None:
-    written = [json.dumps({"text": line}, ensure_ascii=False) for line in lines] if "json" in kind else lines
+    written = (
+        [json.dumps({"text": line}, ensure_ascii=False) for line in lines]
+        if "json" in kind
+        else lines
+    )
     data = ("\n".join(written) + end).encode()
     if not data.strip():
         return
     path = tmp_path_factory.mktemp("lines") / f"a.{kind}"
-    path.write_bytes(zstandard.compress(data) if kind.endswith("zst") else gzip.compress(data) if kind.endswith("gz") else data)
+    path.write_bytes(
+        zstandard.compress(data)
+        if kind.endswith("zst")
+        else gzip.compress(data)
+        if kind.endswith("gz")
+        else data
+    )
     source = open_forward(str(path), on_error="skip")
     assert isinstance(source, ForwardSource)
     whole = source.read(0, 0, len(data))
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     pieces = [source.read(0, a, b) for a, b in itertools.pairwise(edges)]
-    assert pa.Table.from_batches(pieces).combine_chunks().equals(pa.Table.from_batches([whole]).combine_chunks())
+    assert (
+        pa.Table.from_batches(pieces)
+        .combine_chunks()
+        .equals(pa.Table.from_batches([whole]).combine_chunks())
+    )
     counted = open_files(str(path), on_error="skip")
     texts = counted.read(0, 0, counted.shards[0].num_rows or 0).column("text").to_pylist()
     assert whole.column("text").to_pylist() == texts
@@ -544,14 +775,19 @@ def test_reads_by_byte_are_stateless(
     assert not source.at_end(0, len(data) - 1)
 
 
-def test_a_compressed_file_entered_in_the_middle_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compressed_file_entered_in_the_middle_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = b"".join(b'{"text": "%d %s"}\n' % (i, b"x" * 1000) for i in range(5000))
     (path := tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(data))
     with caplog.at_level(logging.WARNING, "easypipe"):
         source = open_forward(str(path))
         assert source is not None
         late = source.read(0, 4_000_000, 4_100_000)
-    assert "a.jsonl.zst: zst data cannot be entered in the middle: reading from plain byte 0" in caplog.text
+    assert (
+        "a.jsonl.zst: zst data cannot be entered in the middle: reading from plain byte 0"
+        in caplog.text
+    )
     again = open_forward(str(path))
     assert again is not None
     again.read(0, 0, 1000)
@@ -568,13 +804,22 @@ def test_json_arrays_and_csv_are_counted_as_ever(tmp_path: Path) -> None:
         assert sum(segments(list(build(tmp_path, datasets=datasets, mix=None))).values()) == 2
 
 
-def test_a_small_dataset_is_read_once_however_often_it_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_dataset_is_read_once_however_often_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run() -> tuple[list[Any], int]:
         read: list[tuple[int, int, int]] = []
         load = ForwardDocuments.load
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ForwardDocuments, "load", lambda self, *chunk: read.append(chunk) or load(self, *chunk))
-            loader = build(tmp_path, mix=MixStageConfig(weights={"docs": 0.05, "code": 0.95}, stop_strategy="restart"))
+            patch.setattr(
+                ForwardDocuments,
+                "load",
+                lambda self, *chunk: read.append(chunk) or load(self, *chunk),
+            )
+            loader = build(
+                tmp_path,
+                mix=MixStageConfig(weights={"docs": 0.05, "code": 0.95}, stop_strategy="restart"),
+            )
             return list(itertools.islice(iter(loader), 30)), len(read)
 
     monkeypatch.setattr(streaming_window, "WINDOW_DOCS", 256)

@@ -1,4 +1,6 @@
-"""How a finite pass ends in streaming: streams that have ended hand their places in the batch to the others, and nothing is lost."""
+"""How a finite pass ends in streaming: streams that have ended hand their places in the batch to
+the others, and nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from laws import assert_conserved, assert_exact_resume, assert_same_batch, asser
 from strategies import examples
 
 
-def write(folder: Path, files: list[list[int]], *, kind: str = "jsonl", texts: bool = False) -> tuple[DatasetConfig, ...]:
+def write(
+    folder: Path, files: list[list[int]], *, kind: str = "jsonl", texts: bool = False
+) -> tuple[DatasetConfig, ...]:
     """Files of documents of so many tokens; the tokens of a document tell it from every other."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 0
@@ -34,15 +38,31 @@ def write(folder: Path, files: list[list[int]], *, kind: str = "jsonl", texts: b
         lines = []
         for length in lengths:
             number += 1
-            lines.append(json.dumps({"text": f"{number} " * length} if texts else {"input_ids": [number % 251 + 1] * length}))
+            lines.append(
+                json.dumps(
+                    {"text": f"{number} " * length}
+                    if texts
+                    else {"input_ids": [number % 251 + 1] * length}
+                )
+            )
         data = "".join(line + "\n" for line in lines).encode()
         path = folder / f"{i}.{kind}"
         path.write_bytes(zstandard.compress(data) if kind.endswith("zst") else data)
     return (DatasetConfig(name="code", data_files=str(folder)),)
 
 
-def build(folder: Path, datasets: tuple[DatasetConfig, ...], *, pack: dict[str, Any] | None, **options: Any) -> StreamLoader:
-    values: dict[str, Any] = {"streaming": True, "seed": 3, "load": LoadStageConfig(batch_size=4, drop_last=False)} | options
+def build(
+    folder: Path,
+    datasets: tuple[DatasetConfig, ...],
+    *,
+    pack: dict[str, Any] | None,
+    **options: Any,
+) -> StreamLoader:
+    values: dict[str, Any] = {
+        "streaming": True,
+        "seed": 3,
+        "load": LoadStageConfig(batch_size=4, drop_last=False),
+    } | options
     if pack is not None:
         values["pack"] = PackStageConfig(**({"seq_length": 16, "eos_token_id": 0} | pack))
     pipeline = Pipeline(pipelines.config(folder, datasets=datasets, **values)).source().tokenize()
@@ -65,13 +85,22 @@ def padding(batch: dict[str, np.ndarray]) -> int:
     return int((np.asarray(batch[SEGMENT_IDS]).max(axis=1) == 0).sum())
 
 
-@given(ends=st.lists(st.one_of(st.integers(0, 9), st.just(NEVER)), min_size=1, max_size=6), count=st.integers(0, 70))
+@given(
+    ends=st.lists(st.one_of(st.integers(0, 9), st.just(NEVER)), min_size=1, max_size=6),
+    count=st.integers(0, 70),
+)
 @examples(300)
 def test_turns_pass_over_those_that_have_ended(ends: list[int], count: int) -> None:
-    """Against the sentence itself: turn after turn, each stream that has a row left gives one, lowest number first."""
-    order = [(turn, stream) for turn in range(72) for stream, end in enumerate(ends) if turn < end][: count + 1]
+    """Against the sentence itself: turn after turn, each stream that has a row left gives one,
+    lowest number first.
+    """
+    order = [(turn, stream) for turn in range(72) for stream, end in enumerate(ends) if turn < end][
+        : count + 1
+    ]
     given_rows = given_by(np.array(ends), count)
-    assert given_rows.tolist() == [sum(stream == s for _, stream in order[:count]) for s in range(len(ends))]
+    assert given_rows.tolist() == [
+        sum(stream == s for _, stream in order[:count]) for s in range(len(ends))
+    ]
     if len(order) > count:
         assert rows_before(np.array(ends), *order[count]) == count
 
@@ -102,16 +131,32 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
     ahead: int,
     drop_last: bool,
 ) -> None:
-    """Nothing lost, the ledger closed, every state exact, and the same rows on every process, through the hand-over to the end."""
+    """Nothing lost, the ledger closed, every state exact, and the same rows on every process,
+    through the hand-over to the end.
+    """
     if huge:
         files = [*files, [huge]]
     folder, size = tmp_path_factory.mktemp("ends"), streams * each
     datasets = write(folder / "data", files, kind=kind)
 
     def make(drop_last: bool = False) -> StreamLoader:
-        load = LoadStageConfig(batch_size=size, drop_last=drop_last, num_epochs=num_epochs, shuffle_buffer_size=5, prefetch_workers=ahead)
-        pack: dict[str, Any] = {"strategy": strategy} | ({"num_packers": 2} if strategy == "pool" else {})
-        return build(folder, datasets, pack=None if strategy is None else pack, load=load, num_streams=streams)
+        load = LoadStageConfig(
+            batch_size=size,
+            drop_last=drop_last,
+            num_epochs=num_epochs,
+            shuffle_buffer_size=5,
+            prefetch_workers=ahead,
+        )
+        pack: dict[str, Any] = {"strategy": strategy} | (
+            {"num_packers": 2} if strategy == "pool" else {}
+        )
+        return build(
+            folder,
+            datasets,
+            pack=None if strategy is None else pack,
+            load=load,
+            num_streams=streams,
+        )
 
     loader = make()
     batches, states = [], [loader.state().to_json()]
@@ -141,9 +186,12 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
         full = make(drop_last=True)
         assert_same_batches(batches[: rows // size], full, what="drop_last")
         out = full.ledger().find("load", "stream", "rows").out
-        assert out == {"in batches": rows // size * size} | ({"left out, for want of a full batch": rows % size} if rows % size else {})
+        assert out == {"in batches": rows // size * size} | (
+            {"left out, for want of a full batch": rows % size} if rows % size else {}
+        )
     again = make()
-    for n, batch in enumerate(batches):  # each state gives the next batch, and the next state: so all further ones
+    # each state gives the next batch, and the next state: so all further ones
+    for n, batch in enumerate(batches):
         again.restore(states[n])
         rest: Any = iter(again)
         assert_same_batch(batch, next(rest), what=f"resumed after batch {n}")
@@ -153,29 +201,45 @@ def test_a_pass_loses_or_pads_less_than_a_batch_whatever_the_files(
     again.restore(states[len(batches) // 2])
     list(again)
     out = again.ledger().find("files", "code", unit)
-    assert sum(out.into.values()) - sum(out.out.get(key, 0) for key in ("read", "before the state")) == 0
+    assert (
+        sum(out.into.values()) - sum(out.out.get(key, 0) for key in ("read", "before the state"))
+        == 0
+    )
     again.restore(states[-1])
     assert next(iter(again), None) is None
-    processes = min(processes, size) if strategy else 1  # without packing, a width that all know has to be set
+    # without packing, a width that all know has to be set
+    processes = min(processes, size) if strategy else 1
     for rank in {0, processes - 1}:
         part = make()
         local = np.array_split(np.arange(size), processes)[rank]
         shape = dataclasses.replace(part.job.shapes[size], local=local)
         part.job = dataclasses.replace(part.job, shapes={size: shape})
-        assert_same_batches([{name: column[local] for name, column in batch.items()} for batch in batches], part, what=f"process {rank}")
+        assert_same_batches(
+            [{name: column[local] for name, column in batch.items()} for batch in batches],
+            part,
+            what=f"process {rank}",
+        )
         assert part.state().to_json() == loader.state().to_json()
 
 
-@given(sizes=st.lists(st.integers(1, 1 << 20), max_size=200), forward=st.booleans(), streams=st.integers(1, 9))
+@given(
+    sizes=st.lists(st.integers(1, 1 << 20), max_size=200),
+    forward=st.booleans(),
+    streams=st.integers(1, 9),
+)
 @examples(100)
 def test_work_is_dealt_by_bytes(sizes: list[int], forward: bool, streams: int) -> None:
-    """Streams differ by no more than the largest entry, and by a few chunks where every file's chunks go round."""
+    """Streams differ by no more than the largest entry, and by a few chunks where every file's
+    chunks go round.
+    """
     num_bytes, piece = np.array(sizes, np.int64), 1 << 12
     owners = deal(num_bytes, np.full(len(sizes), forward), streams, piece)
     loads = np.zeros(streams, np.int64)
     for owner, size in zip(owners.tolist(), sizes, strict=True):
         for chunk in range(-(-size // piece) if forward else 1):
-            loads[(owner + chunk) % streams] += min(piece, size - chunk * piece) if forward else size
+            loads[(owner + chunk) % streams] += (
+                min(piece, size - chunk * piece) if forward else size
+            )
     assert loads.sum() == sum(sizes)
     assert not sizes or loads.max() - loads.min() <= (4 * piece if forward else max(sizes))
     equal = deal(np.full(3 * streams, 77), np.zeros(3 * streams, bool), streams, piece)
@@ -191,9 +255,14 @@ def test_every_pass_deals_in_an_order_of_its_own() -> None:
 
 
 def test_weights_follow_the_step_through_the_hand_over(tmp_path: Path) -> None:
-    """Stream 0 has all the long documents, so that it gives most rows in the end; still each batch is drawn by the weights of its step."""
+    """Stream 0 has all the long documents, so that it gives most rows in the end; still each batch
+    is drawn by the weights of its step.
+    """
     datasets = tuple(
-        DatasetConfig(name=name, data_files=[{"input_ids": [10 + n] * (15 if i % 4 == 0 else 2)} for i in range(64)])
+        DatasetConfig(
+            name=name,
+            data_files=[{"input_ids": [10 + n] * (15 if i % 4 == 0 else 2)} for i in range(64)],
+        )
         for n, name in enumerate("ab")
     )
     points = [{"step": 0, "weights": {"a": 1, "b": 0}}, {"step": 4, "weights": {"a": 0, "b": 1}}]

@@ -1,4 +1,6 @@
-"""Options that follow the training step or the length of documents, in streaming: the bounds that they keep, and exact resume."""
+"""Options that follow the training step or the length of documents, in streaming: the bounds that
+they keep, and exact resume.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipelines
-from easypipe import DatasetConfig, LengthPolicy, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, TokenizerConfig
+from easypipe import (
+    DatasetConfig,
+    LengthPolicy,
+    LoadStageConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    TokenizerConfig,
+)
 from easypipe.core.errors import BudgetError, ConfigError, SourceError, StateError
 from easypipe.core.schema import INPUT_IDS, SEGMENT_IDS
 from easypipe.loader.streaming import StreamLoader
@@ -30,22 +40,40 @@ POINTS = [{"step": 0, "weights": {"a": 1, "b": 0}}, {"step": 20, "weights": {"a"
 SLOTS = 32
 
 
-def datasets(counts: dict[str, int], longest: int = 20, shortest: int = 1) -> tuple[DatasetConfig, ...]:
-    """Documents of up to `longest` tokens; those of the n-th dataset hold the tokens from 10 + 100 n on."""
+def datasets(
+    counts: dict[str, int], longest: int = 20, shortest: int = 1
+) -> tuple[DatasetConfig, ...]:
+    """Documents of up to `longest` tokens; those of the n-th dataset hold the tokens from 10 + 100
+    n on.
+    """
     made = []
     for n, (name, count) in enumerate(counts.items()):
         lengths = [shortest + (i * 7 + n) % (longest - shortest + 1) for i in range(count)]
-        rows = [{INPUT_IDS: [10 + 100 * n + (i + j) % 90 for j in range(length)]} for i, length in enumerate(lengths)]
+        rows = [
+            {INPUT_IDS: [10 + 100 * n + (i + j) % 90 for j in range(length)]}
+            for i, length in enumerate(lengths)
+        ]
         made.append(DatasetConfig(name=name, data_files=rows))
     return tuple(made)
 
 
-def build(folder: Path, mix: dict[str, Any] | None = None, load: dict[str, Any] | None = None, **options: Any) -> StreamLoader:
-    values: dict[str, Any] = {"datasets": datasets({"a": 300, "b": 300}), "num_streams": 2, "streaming": True}
+def build(
+    folder: Path,
+    mix: dict[str, Any] | None = None,
+    load: dict[str, Any] | None = None,
+    **options: Any,
+) -> StreamLoader:
+    values: dict[str, Any] = {
+        "datasets": datasets({"a": 300, "b": 300}),
+        "num_streams": 2,
+        "streaming": True,
+    }
     values |= {"pack": PackStageConfig(**({"seq_length": SLOTS} | options.pop("pack", {})))}
     config = pipelines.config(folder, **(values | options))
     pipeline = Pipeline(config).source().tokenize().mix(MixStageConfig(**(mix or {}))).pack()
-    return pipeline.load(LoadStageConfig(**({"batch_size": 4, "drop_last": False} | (load or {})))).build()
+    return pipeline.load(
+        LoadStageConfig(**({"batch_size": 4, "drop_last": False} | (load or {})))
+    ).build()
 
 
 def owners(batch: dict[str, np.ndarray]) -> Counter[int]:
@@ -58,7 +86,10 @@ def owners(batch: dict[str, np.ndarray]) -> Counter[int]:
 
 
 def test_weights_change_at_the_batch_of_the_step(tmp_path: Path) -> None:
-    seen = [owners(batch) for batch in itertools.islice(build(tmp_path, {"weight_schedule": POINTS}), 60)]
+    seen = [
+        owners(batch)
+        for batch in itertools.islice(build(tmp_path, {"weight_schedule": POINTS}), 60)
+    ]
     assert all(set(batch) == {0} for batch in seen[:20])
     assert all(set(batch) == {1} for batch in seen[20:])
 
@@ -67,7 +98,10 @@ def test_weights_change_at_the_batch_of_the_step(tmp_path: Path) -> None:
 def test_weights_go_over(tmp_path: Path, kind: str) -> None:
     mix = {"weight_schedule": POINTS, "weight_schedule_type": kind, "unit": "tokens"}
     seen = [owners(batch) for batch in itertools.islice(build(tmp_path, mix), 40)]
-    share = [sum((batch[1] for batch in some), 0) / sum(batch.total() for batch in some) for some in (seen[:7], seen[7:13], seen[13:20])]
+    share = [
+        sum((batch[1] for batch in some), 0) / sum(batch.total() for batch in some)
+        for some in (seen[:7], seen[7:13], seen[13:20])
+    ]
     assert share[0] < 0.3 < share[1] < 0.7 < share[2]
     assert all(set(batch) == {1} for batch in seen[21:])
 
@@ -104,9 +138,20 @@ def test_any_schedule_resumes_and_conserves(
     at: int,
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "schedules"
-    points = [{"step": gap * i, "weights": dict(zip("abc", some, strict=True))} for i, some in enumerate(weights)]
-    mix = {"weight_schedule": points, "weight_schedule_type": kind, "unit": unit, "stop_strategy": stop}
-    options: dict[str, Any] = {"datasets": datasets({"a": 60, "b": 90, "c": 40}, 40), "pack": {"oversize": oversize}}
+    points = [
+        {"step": gap * i, "weights": dict(zip("abc", some, strict=True))}
+        for i, some in enumerate(weights)
+    ]
+    mix = {
+        "weight_schedule": points,
+        "weight_schedule_type": kind,
+        "unit": unit,
+        "stop_strategy": stop,
+    }
+    options: dict[str, Any] = {
+        "datasets": datasets({"a": 60, "b": 90, "c": 40}, 40),
+        "pack": {"oversize": oversize},
+    }
 
     def make() -> StreamLoader:
         return build(folder, mix, {"shuffle_buffer_size": window}, **options)
@@ -119,13 +164,21 @@ def test_any_schedule_resumes_and_conserves(
 
 @given(weights=st.tuples(*[st.integers(1, 1000)] * 3), batches=st.integers(1, 40))
 @examples(15)
-def test_shares_of_tokens_hold(tmp_path_factory: pytest.TempPathFactory, weights: tuple[int, int, int], batches: int) -> None:
-    """The bound of docs/mixing.md in every stream: at most L ahead, L · (1 + 1/2) behind, for documents of up to L tokens."""
+def test_shares_of_tokens_hold(
+    tmp_path_factory: pytest.TempPathFactory, weights: tuple[int, int, int], batches: int
+) -> None:
+    """The bound of docs/mixing.md in every stream: at most L ahead, L · (1 + 1/2) behind, for
+    documents of up to L tokens.
+    """
     folder = tmp_path_factory.getbasetemp() / "shares"
     mix = {"weights": dict(zip("abc", weights, strict=True)), "unit": "tokens"}
     longest = 40
     loader = build(
-        folder, mix, {"shuffle_buffer_size": 50}, datasets=datasets({"a": 200, "b": 100, "c": 150}, longest), pack={"oversize": "split"}
+        folder,
+        mix,
+        {"shuffle_buffer_size": 50},
+        datasets=datasets({"a": 200, "b": 100, "c": 150}, longest),
+        pack={"oversize": "split"},
     )
     for _ in itertools.islice(loader, batches):
         pass
@@ -140,7 +193,10 @@ def test_shares_of_tokens_hold(tmp_path_factory: pytest.TempPathFactory, weights
 
 def test_a_capped_dataset_leaves_and_the_others_go_on(tmp_path: Path) -> None:
     mix = {"weights": {"a": 1, "b": 1}, "max_epochs": {"a": 2}}
-    options: dict[str, Any] = {"datasets": datasets({"a": 40, "b": 60}), "load": {"shuffle_buffer_size": 10}}
+    options: dict[str, Any] = {
+        "datasets": datasets({"a": 40, "b": 60}),
+        "load": {"shuffle_buffer_size": 10},
+    }
     seen = [owners(batch) for batch in itertools.islice(build(tmp_path, mix, **options), 60)]
     length = sum(1 + (i * 7) % 20 for i in range(40))
     assert sum((batch[0] for batch in seen), 0) == 2 * length
@@ -150,7 +206,10 @@ def test_a_capped_dataset_leaves_and_the_others_go_on(tmp_path: Path) -> None:
 
 def test_a_mixture_of_capped_datasets_ends(tmp_path: Path) -> None:
     mix = {"weights": {"a": 3, "b": 1}, "max_epochs": {"a": 1, "b": 3}}
-    options: dict[str, Any] = {"datasets": datasets({"a": 40, "b": 60}), "load": {"shuffle_buffer_size": 10}}
+    options: dict[str, Any] = {
+        "datasets": datasets({"a": 40, "b": 60}),
+        "load": {"shuffle_buffer_size": 10},
+    }
     loader = build(tmp_path, mix, **options)
     total = len(list(loader))
     drawn = [loader.ledger().find("mix", name, "documents").out for name in "ab"]
@@ -163,16 +222,25 @@ def test_caps_end_the_epochs_of_a_mixture(tmp_path: Path) -> None:
     mix = {"max_epochs": {"a": 1, "b": 2}, "stop_strategy": "all_exhausted"}
     loader = build(tmp_path, mix, {"num_epochs": 5}, datasets=datasets({"a": 40, "b": 60}))
     list(loader)
-    assert [loader.ledger().find("mix", name, "documents").out["drawn"] for name in "ab"] == [40, 120]
+    assert [loader.ledger().find("mix", name, "documents").out["drawn"] for name in "ab"] == [
+        40,
+        120,
+    ]
 
 
 def test_small_datasets_begin_again_and_again(tmp_path: Path) -> None:
     """A pass may deal a stream nothing; the next deals anew."""
     made = []
     for name, count in (("a", 300), ("b", 5)):
-        path = pipelines.jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(count)])
+        path = pipelines.jsonl(
+            tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(count)]
+        )
         made.append(DatasetConfig(name=name, data_files=str(path)))
-    options: dict[str, Any] = {"datasets": tuple(made), "num_streams": 4, "load": {"shuffle_buffer_size": 20}}
+    options: dict[str, Any] = {
+        "datasets": tuple(made),
+        "num_streams": 4,
+        "load": {"shuffle_buffer_size": 20},
+    }
     loader = build(tmp_path, **options)
     for _ in itertools.islice(loader, 15):
         pass
@@ -189,18 +257,29 @@ def test_batches_have_the_size_of_their_step(tmp_path: Path) -> None:
     assert [len(batch[INPUT_IDS]) for batch in made[:7]] == [4, 4, 4, 8, 8, 2, 2]
     plain = list(itertools.islice(build(tmp_path), 30))
     for stream in range(2):
-        of = [np.concatenate([np.array_split(batch[INPUT_IDS], 2)[stream] for batch in batches]) for batches in (made, plain)]
+        of = [
+            np.concatenate([np.array_split(batch[INPUT_IDS], 2)[stream] for batch in batches])
+            for batches in (made, plain)
+        ]
         count = min(map(len, of))
         assert (of[0][:count] == of[1][:count]).all()
     assert_exact_resume(lambda: build(tmp_path, load=load), 8, stops=(0, 2, 3, 5))
-    assert build(tmp_path, load=load | {"batch_size": 6}, num_streams=None).job.spec.num_streams == 2
-    with pytest.raises(ConfigError, match=r"num_streams: 4 streams do not divide a batch of 2 rows.*Give a divisor of 2 and 4 and 8"):
+    assert (
+        build(tmp_path, load=load | {"batch_size": 6}, num_streams=None).job.spec.num_streams == 2
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"num_streams: 4 streams do not divide a batch of 2 rows.*Give a divisor of 2 and 4 and 8",
+    ):
         build(tmp_path, load=load, num_streams=4)
 
 
 def test_a_schedule_of_weights_follows_the_sizes_of_batches(tmp_path: Path) -> None:
     load = {"batch_size": 4, "batch_size_schedule": [[10, 8]]}
-    seen = [owners(batch) for batch in itertools.islice(build(tmp_path, {"weight_schedule": POINTS}, load), 40)]
+    seen = [
+        owners(batch)
+        for batch in itertools.islice(build(tmp_path, {"weight_schedule": POINTS}, load), 40)
+    ]
     assert [set(batch) for batch in seen] == [{0}] * 20 + [{1}] * 20
     with pytest.raises(ConfigError, match=r"mix\.batch_size: 16, but load"):
         build(tmp_path, {"weight_schedule": POINTS, "batch_size": 16}, load)
@@ -236,12 +315,18 @@ def test_prefetch_workers_make_windows_ahead(tmp_path: Path, prefetch_workers: i
     loader = build(tmp_path, mix, load | {"prefetch_workers": prefetch_workers}, num_streams=4)
     batches = iter(loader)
     made = [next(batches)]
-    names = [thread.name for thread in set(threading.enumerate()) - before if "-window-" in thread.name]
+    names = [
+        thread.name for thread in set(threading.enumerate()) - before if "-window-" in thread.name
+    ]
     assert len(names) == (prefetch_workers if prefetch_workers > 1 else 0)
     made += list(batches)
     assert_same_batches(expected, made)
     assert_conserved(loader.ledger())
-    assert_exact_resume(lambda: build(tmp_path, mix, load | {"prefetch_workers": prefetch_workers}, num_streams=4), 12, stops=(0, 5))
+    assert_exact_resume(
+        lambda: build(tmp_path, mix, load | {"prefetch_workers": prefetch_workers}, num_streams=4),
+        12,
+        stops=(0, 5),
+    )
     for _ in build(tmp_path, mix, load | {"prefetch_workers": prefetch_workers}, num_streams=4):
         break
     assert_no_new_threads(before)
@@ -252,12 +337,23 @@ def test_prefetch_workers_make_windows_ahead(tmp_path: Path, prefetch_workers: i
 
 def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
     """Each bad row counts once in the run, whoever read it, and where the run was resumed."""
-    lines = [f'{{"text": "good {i} ' + "x " * 10 + '"}\n' + ("bad\n" if i % 10 == 3 else "") for i in range(200)]
+    lines = [
+        f'{{"text": "good {i} ' + "x " * 10 + '"}\n' + ("bad\n" if i % 10 == 3 else "")
+        for i in range(200)
+    ]
     (tmp_path / "a.jsonl").write_text("".join(lines))
 
     def make(most: int, **load: Any) -> StreamLoader:
-        dataset = DatasetConfig(name="a", data_files=str(tmp_path / "a.jsonl"), on_error="skip", max_bad_rows=most)
-        return build(tmp_path, {}, {"num_epochs": None, "shuffle_buffer_size": 4} | load, datasets=(dataset,), num_streams=2)
+        dataset = DatasetConfig(
+            name="a", data_files=str(tmp_path / "a.jsonl"), on_error="skip", max_bad_rows=most
+        )
+        return build(
+            tmp_path,
+            {},
+            {"num_epochs": None, "shuffle_buffer_size": 4} | load,
+            datasets=(dataset,),
+            num_streams=2,
+        )
 
     for _ in itertools.islice(make(20), 200):  # several passes over 20 bad rows
         pass
@@ -282,7 +378,10 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
         found = []
         for run in (through, hopping):
             reached: list[int] = []
-            with pytest.raises(BudgetError, match=rf"a\.jsonl, line at byte \d+: bad row number {most + 1} of dataset 'a'") as raised:
+            with pytest.raises(
+                BudgetError,
+                match=rf"a\.jsonl, line at byte \d+: bad row number {most + 1} of dataset 'a'",
+            ) as raised:
                 run(most)
             found.append((reached, str(raised.value)))
         assert found[0] == found[1]
@@ -290,29 +389,54 @@ def test_max_bad_rows_counts_on_after_a_resume(tmp_path: Path) -> None:
 
 def test_documents_weigh_what_is_placed_of_them() -> None:
     for oversize, placed in (("split", [3, 9]), ("truncate", [3, 8]), ("drop", [3, 0])):
-        assert placed_tokens(np.array([3, 9]), PackSpec(seq_length=8, oversize=oversize)).tolist() == placed  # type: ignore[arg-type]
+        assert (
+            placed_tokens(np.array([3, 9]), PackSpec(seq_length=8, oversize=oversize)).tolist()
+            == placed
+        )  # type: ignore[arg-type]
 
 
 def test_a_state_with_everything_in_it_is_small() -> None:
-    worst = StreamState(1 << 40, 1000, ((1 << 61) - 1,), (True,), (Place(1000, 1 << 20, 1 << 24, 1 << 16),), (1 << 20,))
+    worst = StreamState(
+        1 << 40,
+        1000,
+        ((1 << 61) - 1,),
+        (True,),
+        (Place(1000, 1 << 20, 1 << 24, 1 << 16),),
+        (1 << 20,),
+    )
     assert len(worst.to_text()) <= 48
     assert StreamState.from_text(worst.to_text(), 1) == worst
-    with pytest.raises(StateError, match="cut short"):  # in its last number, of bad rows, without which it would be one of none
+    # in its last number, of bad rows, without which it would be one of none
+    with pytest.raises(StateError, match="cut short"):
         StreamState.from_text(worst.to_text()[:-1], 1)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_pass_without_a_batch_is_an_error_and_not_the_end_of_data(tmp_path: Path, drop_last: bool) -> None:
-    """As a plan says it before anything is read: here all texts are longer than the policy allows, or too few fill a batch."""
-    tokenizer = TokenizerConfig(name_or_path=pipelines.tokenizer(), max_length=2 if not drop_last else None)
+def test_a_pass_without_a_batch_is_an_error_and_not_the_end_of_data(
+    tmp_path: Path, drop_last: bool
+) -> None:
+    """As a plan says it before anything is read: here all texts are longer than the policy allows,
+    or too few fill a batch.
+    """
+    tokenizer = TokenizerConfig(
+        name_or_path=pipelines.tokenizer(), max_length=2 if not drop_last else None
+    )
     policy = None if drop_last else LengthPolicy(policy="drop")
     rows = [{"text": "the quick brown fox"}] * (1 if drop_last else 9)
     dataset = DatasetConfig(name="d", data_files=rows, tokenizer=tokenizer, length=policy)
     config = pipelines.config(tmp_path, datasets=(dataset,), streaming=True, num_streams=1)
-    loader = Pipeline(config).source().tokenize().load(LoadStageConfig(batch_size=2, drop_last=drop_last)).build()
+    loader = (
+        Pipeline(config)
+        .source()
+        .tokenize()
+        .load(LoadStageConfig(batch_size=2, drop_last=drop_last))
+        .build()
+    )
     for _ in range(2):
         with pytest.raises(
-            SourceError, match=r"not one batch came of what was read, of 'd': " + ("1 documents" if drop_last else "9 too_long")
+            SourceError,
+            match=r"not one batch came of what was read, of 'd': "
+            + ("1 documents" if drop_last else "9 too_long"),
         ):
             next(iter(loader))
     assert loader.state().batch == 0

@@ -1,4 +1,6 @@
-"""Pack strategy `stream` in streaming mode: each canonical stream is one continuous run of tokens, whatever window a row stands in."""
+"""Pack strategy `stream` in streaming mode: each canonical stream is one continuous run of tokens,
+whatever window a row stands in.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipelines
-from easypipe import DatasetConfig, LoadStageConfig, MixStageConfig, PackStageConfig, Pipeline, load_tokenizer
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    load_tokenizer,
+)
 from easypipe.core.errors import PlanError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
 from easypipe.loader import streaming_window
@@ -21,14 +30,28 @@ from easypipe.loader.streaming import StreamLoader
 from easypipe.loader.streaming_read import Place
 from easypipe.loader.streaming_state import StreamState
 from easypipe.plan.turns import in_order_of_streams
-from laws import assert_conserved, assert_contiguous, assert_exact_resume, assert_rows_well_formed, assert_same_batches
+from laws import (
+    assert_conserved,
+    assert_contiguous,
+    assert_exact_resume,
+    assert_rows_well_formed,
+    assert_same_batches,
+)
 from strategies import examples
 
 EOS = 0
 
 
-def build(folder: Path, *, load: dict[str, Any] | None = None, pack: dict[str, Any] | None = None, **options: Any) -> StreamLoader:
-    """`options` go to the PipelineConfig; mixed by 7 to 3 where they say nothing else, in batches of 4 with nothing left out."""
+def build(
+    folder: Path,
+    *,
+    load: dict[str, Any] | None = None,
+    pack: dict[str, Any] | None = None,
+    **options: Any,
+) -> StreamLoader:
+    """`options` go to the PipelineConfig; mixed by 7 to 3 where they say nothing else, in batches
+    of 4 with nothing left out.
+    """
     values: dict[str, Any] = {
         "streaming": True,
         "mix": MixStageConfig(stop_strategy="all_exhausted", weights={"code": 0.7, "docs": 0.3}),
@@ -44,7 +67,10 @@ def lists(counts: dict[str, int], longest: int = 40) -> tuple[DatasetConfig, ...
     """Documents of 0 to `longest` tokens; the first token names the dataset."""
     found = []
     for number, (name, count) in enumerate(counts.items()):
-        rows = [{INPUT_IDS: [10 + number, *range(20, 20 + (i * 7919) % (longest + 1))]} for i in range(count)]
+        rows = [
+            {INPUT_IDS: [10 + number, *range(20, 20 + (i * 7919) % (longest + 1))]}
+            for i in range(count)
+        ]
         found.append(DatasetConfig(name=name, data_files=rows, tokenizer=pipelines.tokenizer()))
     return tuple(found)
 
@@ -53,12 +79,23 @@ def columns(batches: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
 
 
-def whole_documents(columns: dict[str, np.ndarray], loader: StreamLoader) -> Counter[tuple[int, ...]]:
-    """The documents of a whole pass, rows in the order of their streams, put together where rows cut them; they end with EOS, once."""
+def whole_documents(
+    columns: dict[str, np.ndarray], loader: StreamLoader
+) -> Counter[tuple[int, ...]]:
+    """The documents of a whole pass, rows in the order of their streams, put together where rows
+    cut them; they end with EOS, once.
+    """
     found: Counter[tuple[int, ...]] = Counter()
-    ends = np.array([StreamState.from_text(text, len(loader.job.sources)).first_row for text in loader.state().hint])
+    ends = np.array(
+        [
+            StreamState.from_text(text, len(loader.job.sources)).first_row
+            for text in loader.state().hint
+        ]
+    )
     total, size = len(columns[INPUT_IDS]), loader.batch_size
-    of = np.concatenate([in_order_of_streams(ends, start, start + size)[0] for start in range(0, total, size)])
+    of = np.concatenate(
+        [in_order_of_streams(ends, start, start + size)[0] for start in range(0, total, size)]
+    )
     for stream in range(len(ends)):
         ids = columns[INPUT_IDS][of == stream][columns[SEGMENT_IDS][of == stream] > 0]
         ends = np.flatnonzero(ids == EOS)
@@ -71,17 +108,27 @@ def whole_documents(columns: dict[str, np.ndarray], loader: StreamLoader) -> Cou
 def test_one_stream_in_order_is_the_text_from_the_first_file_to_the_last(
     tmp_path: Path, segments: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", window)  # with 1, a row takes more documents than a window has
+    # with 1, a row takes more documents than a window has
+    monkeypatch.setattr(streaming_window, "WINDOW_DOCS", window)
     _, docs = pipelines.two_datasets(tmp_path / "data")
-    options: dict[str, Any] = {"datasets": [docs], "mix": None, "num_streams": 1, "order": {"shuffle": False}}
-    loader = build(tmp_path, pack={"seq_length": 50, "shuffle_packed": False, "segments": segments}, **options)
+    options: dict[str, Any] = {
+        "datasets": [docs],
+        "mix": None,
+        "num_streams": 1,
+        "order": {"shuffle": False},
+    }
+    loader = build(
+        tmp_path, pack={"seq_length": 50, "shuffle_packed": False, "segments": segments}, **options
+    )
     batches = list(loader)
     encode = load_tokenizer(pipelines.tokenizer())
     documents = [[*encode.reference_encode(text), EOS] for text in pipelines.texts(90, 5, 25)]
     rows = columns(batches)
     kept = (rows[SEGMENT_IDS] > 0).any(axis=1)
     assert_contiguous(
-        {name: column[kept] for name, column in rows.items()}, [(doc, [1] * len(doc)) for doc in documents], joined=segments == "row"
+        {name: column[kept] for name, column in rows.items()},
+        [(doc, [1] * len(doc)) for doc in documents],
+        joined=segments == "row",
     )
     assert_conserved(loader.ledger())
     labels = loader.ledger().find("labels", "docs", "tokens").out
@@ -114,12 +161,20 @@ def test_any_run_holds_each_token_once_and_resumes(
     at: int,
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "runs"
-    options: dict[str, Any] = {"datasets": lists({"code": counts[0] + 8, "docs": counts[1] + 8}, longest), "num_streams": streams}
+    options: dict[str, Any] = {
+        "datasets": lists({"code": counts[0] + 8, "docs": counts[1] + 8}, longest),
+        "num_streams": streams,
+    }
     options["mix"] = MixStageConfig(weights={"code": 2, "docs": 1}, stop_strategy=stop, unit=unit)  # type: ignore[arg-type]
     load: dict[str, Any] = {"shuffle_buffer_size": window}
 
     def make(**pack: Any) -> StreamLoader:
-        return build(folder, load=load, pack={"seq_length": seq_length, "segments": segments, **pack}, **options)
+        return build(
+            folder,
+            load=load,
+            pack={"seq_length": seq_length, "segments": segments, **pack},
+            **options,
+        )
 
     loader = make(shuffle_packed=False)
     batches = list(itertools.islice(loader, 200))
@@ -128,7 +183,9 @@ def test_any_run_holds_each_token_once_and_resumes(
     if segments == "document":
         assert_rows_well_formed(rows)
     if stop == "all_exhausted" and len(batches) < 200:
-        expected = Counter((*row[INPUT_IDS], EOS) for dataset in options["datasets"] for row in dataset.data_files)
+        expected = Counter(
+            (*row[INPUT_IDS], EOS) for dataset in options["datasets"] for row in dataset.data_files
+        )
         assert whole_documents(rows, loader) == expected
     if stop == "restart":
         assert (rows[SEGMENT_IDS] > 0).all(), "an endless run has no padding"
@@ -137,14 +194,24 @@ def test_any_run_holds_each_token_once_and_resumes(
 
 @pytest.mark.parametrize("segments", ["document", "row"])
 def test_a_resumed_run_conserves_and_labels_what_it_reads(tmp_path: Path, segments: str) -> None:
-    """The document that is cut where a state was taken counts with the tokens that are left of it."""
+    """The document that is cut where a state was taken counts with the tokens that are left of
+    it.
+    """
     options: dict[str, Any] = {"datasets": lists({"code": 30, "docs": 40}, 200), "num_streams": 2}
-    total = len(list(build(tmp_path, load={"shuffle_buffer_size": 5}, pack={"segments": segments}, **options)))
+    total = len(
+        list(
+            build(tmp_path, load={"shuffle_buffer_size": 5}, pack={"segments": segments}, **options)
+        )
+    )
     for stop in range(0, total, 3):
-        loader = build(tmp_path, load={"shuffle_buffer_size": 5}, pack={"segments": segments}, **options)
+        loader = build(
+            tmp_path, load={"shuffle_buffer_size": 5}, pack={"segments": segments}, **options
+        )
         for _ in itertools.islice(loader, stop):
             pass
-        again = build(tmp_path, load={"shuffle_buffer_size": 5}, pack={"segments": segments}, **options)
+        again = build(
+            tmp_path, load={"shuffle_buffer_size": 5}, pack={"segments": segments}, **options
+        )
         again.restore(loader.state())
         read = 0
         for _ in again:
@@ -153,10 +220,14 @@ def test_a_resumed_run_conserves_and_labels_what_it_reads(tmp_path: Path, segmen
         assert read == total - stop
 
 
-def test_documents_that_are_read_again_for_a_state_are_in_the_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_are_read_again_for_a_state_are_in_the_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows end inside of what is read at a time."""
     monkeypatch.setattr(streaming_window, "WINDOW_DOCS", 7)
-    first, again = (build(tmp_path, datasets=lists({"code": 120}), mix=None, num_streams=1) for _ in range(2))
+    first, again = (
+        build(tmp_path, datasets=lists({"code": 120}), mix=None, num_streams=1) for _ in range(2)
+    )
     for _ in itertools.islice(first, 5):
         pass
     again.restore(first.state())
@@ -167,10 +238,22 @@ def test_documents_that_are_read_again_for_a_state_are_in_the_books(tmp_path: Pa
 
 def test_the_last_label_of_a_row_is_the_first_token_of_the_next(tmp_path: Path) -> None:
     """Where the document goes on there, across windows too; in rows of one segment always."""
-    options: dict[str, Any] = {"datasets": lists({"code": 50, "docs": 50}, 90), "num_streams": 1, "load": {"shuffle_buffer_size": 4}}
+    options: dict[str, Any] = {
+        "datasets": lists({"code": 50, "docs": 50}, 90),
+        "num_streams": 1,
+        "load": {"shuffle_buffer_size": 4},
+    }
     options["load"] |= {"batch_size": 1}
     for segments in ("document", "row"):
-        rows = columns(list(build(tmp_path, pack={"shuffle_packed": False, "segments": segments, "seq_length": 32}, **options)))
+        rows = columns(
+            list(
+                build(
+                    tmp_path,
+                    pack={"shuffle_packed": False, "segments": segments, "seq_length": 32},
+                    **options,
+                )
+            )
+        )
         ids, last = rows[INPUT_IDS], rows[LABELS][:-1, -1]
         begins = np.isin(ids[1:, 0], (10, 11))  # the first token of every document
         expected = np.where(begins & (segments == "document"), -100, ids[1:, 0])
@@ -182,21 +265,34 @@ def test_the_last_label_of_a_row_is_the_first_token_of_the_next(tmp_path: Path) 
 
 def test_masks_go_on_behind_the_end_of_a_row(tmp_path: Path) -> None:
     random = np.random.Generator(np.random.PCG64(2))
-    given = [{INPUT_IDS: random.integers(1, 300, n).tolist(), LOSS_MASK: random.integers(0, 2, n).tolist()} for n in (5, 90, 3, 12, 70)]
+    given = [
+        {
+            INPUT_IDS: random.integers(1, 300, n).tolist(),
+            LOSS_MASK: random.integers(0, 2, n).tolist(),
+        }
+        for n in (5, 90, 3, 12, 70)
+    ]
     dataset = DatasetConfig(name="chat", data_files=given, tokenizer=pipelines.tokenizer())
     for segments in ("document", "row"):
         loader = build(
             tmp_path, datasets=[dataset], mix=None, num_streams=1, order={"shuffle": False},
             pack={"seq_length": 16, "shuffle_packed": False, "segments": segments}, load={"batch_size": 1},
         )  # fmt: skip
-        documents = [([*row[INPUT_IDS], EOS], [*row[LOSS_MASK], row[LOSS_MASK][-1]]) for row in given]
+        documents = [
+            ([*row[INPUT_IDS], EOS], [*row[LOSS_MASK], row[LOSS_MASK][-1]]) for row in given
+        ]
         assert_contiguous(columns(list(loader)), documents, joined=segments == "row")
 
 
 def test_weights_change_at_the_row_and_epochs_end_their_run(tmp_path: Path) -> None:
-    points = [{"step": 0, "weights": {"code": 1, "docs": 0}}, {"step": 3, "weights": {"code": 0, "docs": 1}}]
+    points = [
+        {"step": 0, "weights": {"code": 1, "docs": 0}},
+        {"step": 3, "weights": {"code": 0, "docs": 1}},
+    ]
     data: dict[str, Any] = {"datasets": lists({"code": 60, "docs": 90}, 40)}
-    mix = MixStageConfig(weight_schedule=points, weight_schedule_type="step", stop_strategy="restart")  # type: ignore[arg-type]
+    mix = MixStageConfig(
+        weight_schedule=points, weight_schedule_type="step", stop_strategy="restart"
+    )  # type: ignore[arg-type]
     loader = build(tmp_path, mix=mix, num_streams=2, **data)
     for step, batch in enumerate(itertools.islice(loader, 6)):
         begun = set(batch[INPUT_IDS][np.isin(batch[INPUT_IDS], (10, 11))].tolist())
@@ -217,14 +313,27 @@ def test_threads_change_nothing(tmp_path: Path) -> None:
 def test_a_state_with_a_cut_document_is_small_and_read_back() -> None:
     places = (Place(3, 5, 7, 9), Place(1, 2, 3, 4))
     for bad in ((), (5, 6)):
-        state = StreamState(1 << 40, 3, (-(1 << 39), 1 << 39), (True, False), places, bad, (1, 1 << 27))
+        state = StreamState(
+            1 << 40, 3, (-(1 << 39), 1 << 39), (True, False), places, bad, (1, 1 << 27)
+        )
         assert StreamState.from_text(state.to_text(), 2) == state
         assert len(state.to_text()) <= 24 + 2 * 48
 
 
-def test_documents_that_never_fill_a_row_are_an_error_and_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_never_fill_a_row_are_an_error_and_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streaming_window.mix, "MAX_DRAWS", 5000)
     endless = MixStageConfig(weights={"code": 1, "docs": 1}, stop_strategy="restart")
-    loader = build(tmp_path, datasets=lists({"code": 9, "docs": 9}, 0), mix=endless, num_streams=1, pack={"seq_length": 1 << 20})
-    with pytest.raises(PlanError, match=r"pack.seq_length: \d+ documents do not fill a row of 1048576 tokens\. Lower it"):
+    loader = build(
+        tmp_path,
+        datasets=lists({"code": 9, "docs": 9}, 0),
+        mix=endless,
+        num_streams=1,
+        pack={"seq_length": 1 << 20},
+    )
+    with pytest.raises(
+        PlanError,
+        match=r"pack.seq_length: \d+ documents do not fill a row of 1048576 tokens\. Lower it",
+    ):
         next(iter(loader))

@@ -1,4 +1,6 @@
-"""Ctrl-C in real processes: the loop gets KeyboardInterrupt at once, and nothing is left that would keep the process alive."""
+"""Ctrl-C in real processes: the loop gets KeyboardInterrupt at once, and nothing is left that would
+keep the process alive.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from loader_processes import finish, python
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_thread_and_no_process():
-    """What is waited for has deadlines of ten seconds and more. Leaving is less work than starting was, so a machine under load, where
-    both take long, gives as much time more."""
+    """What is waited for has deadlines of ten seconds and more. Leaving is less work than starting
+    was, so a machine under load, where both take long, gives as much time more."""
     for where in ("waiting", "working", "mesh"):
         started = time.monotonic()
         process = python("interrupted.py", where)

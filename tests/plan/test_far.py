@@ -18,7 +18,9 @@ FAR_ROW = (1 << 45) + 7
 
 
 def dataset(name: str, num_docs: int = DOCS) -> PlanDataset:
-    return PlanDataset(name, num_docs, num_docs * 1000, name, lambda docs: (docs % 1999 + 1).astype(np.int32))
+    return PlanDataset(
+        name, num_docs, num_docs * 1000, name, lambda docs: (docs % 1999 + 1).astype(np.int32)
+    )
 
 
 def far(plan: Plan, drawn: tuple[int, ...]) -> WindowState:
@@ -26,7 +28,9 @@ def far(plan: Plan, drawn: tuple[int, ...]) -> WindowState:
 
 
 def test_documents_beyond_32_bits_are_the_ones_that_arithmetic_names() -> None:
-    spec = PlanSpec(seed=3, weights=(1,), stop="restart", num_epochs=None, window_docs=4096, pack=None)
+    spec = PlanSpec(
+        seed=3, weights=(1,), stop="restart", num_epochs=None, window_docs=4096, pack=None
+    )
     plan = Plan([dataset("a")], spec)
     first = (1 << 39) + 11
     plan.resume(far(plan, (first,)))
@@ -40,7 +44,9 @@ def test_documents_beyond_32_bits_are_the_ones_that_arithmetic_names() -> None:
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 @pytest.mark.parametrize("strategy", ["greedy", "pool", "first_fit", "stream"])
 def test_windows_far_out_conserve_their_tokens(strategy: str, unit: str) -> None:
-    """Rows past 2^45 at steps past 2^39, on a weight ramp, hold every token of the documents that were drawn for them."""
+    """Rows past 2^45 at steps past 2^39, on a weight ramp, hold every token of the documents that
+    were drawn for them.
+    """
     ramp = Schedule(((0, (1, 3)), (1 << 44, (3, 1))), "cosine", ((0, 64),))
     pack = PackSpec(2048, strategy)  # pyright: ignore[reportArgumentType]
     spec = PlanSpec(
@@ -54,7 +60,8 @@ def test_windows_far_out_conserve_their_tokens(strategy: str, unit: str) -> None
         unit=unit,  # pyright: ignore[reportArgumentType]
     )
     plan = Plan([dataset("a"), dataset("b", DOCS - 99)], spec)
-    state = far(plan, (DOCS - 500, (1 << 41) + 3))  # dataset a begins again within the window, b in its third pass
+    # dataset a begins again within the window, b in its third pass
+    state = far(plan, (DOCS - 500, (1 << 41) + 3))
     plan.resume(state)
     row, seen = FAR_ROW, 0
     for _ in range(3):
@@ -71,8 +78,17 @@ def test_windows_far_out_conserve_their_tokens(strategy: str, unit: str) -> None
 
 def test_more_tokens_than_32_bits_count_are_counted() -> None:
     """4.4 G tokens in 40,000 documents: the books add up in 64 bits."""
-    long = PlanDataset("long", 40_000, 40_000 * 110_000, "long", lambda docs: np.full(docs.size, 110_000, np.int32))
-    spec = PlanSpec(seed=1, weights=(1,), stop="all_exhausted", num_epochs=1, window_docs=5000, pack=PackSpec(1 << 16))
+    long = PlanDataset(
+        "long", 40_000, 40_000 * 110_000, "long", lambda docs: np.full(docs.size, 110_000, np.int32)
+    )
+    spec = PlanSpec(
+        seed=1,
+        weights=(1,),
+        stop="all_exhausted",
+        num_epochs=1,
+        window_docs=5000,
+        pack=PackSpec(1 << 16),
+    )
     tally = Plan([long], spec).tally()
     part = tally.datasets["long"]
     assert part.tokens_placed == part.tokens_drawn == 40_000 * 110_000 > 1 << 32

@@ -19,13 +19,19 @@ small_weights = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 def draw(
-    weights: list[int] | tuple[int, ...], num_docs: list[int], stop: Stop, num_draws: int, chunks: list[int]
+    weights: list[int] | tuple[int, ...],
+    num_docs: list[int],
+    stop: Stop,
+    num_draws: int,
+    chunks: list[int],
 ) -> tuple[list[int], bool]:
     """At most `num_draws` draws, made in chunks; and whether the epoch ended with them."""
     deficits, active = mix.start(num_docs, stop)
     left, drawn, ended = np.array(num_docs), list[int](), False
     for chunk in itertools.cycle(chunks):
-        made = mix.draw(min(chunk, num_draws - len(drawn)), np.array(weights), left, deficits, active, stop)
+        made = mix.draw(
+            min(chunk, num_draws - len(drawn)), np.array(weights), left, deficits, active, stop
+        )
         assert np.array_equal(made.counts, np.bincount(made.dataset, minlength=len(weights)))
         drawn += made.dataset.tolist()
         left, deficits, active, ended = left - made.counts, made.deficits, made.active, made.ended
@@ -40,7 +46,13 @@ def worst(weights: tuple[int, ...], drawn: list[int]) -> Fraction:
     counts = [0] * len(weights)
     for n, chosen in enumerate(drawn, start=1):
         counts[chosen] += 1
-        worst = max(worst, *(abs(count * total - n * weight) for count, weight in zip(counts, weights, strict=True)))
+        worst = max(
+            worst,
+            *(
+                abs(count * total - n * weight)
+                for count, weight in zip(counts, weights, strict=True)
+            ),
+        )
     return Fraction(worst, total)
 
 
@@ -48,9 +60,14 @@ def bound(num_datasets: int) -> Fraction:
     return Fraction(0) if num_datasets == 1 else 1 - Fraction(1, 2 * num_datasets - 2)
 
 
-@given(weights=random_weights(max_datasets=12), chunks=st.lists(st.integers(1, 400), min_size=1, max_size=4))
+@given(
+    weights=random_weights(max_datasets=12),
+    chunks=st.lists(st.integers(1, 400), min_size=1, max_size=4),
+)
 @examples(60)
-def test_counts_stay_within_the_bound_at_every_prefix(weights: dict[str, float], chunks: list[int]) -> None:
+def test_counts_stay_within_the_bound_at_every_prefix(
+    weights: dict[str, float], chunks: list[int]
+) -> None:
     whole = integer_weights(weights)
     drawn, _ = draw(whole, [1] * len(whole), "restart", 1500, chunks)
     assert worst(whole, drawn) <= bound(len(whole)) < 1
@@ -70,7 +87,9 @@ def test_the_bound_holds_for_many_datasets_of_very_different_weights(num_dataset
 
 
 def test_one_in_a_million_comes_once_in_a_million() -> None:
-    """The case that breaks rounding per block: six equal weights and one of 1e-6. The small one never falls behind, never runs ahead."""
+    """The case that breaks rounding per block: six equal weights and one of 1e-6. The small one
+    never falls behind, never runs ahead.
+    """
     whole = integer_weights({**{f"d{i}": 1.0 for i in range(6)}, "rare": 1e-6})
     drawn, _ = draw(whole, [1] * 7, "restart", 12_000_000, [1 << 20])
     places = np.flatnonzero(np.array(drawn) == 6)
@@ -93,7 +112,9 @@ def test_draws_equal_the_oracle_however_they_are_cut(weights: list[int], chunks:
     stop=st.sampled_from(["first_exhausted", "all_exhausted"]),
     chunks=st.lists(st.integers(1, 50), min_size=1, max_size=4),
 )
-def test_epochs_equal_the_oracle_and_say_when_they_end(pairs: list[tuple[int, int]], stop: Stop, chunks: list[int]) -> None:
+def test_epochs_equal_the_oracle_and_say_when_they_end(
+    pairs: list[tuple[int, int]], stop: Stop, chunks: list[int]
+) -> None:
     weights, num_docs = [w for w, _ in pairs], [n for _, n in pairs]
     expected = list(reference.draws(weights, num_docs, stop))
     drawn, ended = draw(weights, num_docs, stop, 1000, chunks)
@@ -102,7 +123,10 @@ def test_epochs_equal_the_oracle_and_say_when_they_end(pairs: list[tuple[int, in
     if expected:  # a window that is exactly full knows already that nothing follows
         assert draw(weights, num_docs, stop, len(expected), [len(expected)]) == (expected, True)
     if len(expected) > 1:
-        assert draw(weights, num_docs, stop, len(expected) - 1, [len(expected)]) == (expected[:-1], False)
+        assert draw(weights, num_docs, stop, len(expected) - 1, [len(expected)]) == (
+            expected[:-1],
+            False,
+        )
 
 
 @given(pairs=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6))
@@ -114,7 +138,9 @@ def test_all_exhausted_gives_every_document_once(pairs: list[tuple[int, int]]) -
 
 
 @given(pairs=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=2, max_size=6))
-def test_first_exhausted_ends_before_the_first_draw_it_cannot_make(pairs: list[tuple[int, int]]) -> None:
+def test_first_exhausted_ends_before_the_first_draw_it_cannot_make(
+    pairs: list[tuple[int, int]],
+) -> None:
     weights, num_docs = [w for w, _ in pairs], [n for _, n in pairs]
     drawn, _ = draw(weights, num_docs, "first_exhausted", 1000, [7])
     without_end = list(itertools.islice(reference.assign(weights), len(drawn) + 1))
@@ -125,10 +151,14 @@ def test_first_exhausted_ends_before_the_first_draw_it_cannot_make(pairs: list[t
 
 
 def test_datasets_leave_with_their_last_document_and_the_others_share_by_their_weights() -> None:
-    """After the fourth and last document of dataset 0, datasets 1 and 2 come 3 to 1 from an even start."""
+    """After the fourth and last document of dataset 0, datasets 1 and 2 come 3 to 1 from an even
+    start.
+    """
     drawn, _ = draw([4, 3, 1], [4, 100, 100], "all_exhausted", 100, [100])
     gone = np.flatnonzero(np.array(drawn) == 0)[3] + 1
-    assert [dataset - 1 for dataset in drawn[gone:]] == list(itertools.islice(reference.assign([3, 1]), 100 - gone))
+    assert [dataset - 1 for dataset in drawn[gone:]] == list(
+        itertools.islice(reference.assign([3, 1]), 100 - gone)
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +172,9 @@ def test_datasets_leave_with_their_last_document_and_the_others_share_by_their_w
         ({"only": 0.123}, (1,)),
     ],
 )
-def test_weights_become_the_integers_they_mean(weights: dict[str, float], expected: tuple[int, ...]) -> None:
+def test_weights_become_the_integers_they_mean(
+    weights: dict[str, float], expected: tuple[int, ...]
+) -> None:
     assert integer_weights(weights) == expected
 
 
@@ -158,7 +190,10 @@ def test_integer_weights_are_as_near_as_2_to_the_40_allows(weights: dict[str, fl
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
-    with pytest.raises(PlanError, match=r"weights\.b: .* is no weight\. Give a positive finite number, or leave the dataset out"):
+    with pytest.raises(
+        PlanError,
+        match=r"weights\.b: .* is no weight\. Give a positive finite number, or leave the dataset out",
+    ):
         integer_weights({"a": 1.0, "b": weight})
     assert integer_weights({"a": 1.0}) == (1,)
 
@@ -175,7 +210,9 @@ def test_nothing_to_mix_is_refused() -> None:
 
 
 def test_largest_weights_and_most_datasets_do_not_overflow() -> None:
-    """The kernel's products at their edge: a sum of 2^40 over 65,536 datasets, one of which has nearly everything."""
+    """The kernel's products at their edge: a sum of 2^40 over 65,536 datasets, one of which has
+    nearly everything.
+    """
     weights = np.ones(mix.MAX_DATASETS, dtype=np.int64)
     weights[0] = MAX_WEIGHT_SUM - weights[1:].sum()
     deficits, active = mix.start(weights, "restart")
@@ -193,6 +230,9 @@ def test_weights_are_rounded_to_the_nearest_and_not_down() -> None:
     random = np.random.Generator(np.random.PCG64(1))
     weights = {str(i): float(weight) for i, weight in enumerate(random.random(4096) + 0.5)}
     whole, sum_weights = integer_weights(weights), math.fsum(weights.values())
-    off = [part - weight / sum_weights * (MAX_WEIGHT_SUM - len(whole)) for part, weight in zip(whole, weights.values(), strict=True)]
+    off = [
+        part - weight / sum_weights * (MAX_WEIGHT_SUM - len(whole))
+        for part, weight in zip(whole, weights.values(), strict=True)
+    ]
     assert max(map(abs, off)) < 0.51
     assert abs(sum(off)) < 200

@@ -20,7 +20,9 @@ def test_the_compiled_permutation_is_the_numpy_one(size: int, key: int) -> None:
 
 
 @given(size=st.integers(1, random.MAX_ROWS), key=keys, data=st.data())
-def test_the_compiled_permutation_is_the_numpy_one_for_large_sizes(size: int, key: int, data: st.DataObject) -> None:
+def test_the_compiled_permutation_is_the_numpy_one_for_large_sizes(
+    size: int, key: int, data: st.DataObject
+) -> None:
     indices = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=30)), dtype=np.int64)
     assert np.array_equal(permute(indices, size, key), random.permute(indices, size, key))
 
@@ -38,7 +40,9 @@ def test_the_compiled_permutation_refuses_what_the_numpy_one_refuses() -> None:
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     key=st.integers(0, (1 << 64) - 10),
     epoch=st.integers(0, 3),
-    spec=st.one_of(st.builds(OrderSpec, block_rows=st.integers(1, 50)), st.just(OrderSpec(shuffle=False))),
+    spec=st.one_of(
+        st.builds(OrderSpec, block_rows=st.integers(1, 50)), st.just(OrderSpec(shuffle=False))
+    ),
     data=st.data(),
 )
 def test_documents_follow_the_permutation_of_their_pass(
@@ -48,7 +52,14 @@ def test_documents_follow_the_permutation_of_their_pass(
     drawn = [data.draw(st.integers(0, 3 * size)) for size in sizes]
     counts = [data.draw(st.integers(0, 3 * size)) for size in sizes]
     keys = [key + i for i in range(len(sizes))]
-    docs = documents(spec, np.array(sizes), np.array(keys, dtype=np.uint64), epoch, np.array(drawn), np.array(counts))
+    docs = documents(
+        spec,
+        np.array(sizes),
+        np.array(keys, dtype=np.uint64),
+        epoch,
+        np.array(drawn),
+        np.array(counts),
+    )
     expected: list[int] = []
     for size, own, start, count in zip(sizes, keys, drawn, counts, strict=True):
         for position in range(start, start + count):
@@ -59,7 +70,14 @@ def test_documents_follow_the_permutation_of_their_pass(
 
 @given(size=st.integers(1, 300), block=st.integers(1, 64), key=keys)
 def test_blocks_stay_together_and_every_pass_is_complete(size: int, block: int, key: int) -> None:
-    docs = documents(OrderSpec(block_rows=block), np.array([size]), np.array([key], np.uint64), 0, np.array([0]), np.array([size]))
+    docs = documents(
+        OrderSpec(block_rows=block),
+        np.array([size]),
+        np.array([key], np.uint64),
+        0,
+        np.array([0]),
+        np.array([size]),
+    )
     assert sorted(docs) == list(range(size))
     starts = np.flatnonzero(docs % block == 0)
     for start in starts:
@@ -68,15 +86,22 @@ def test_blocks_stay_together_and_every_pass_is_complete(size: int, block: int, 
 
 
 def test_passes_differ() -> None:
-    docs = documents(OrderSpec(), np.array([100]), np.array([3], np.uint64), 0, np.array([0]), np.array([300])).reshape(3, 100)
+    docs = documents(
+        OrderSpec(), np.array([100]), np.array([3], np.uint64), 0, np.array([0]), np.array([300])
+    ).reshape(3, 100)
     assert len({row.tobytes() for row in docs}) == 3
     assert (np.sort(docs) == np.arange(100)).all()
 
 
 def test_bad_specs_name_the_field() -> None:
-    with pytest.raises(PlanError, match=r"order\.block_rows: 0 is no block of rows\. Give at least 1"):
+    with pytest.raises(
+        PlanError, match=r"order\.block_rows: 0 is no block of rows\. Give at least 1"
+    ):
         OrderSpec(block_rows=0)
-    with pytest.raises(PlanError, match=r"order\.block_rows: 8 has no effect without shuffle\. Leave it at 1, or set order\.shuffle"):
+    with pytest.raises(
+        PlanError,
+        match=r"order\.block_rows: 8 has no effect without shuffle\. Leave it at 1, or set order\.shuffle",
+    ):
         OrderSpec(shuffle=False, block_rows=8)
     OrderSpec(shuffle=False, block_rows=1)
     OrderSpec(shuffle=True, block_rows=8)

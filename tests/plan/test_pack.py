@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from easypipe.core.errors import PlanError
 from easypipe.core.random import permute
 from easypipe.plan import reference
-from easypipe.plan.pack import MAX_SEQ_LENGTH, OVERSIZE, STRATEGIES, Layout, PackSpec, one_row_each, pack_window
+from easypipe.plan.pack import (
+    MAX_SEQ_LENGTH,
+    OVERSIZE,
+    STRATEGIES,
+    Layout,
+    PackSpec,
+    one_row_each,
+    pack_window,
+)
 from strategies import examples
 from strategies import lengths as random_lengths
 
@@ -24,7 +32,10 @@ specs = st.one_of(
     ),
     st.builds(PackSpec, seq_length=sizes, strategy=st.just("stream"), shuffle_rows=st.booleans()),
 )
-any_lengths = st.one_of(random_lengths(), st.lists(st.integers(0, 40), max_size=80).map(lambda values: np.array(values, dtype=np.int32)))
+any_lengths = st.one_of(
+    random_lengths(),
+    st.lists(st.integers(0, 40), max_size=80).map(lambda values: np.array(values, dtype=np.int32)),
+)
 
 
 def as_rows(layout: Layout) -> list[list[tuple[int, int, int]]]:
@@ -47,17 +58,23 @@ def test_layouts_equal_the_oracle(lengths: np.ndarray, spec: PackSpec, key: int)
 
 
 @given(lengths=any_lengths, spec=specs, key=st.integers(0, (1 << 64) - 1))
-def test_every_token_stands_once_and_no_row_is_too_long(lengths: np.ndarray, spec: PackSpec, key: int) -> None:
+def test_every_token_stands_once_and_no_row_is_too_long(
+    lengths: np.ndarray, spec: PackSpec, key: int
+) -> None:
     layout = pack_window(lengths, spec, key)
     assert layout.first_piece[0] == 0
     assert layout.first_piece[-1] == layout.row.size
     assert (np.diff(layout.first_piece) > 0).all(), "a row is empty"
     assert (layout.length > 0).all()
-    for row, (first, stop) in enumerate(zip(layout.first_piece[:-1], layout.first_piece[1:], strict=True)):
+    for row, (first, stop) in enumerate(
+        zip(layout.first_piece[:-1], layout.first_piece[1:], strict=True)
+    ):
         assert (layout.row[first:stop] == row).all()
         ends = np.cumsum(layout.length[first:stop])
         assert ends[-1] <= spec.seq_length
-        assert np.array_equal(layout.slot[first:stop], ends - layout.length[first:stop]), "slots overlap or leave a gap"
+        assert np.array_equal(layout.slot[first:stop], ends - layout.length[first:stop]), (
+            "slots overlap or leave a gap"
+        )
     kept = np.minimum(lengths, spec.seq_length) if spec.oversize == "truncate" else lengths
     if spec.oversize == "drop":
         kept = np.where(lengths > spec.seq_length, 0, lengths)
@@ -69,10 +86,14 @@ def test_every_token_stands_once_and_no_row_is_too_long(lengths: np.ndarray, spe
         assert (counts[:keep] == 1).all()
         assert not counts[keep:].any()
     if spec.strategy == "stream":
-        assert layout.num_rows == -(-int(lengths.sum()) // spec.seq_length), "a row but the last is not full"
+        assert layout.num_rows == -(-int(lengths.sum()) // spec.seq_length), (
+            "a row but the last is not full"
+        )
         return
     fits = lengths <= spec.seq_length
-    assert (np.bincount(layout.draw, minlength=lengths.size)[fits] <= 1).all(), "a document that fits a row was cut"
+    assert (np.bincount(layout.draw, minlength=lengths.size)[fits] <= 1).all(), (
+        "a document that fits a row was cut"
+    )
 
 
 @given(lengths=any_lengths, spec=specs)
@@ -87,14 +108,21 @@ def test_rows_are_shuffled() -> None:
     lengths = np.arange(1, 101, dtype=np.int32)[::-1].copy()
     spec = PackSpec(seq_length=100, strategy="first_fit")
     assert as_rows(pack_window(lengths, spec, 1)) != as_rows(pack_window(lengths, spec, 2))
-    plain = pack_window(lengths, PackSpec(seq_length=100, strategy="first_fit", shuffle_rows=False), 1)
+    plain = pack_window(
+        lengths, PackSpec(seq_length=100, strategy="first_fit", shuffle_rows=False), 1
+    )
     assert plain.length[plain.first_piece[0]] == 100
 
 
-@pytest.mark.parametrize(("strategy", "least"), [("greedy", 0.80), ("pool", 0.99), ("first_fit", 0.999), ("stream", 0.9999)])
+@pytest.mark.parametrize(
+    ("strategy", "least"),
+    [("greedy", 0.80), ("pool", 0.99), ("first_fit", 0.999), ("stream", 0.9999)],
+)
 def test_fill(strategy: str, least: float) -> None:
     """Lognormal lengths of median 400 in rows of 2,048; windows as `window_docs` makes them."""
-    lengths = np.maximum(1, np.random.default_rng(0).lognormal(np.log(400), 1.0, 41_943)).astype(np.int32)
+    lengths = np.maximum(1, np.random.default_rng(0).lognormal(np.log(400), 1.0, 41_943)).astype(
+        np.int32
+    )
     layout = pack_window(lengths, PackSpec(2048, strategy), 0)  # pyright: ignore[reportArgumentType]
     assert int(layout.length.sum()) == int(lengths.sum())
     assert lengths.sum() / (layout.num_rows * 2048) >= least
@@ -129,7 +157,10 @@ def test_one_row_each() -> None:
 
 def test_oversize_error_names_the_document_and_its_advice_works() -> None:
     lengths = np.array([3, 9, 12], dtype=np.int32)
-    with pytest.raises(PlanError, match=r"draw 1: 9 tokens do not fit a row of 8\. Raise pack\.seq_length, or set pack\.oversize"):
+    with pytest.raises(
+        PlanError,
+        match=r"draw 1: 9 tokens do not fit a row of 8\. Raise pack\.seq_length, or set pack\.oversize",
+    ):
         pack_window(lengths, PackSpec(8, oversize="error"), 0)
     assert pack_window(lengths, PackSpec(12, oversize="error"), 0).num_rows
     for rule in OVERSIZE[:3]:
@@ -141,10 +172,22 @@ def test_oversize_error_names_the_document_and_its_advice_works() -> None:
     [
         ({"seq_length": 0}, r"pack\.seq_length: 0 is no row length\. Give 1 to"),
         ({"seq_length": MAX_SEQ_LENGTH + 1}, r"pack\.seq_length"),
-        ({"seq_length": 8, "num_packers": 0}, r"pack\.num_packers: 0 open rows hold nothing\. Give at least 1"),
-        ({"seq_length": 8, "strategy": "best"}, r"pack\.strategy: no strategy 'best' \(have: greedy, pool, first_fit, stream\)"),
-        ({"seq_length": 8, "strategy": "stream", "oversize": "drop"}, r"pack\.oversize: 'drop' has no meaning for strategy 'stream'"),
-        ({"seq_length": 8, "oversize": "cut"}, r"pack\.oversize: no rule 'cut' \(have: split, truncate, drop, error\)"),
+        (
+            {"seq_length": 8, "num_packers": 0},
+            r"pack\.num_packers: 0 open rows hold nothing\. Give at least 1",
+        ),
+        (
+            {"seq_length": 8, "strategy": "best"},
+            r"pack\.strategy: no strategy 'best' \(have: greedy, pool, first_fit, stream\)",
+        ),
+        (
+            {"seq_length": 8, "strategy": "stream", "oversize": "drop"},
+            r"pack\.oversize: 'drop' has no meaning for strategy 'stream'",
+        ),
+        (
+            {"seq_length": 8, "oversize": "cut"},
+            r"pack\.oversize: no rule 'cut' \(have: split, truncate, drop, error\)",
+        ),
     ],
 )
 def test_bad_specs_name_the_field(values: dict, message: str) -> None:

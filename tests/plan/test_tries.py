@@ -21,7 +21,14 @@ from strategies import examples
     packers=st.integers(1, 5),
 )
 @examples(60)
-def test_tries_are_packing(strategy: str, oversize: str, lengths: list[int], seq_length: int, counts: list[int], packers: int) -> None:
+def test_tries_are_packing(
+    strategy: str,
+    oversize: str,
+    lengths: list[int],
+    seq_length: int,
+    counts: list[int],
+    packers: int,
+) -> None:
     spec = PackSpec(seq_length, strategy, packers, oversize)  # pyright: ignore[reportArgumentType]
     array = np.array(lengths, dtype=np.int32)
     tries = Tries(array, spec)
@@ -35,6 +42,11 @@ def test_tries_are_packing(strategy: str, oversize: str, lengths: list[int], seq
 
 @pytest.mark.parametrize("seq_length", [512, 8192])
 def test_rows_of_many_documents_are_counted(seq_length: int) -> None:
-    lengths = np.random.default_rng(0).lognormal(np.log(400), 1.0, 30_000).clip(1, 100_000).astype(np.int32)
+    lengths = (
+        np.random.default_rng(0)
+        .lognormal(np.log(400), 1.0, 30_000)
+        .clip(1, 100_000)
+        .astype(np.int32)
+    )
     spec = PackSpec(seq_length, "first_fit")
     assert Tries(lengths, spec).rows(lengths.size) == pack_window(lengths, spec, 0).num_rows

@@ -20,7 +20,15 @@ from easypipe.plan.order import OrderSpec
 from easypipe.plan.pack import OVERSIZE, STRATEGIES, PackSpec
 from easypipe.plan.schedule import KINDS, Schedule
 from easypipe.plan.window import token_sizes
-from easypipe.plan.windows import MARK_EVERY, Pieces, Plan, PlanDataset, PlanSpec, WindowState, window_docs
+from easypipe.plan.windows import (
+    MARK_EVERY,
+    Pieces,
+    Plan,
+    PlanDataset,
+    PlanSpec,
+    WindowState,
+    window_docs,
+)
 from strategies import examples
 
 FIRST_ROWS = 150  # looked at where there is no end
@@ -28,7 +36,13 @@ FIRST_ROWS = 150  # looked at where there is no end
 
 def dataset(name: str, lengths: list[int] | np.ndarray) -> PlanDataset:
     array = np.asarray(lengths, dtype=np.int32)
-    return PlanDataset(name, array.size, int(array.sum(dtype=np.int64)), f"tokens of {name}", lambda docs: array[docs])
+    return PlanDataset(
+        name,
+        array.size,
+        int(array.sum(dtype=np.int64)),
+        f"tokens of {name}",
+        lambda docs: array[docs],
+    )
 
 
 packs = st.one_of(
@@ -41,24 +55,39 @@ packs = st.one_of(
         oversize=st.sampled_from(OVERSIZE[:3]),
         shuffle_rows=st.booleans(),
     ),
-    st.builds(PackSpec, seq_length=st.integers(1, 40), strategy=st.just("stream"), shuffle_rows=st.booleans()),
+    st.builds(
+        PackSpec,
+        seq_length=st.integers(1, 40),
+        strategy=st.just("stream"),
+        shuffle_rows=st.booleans(),
+    ),
 )
 
 
 @st.composite
 def schedules(draw: st.DrawFn, size: int) -> Schedule:
     """A few points within the first steps, weights of 0 among them, batches of one or two sizes."""
-    weights = st.lists(st.sampled_from([0, 1, 1, 3, 1000]), min_size=size, max_size=size).filter(any).map(tuple)
+    weights = (
+        st.lists(st.sampled_from([0, 1, 1, 3, 1000]), min_size=size, max_size=size)
+        .filter(any)
+        .map(tuple)
+    )
     steps = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3, unique=True).map(sorted))
     sizes = draw(st.sampled_from([((0, 1),), ((0, 3),), ((0, 2), (5, 4))]))
     points = tuple((step, draw(weights)) for step in steps)
-    return Schedule(points, draw(st.sampled_from(KINDS)), sizes, draw(st.one_of(st.none(), weights)))
+    return Schedule(
+        points, draw(st.sampled_from(KINDS)), sizes, draw(st.one_of(st.none(), weights))
+    )
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[PlanDataset], PlanSpec]:
-    """Mixtures of one to four small datasets; about one document in three is longer than a row, some are empty."""
-    lengths = draw(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=40), min_size=1, max_size=4))
+    """Mixtures of one to four small datasets; about one document in three is longer than a row,
+    some are empty.
+    """
+    lengths = draw(
+        st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=40), min_size=1, max_size=4)
+    )
     stop = draw(st.sampled_from(["restart", "first_exhausted", "all_exhausted"]))
     epochs = draw(st.sampled_from([1, 3, None]))
     datasets = [dataset(f"d{i}", [*values, 3]) for i, values in enumerate(lengths)]
@@ -74,7 +103,9 @@ def plans(draw: st.DrawFn) -> tuple[list[PlanDataset], PlanSpec]:
         weights=tuple(draw(st.integers(1, 9)) for _ in datasets),
         stop=stop,
         num_epochs=None if stop == "restart" and len(datasets) > 1 else epochs,
-        order=draw(st.sampled_from([OrderSpec(), OrderSpec(block_rows=3), OrderSpec(shuffle=False)])),
+        order=draw(
+            st.sampled_from([OrderSpec(), OrderSpec(block_rows=3), OrderSpec(shuffle=False)])
+        ),
         pack=draw(packs),
         window_docs=draw(st.integers(1, 50)),
     )
@@ -96,9 +127,15 @@ def look(plan: Plan, rows: list[int]) -> list[list[reference.Piece]]:
     return by_row(plan.pieces(np.array(rows, dtype=np.int64)), len(rows))
 
 
-@given(made=plans(), cache_bytes=st.sampled_from([0, 1 << 20]), shuffler=st.randoms(use_true_random=False))
+@given(
+    made=plans(),
+    cache_bytes=st.sampled_from([0, 1 << 20]),
+    shuffler=st.randoms(use_true_random=False),
+)
 @examples(150)
-def test_any_row_equals_the_forward_scan(made: tuple[list[PlanDataset], PlanSpec], cache_bytes: int, shuffler: random.Random) -> None:
+def test_any_row_equals_the_forward_scan(
+    made: tuple[list[PlanDataset], PlanSpec], cache_bytes: int, shuffler: random.Random
+) -> None:
     """In any order, alone or together, with windows kept or not."""
     expected = forward(*made)
     order = list(range(len(expected)))
@@ -114,14 +151,18 @@ def test_any_row_equals_the_forward_scan(made: tuple[list[PlanDataset], PlanSpec
         assert (address.window, address.epoch) == (window.state.index, window.state.epoch)
         assert window.first_row + address.row_in_window == row
         assert 0 <= address.row_in_window < window.num_rows
-    assert (plan.num_rows is None) == (made[1].last_epoch([each.num_docs for each in made[0]]) is None)
+    assert (plan.num_rows is None) == (
+        made[1].last_epoch([each.num_docs for each in made[0]]) is None
+    )
     if plan.num_rows is not None and len(expected) < FIRST_ROWS:
         assert plan.num_rows == len(expected)
 
 
 @given(made=plans(), data=st.data())
 @examples(150)
-def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanDataset], PlanSpec], data: st.DataObject) -> None:
+def test_resuming_from_a_state_gives_the_same_rows_onward(
+    made: tuple[list[PlanDataset], PlanSpec], data: st.DataObject
+) -> None:
     expected = forward(*made)
     row = data.draw(st.integers(0, len(expected) - 1))
     state = WindowState.from_json(json.loads(json.dumps(Plan(*made).state_at(row).to_json())))
@@ -130,14 +171,19 @@ def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanD
     asked = list[int]()
 
     def counted(each: PlanDataset) -> PlanDataset:
-        return dataclasses.replace(each, lengths=lambda docs: (asked.append(docs.size), each.lengths(docs))[1])
+        return dataclasses.replace(
+            each, lengths=lambda docs: (asked.append(docs.size), each.lengths(docs))[1]
+        )
 
     plan = Plan([counted(each) for each in made[0]], made[1])
     plan.resume(state)
     assert look(plan, [row]) == [expected[row]]
     streams = made[1].pack is not None and made[1].pack.strategy == "stream"
-    ahead = streams or made[1].unit == "tokens" or made[1].schedule is not None  # their windows look at more than they draw
-    assert ahead or sum(asked) <= made[1].window_docs, "more than one window was planned to look at a resumed row"
+    # their windows look at more than they draw
+    ahead = streams or made[1].unit == "tokens" or made[1].schedule is not None
+    assert ahead or sum(asked) <= made[1].window_docs, (
+        "more than one window was planned to look at a resumed row"
+    )
     assert look(plan, list(range(row, len(expected)))) == expected[row:]
     assert look(plan, list(range(len(expected)))) == expected, "rows before the state changed"
     again = plan.state_at(row)
@@ -146,7 +192,9 @@ def test_resuming_from_a_state_gives_the_same_rows_onward(made: tuple[list[PlanD
 
 @given(made=plans(), keep=st.lists(st.booleans(), min_size=1, max_size=5))
 @examples(60)
-def test_checkpoints_change_no_row(made: tuple[list[PlanDataset], PlanSpec], keep: list[bool]) -> None:
+def test_checkpoints_change_no_row(
+    made: tuple[list[PlanDataset], PlanSpec], keep: list[bool]
+) -> None:
     expected = forward(*made)
     first = Plan(*made)
     assert look(first, [len(expected) - 1]) == expected[-1:]
@@ -165,7 +213,9 @@ def test_a_checkpoint_at_the_end_spares_the_scan() -> None:
     spec = PlanSpec(seed=1, weights=(1,), stop="all_exhausted", window_docs=7, pack=PackSpec(50))
     first = Plan([dataset("a", range(1, 50))], spec)
     assert first.num_rows is not None
-    blind = dataclasses.replace(first.datasets[0], lengths=lambda docs: pytest.fail("lengths were read"))
+    blind = dataclasses.replace(
+        first.datasets[0], lengths=lambda docs: pytest.fail("lengths were read")
+    )
     second = Plan([blind], spec, first.checkpoints())
     assert second.num_rows == first.num_rows
     assert second.state_at(second.num_rows) == first.state_at(first.num_rows)
@@ -197,13 +247,20 @@ def test_epochs_are_permuted_anew() -> None:
     assert len({epoch.tobytes() for epoch in docs}) == 3
 
 
-def books(datasets: list[PlanDataset], spec: PlanSpec, rows: list[list[reference.Piece]]) -> dict[str, tuple[int, int]]:
-    """(tokens, segments with tokens) that stand in `rows`, per dataset. In a stream, a document that goes on begins no segment."""
+def books(
+    datasets: list[PlanDataset], spec: PlanSpec, rows: list[list[reference.Piece]]
+) -> dict[str, tuple[int, int]]:
+    """(tokens, segments with tokens) that stand in `rows`, per dataset. In a stream, a document
+    that goes on begins no segment.
+    """
     goes_on = spec.pack is not None and spec.pack.strategy == "stream"
     sums = {each.name: (0, 0) for each in datasets}
     for _, _, i, _, start, length in itertools.chain.from_iterable(rows):
         tokens, segments = sums[datasets[i].name]
-        sums[datasets[i].name] = tokens + length, segments + (length > 0 and not (goes_on and start))
+        sums[datasets[i].name] = (
+            tokens + length,
+            segments + (length > 0 and not (goes_on and start)),
+        )
     return sums
 
 
@@ -213,7 +270,10 @@ def test_the_tally_conserves(made: tuple[list[PlanDataset], PlanSpec], data: st.
     datasets, spec = made
     expected = forward(*made)
     plan = Plan(*made)
-    for stop_row in [*data.draw(st.lists(st.integers(0, len(expected)), max_size=4)), len(expected)]:
+    for stop_row in [
+        *data.draw(st.lists(st.integers(0, len(expected)), max_size=4)),
+        len(expected),
+    ]:
         tally = plan.tally(stop_row)
         assert tally == Plan(*made).tally(stop_row), "a tally depends on the ones before it"
         assert tally.rows == stop_row
@@ -222,8 +282,17 @@ def test_the_tally_conserves(made: tuple[list[PlanDataset], PlanSpec], data: st.
             part = tally.datasets[name]
             assert min(dataclasses.astuple(part)) >= 0
             assert part.passes * part.num_docs == part.draws + part.unreached
-            assert part.draws == part.docs_placed + part.docs_pending + part.docs_dropped + part.docs_empty
-            assert part.tokens_drawn == part.tokens_placed + part.tokens_pending + part.tokens_truncated + part.tokens_dropped
+            assert (
+                part.draws
+                == part.docs_placed + part.docs_pending + part.docs_dropped + part.docs_empty
+            )
+            assert (
+                part.tokens_drawn
+                == part.tokens_placed
+                + part.tokens_pending
+                + part.tokens_truncated
+                + part.tokens_dropped
+            )
             assert (part.tokens_placed, part.segments) == (tokens, segments)
             assert part.docs_truncated <= part.docs_placed
             placed += tokens
@@ -236,7 +305,9 @@ def test_the_tally_conserves(made: tuple[list[PlanDataset], PlanSpec], data: st.
             assert part.docs_pending == part.tokens_pending == 0
         for each, cap in zip(datasets, spec.caps, strict=True):
             part = whole.datasets[each.name]
-            assert cap is None or part.draws <= cap * each.num_docs, "a document came more often than max_epochs allows"
+            assert cap is None or part.draws <= cap * each.num_docs, (
+                "a document came more often than max_epochs allows"
+            )
             if spec.stop != "first_exhausted" or len(datasets) == 1:
                 passes = min(n for n in (spec.num_epochs, cap) if n is not None)
                 assert (part.unreached, part.passes, part.epochs) == (0, passes, passes)
@@ -247,8 +318,20 @@ def test_the_tally_counts_what_oversize_does() -> None:
     lengths = [5, 10, 23, 8, 0]
     expected = {
         "split": {"tokens_placed": 46, "docs_placed": 4, "docs_empty": 1, "segments": 6},
-        "truncate": {"tokens_placed": 33, "docs_placed": 4, "docs_truncated": 1, "tokens_truncated": 13, "segments": 4},
-        "drop": {"tokens_placed": 23, "docs_placed": 3, "docs_dropped": 1, "tokens_dropped": 23, "segments": 3},
+        "truncate": {
+            "tokens_placed": 33,
+            "docs_placed": 4,
+            "docs_truncated": 1,
+            "tokens_truncated": 13,
+            "segments": 4,
+        },
+        "drop": {
+            "tokens_placed": 23,
+            "docs_placed": 3,
+            "docs_dropped": 1,
+            "tokens_dropped": 23,
+            "segments": 3,
+        },
     }
     for oversize, wanted in expected.items():
         pack = PackSpec(10, oversize=oversize)  # pyright: ignore[reportArgumentType]
@@ -262,7 +345,14 @@ def test_the_tally_counts_what_oversize_does() -> None:
 def test_threads_see_the_same_rows() -> None:
     """Eight threads ask for neighbouring rows of a plan that keeps two windows."""
     datasets = [dataset("a", np.arange(3000) % 90 + 1), dataset("b", np.arange(900) % 300 + 1)]
-    spec = PlanSpec(seed=5, weights=(3, 1), stop="restart", num_epochs=None, window_docs=100, pack=PackSpec(256, "first_fit"))
+    spec = PlanSpec(
+        seed=5,
+        weights=(3, 1),
+        stop="restart",
+        num_epochs=None,
+        window_docs=100,
+        pack=PackSpec(256, "first_fit"),
+    )
     batches = [np.arange(start, start + 8) for start in range(0, 2000, 8)]
     alone = Plan(datasets, spec)
     expected = [alone.pieces(rows) for rows in batches]
@@ -286,19 +376,43 @@ def test_states_are_small() -> None:
     rng = random.Random(0)
     weights = integer_weights({f"d{i}": rng.random() for i in range(60)})
     assert sum(weights) > 1 << 39
-    datasets = [PlanDataset(f"d{i}", 1 << 40, 1 << 50, "", lambda docs: np.full(docs.size, 1000, np.int32)) for i in range(60)]
-    plan = Plan(datasets, PlanSpec(seed=0, weights=weights, stop="restart", num_epochs=None, window_docs=5000, pack=PackSpec(2048)))
+    datasets = [
+        PlanDataset(f"d{i}", 1 << 40, 1 << 50, "", lambda docs: np.full(docs.size, 1000, np.int32))
+        for i in range(60)
+    ]
+    plan = Plan(
+        datasets,
+        PlanSpec(
+            seed=0,
+            weights=weights,
+            stop="restart",
+            num_epochs=None,
+            window_docs=5000,
+            pack=PackSpec(2048),
+        ),
+    )
     state = plan.state_at(100_000)
     assert state.index > 10
-    far = dataclasses.replace(state, drawn=tuple((1 << 40) + n for n in state.drawn), index=1 << 40, first_row=1 << 47)
+    far = dataclasses.replace(
+        state, drawn=tuple((1 << 40) + n for n in state.drawn), index=1 << 40, first_row=1 << 47
+    )
     assert len(json.dumps(far.to_json())) < 3072
     plan.resume(far)
     assert plan.pieces(np.array([far.first_row])).length.sum() <= 2048
 
 
 def test_memory_does_not_grow_with_the_documents() -> None:
-    datasets = [PlanDataset("a", 1 << 32, 100 << 32, "", lambda docs: (docs % 199 + 1).astype(np.int32))]
-    spec = PlanSpec(seed=0, weights=(1,), stop="restart", num_epochs=None, window_docs=65_536, pack=PackSpec(2048, "first_fit"))
+    datasets = [
+        PlanDataset("a", 1 << 32, 100 << 32, "", lambda docs: (docs % 199 + 1).astype(np.int32))
+    ]
+    spec = PlanSpec(
+        seed=0,
+        weights=(1,),
+        stop="restart",
+        num_epochs=None,
+        window_docs=65_536,
+        pack=PackSpec(2048, "first_fit"),
+    )
     plan = Plan(datasets, spec, cache_bytes=8 << 20)
     process = psutil.Process()
     plan.pieces(np.array([60_000]))
@@ -320,7 +434,14 @@ def test_window_docs_are_chosen_from_integers() -> None:
 
 
 def spec(**changes: object) -> PlanSpec:
-    values = {"seed": 1, "weights": (1, 1), "stop": "all_exhausted", "window_docs": 8, "num_epochs": 1, **changes}
+    values = {
+        "seed": 1,
+        "weights": (1, 1),
+        "stop": "all_exhausted",
+        "window_docs": 8,
+        "num_epochs": 1,
+        **changes,
+    }
     return PlanSpec(**values)  # pyright: ignore[reportArgumentType]
 
 
@@ -331,19 +452,41 @@ A, B, EMPTY = dataset("a", [5, 9, 30]), dataset("b", [7]), dataset("empty", [])
     ("datasets", "changes", "message"),
     [
         ([A], {}, r"weights: 2 weights for 1 datasets \(have: a\)"),
-        ([A, A], {}, r"datasets: two datasets have one name \(have: a, a\)\. Names fold the seed: rename one"),
-        ([A, EMPTY], {"stop": "restart", "num_epochs": None}, r"dataset 'empty': has no documents\. Leave it out"),
+        (
+            [A, A],
+            {},
+            r"datasets: two datasets have one name \(have: a, a\)\. Names fold the seed: rename one",
+        ),
+        (
+            [A, EMPTY],
+            {"stop": "restart", "num_epochs": None},
+            r"dataset 'empty': has no documents\. Leave it out",
+        ),
         ([EMPTY], {"weights": (1,)}, r"dataset 'empty': has no documents\. Give it data"),
         ([EMPTY, dataclasses.replace(EMPTY, name="too")], {}, r"datasets: none has any documents"),
-        ([A, B], {"weights": (1, 0)}, r"weights: \(1, 0\) are not positive integers\. Make them with integer_weights"),
+        (
+            [A, B],
+            {"weights": (1, 0)},
+            r"weights: \(1, 0\) are not positive integers\. Make them with integer_weights",
+        ),
         ([A, B], {"weights": (1, 1 << 40)}, r"weights: .* sum of 2\^40"),
         ([A, B], {"window_docs": 0}, r"window_docs: 0 documents make no window"),
         ([A, B], {"num_epochs": 0}, r"num_epochs: 0 epochs hold no rows"),
-        ([A, B], {"stop": "never"}, r"stop: no strategy 'never' \(have: restart, first_exhausted, all_exhausted\)"),
-        ([A, B], {"stop": "restart"}, r"num_epochs: .* Set num_epochs to None, or stop to 'first_exhausted'"),
+        (
+            [A, B],
+            {"stop": "never"},
+            r"stop: no strategy 'never' \(have: restart, first_exhausted, all_exhausted\)",
+        ),
+        (
+            [A, B],
+            {"stop": "restart"},
+            r"num_epochs: .* Set num_epochs to None, or stop to 'first_exhausted'",
+        ),
     ],
 )
-def test_plans_that_cannot_be_are_refused(datasets: list[PlanDataset], changes: dict[str, object], message: str) -> None:
+def test_plans_that_cannot_be_are_refused(
+    datasets: list[PlanDataset], changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(PlanError, match=message):
         Plan(datasets, spec(**changes))
 
@@ -357,7 +500,13 @@ def test_rows_behind_the_last_are_refused() -> None:
     plan = Plan([A, B], spec(pack=PackSpec(10)))
     total = plan.num_rows
     assert total is not None
-    for call in (plan.locate, plan.state_at, plan.tally, plan.window_at, lambda row: plan.pieces(np.array([row]))):
+    for call in (
+        plan.locate,
+        plan.state_at,
+        plan.tally,
+        plan.window_at,
+        lambda row: plan.pieces(np.array([row])),
+    ):
         with pytest.raises(PlanError, match=rf"row {total + 1}: the plan has {total} rows"):
             call(total + 1)
         with pytest.raises(PlanError, match=r"row -1: rows count from 0"):
@@ -369,7 +518,10 @@ def test_rows_behind_the_last_are_refused() -> None:
 
 
 def test_oversize_error_names_dataset_and_document() -> None:
-    with pytest.raises(PlanError, match=r"dataset 'a', document 2: 30 tokens do not fit a row of 10\. Raise pack\.seq_length"):
+    with pytest.raises(
+        PlanError,
+        match=r"dataset 'a', document 2: 30 tokens do not fit a row of 10\. Raise pack\.seq_length",
+    ):
         Plan([A, B], spec(pack=PackSpec(10, oversize="error"))).locate(0)
     assert Plan([A, B], spec(pack=PackSpec(30, oversize="error"))).num_rows
 
@@ -379,9 +531,15 @@ def test_a_plan_of_which_no_document_fits_says_so(stop: str) -> None:
     datasets = [dataset("a", [50] * 9), dataset("b", [60] * 4)]
     plan = Plan(datasets, spec(stop=stop, num_epochs=None, pack=PackSpec(10, oversize="drop")))
     for call in (plan.locate, plan.tally, plan.state_at):
-        with pytest.raises(PlanError, match=r"pack\.oversize: of 13 documents none fits a row of 10 tokens\. Raise pack\.seq_length"):
+        with pytest.raises(
+            PlanError,
+            match=r"pack\.oversize: of 13 documents none fits a row of 10 tokens\. Raise pack\.seq_length",
+        ):
             call(5)
-    rare = Plan([*datasets, dataset("c", [60] * 99 + [10])], spec(weights=(1, 1, 1), num_epochs=None, pack=plan.spec.pack))
+    rare = Plan(
+        [*datasets, dataset("c", [60] * 99 + [10])],
+        spec(weights=(1, 1, 1), num_epochs=None, pack=plan.spec.pack),
+    )
     assert rare.locate(5).pieces.length.tolist() == [10]
     ends = Plan(datasets, spec(pack=PackSpec(10, oversize="drop")))
     assert ends.num_rows == 0
@@ -392,7 +550,10 @@ def test_a_plan_of_which_no_document_fits_says_so(stop: str) -> None:
     ("lengths", "message"),
     [
         (lambda docs: docs, r"dataset 'a': lengths of \d documents came as int64"),
-        (lambda docs: np.zeros(1, np.int32), r"dataset 'a': lengths of \d documents came as int32\[1\]"),
+        (
+            lambda docs: np.zeros(1, np.int32),
+            r"dataset 'a': lengths of \d documents came as int32\[1\]",
+        ),
         (
             lambda docs: np.where(docs == 1, -4, 4).astype(np.int32),
             r"dataset 'a', document 1: a length of -4 tokens\. The token cache is damaged",
@@ -416,7 +577,13 @@ def test_states_of_other_plans_are_refused() -> None:
     ):
         with pytest.raises(StateError, match="window: "):
             plan.resume(bad)
-    for text in ({}, [], None, {**good.to_json(), "active": "x1"}, {**good.to_json(), "drawn": "ab"}):
+    for text in (
+        {},
+        [],
+        None,
+        {**good.to_json(), "active": "x1"},
+        {**good.to_json(), "drawn": "ab"},
+    ):
         with pytest.raises(StateError, match="is no state of a plan"):
             WindowState.from_json(text)
 
@@ -424,22 +591,47 @@ def test_states_of_other_plans_are_refused() -> None:
 def test_the_fingerprint_holds_all_that_decides_rows() -> None:
     pack = PackSpec(10)
     base = Plan([A, B], spec(pack=pack)).fingerprint
-    assert base == Plan([A, B], spec(pack=PackSpec(10, num_packers=3))).fingerprint, "greedy has no packers"
-    choices: list[dict[str, object]] = [{"seed": 2}, {"weights": (1, 2)}, {"stop": "first_exhausted"}, {"window_docs": 9}]
+    assert base == Plan([A, B], spec(pack=PackSpec(10, num_packers=3))).fingerprint, (
+        "greedy has no packers"
+    )
+    choices: list[dict[str, object]] = [
+        {"seed": 2},
+        {"weights": (1, 2)},
+        {"stop": "first_exhausted"},
+        {"window_docs": 9},
+    ]
     choices += [{"order": OrderSpec(block_rows=2)}, {"order": OrderSpec(shuffle=False)}]
-    choices += [{"pack": other} for other in (None, PackSpec(11), PackSpec(10, "pool"), PackSpec(10, "pool", 3))]
-    changed = [dataclasses.replace(A, **change) for change in ({"name": "c"}, {"fingerprint": "x"}, {"total_tokens": 47})]
+    choices += [
+        {"pack": other}
+        for other in (None, PackSpec(11), PackSpec(10, "pool"), PackSpec(10, "pool", 3))
+    ]
+    changed = [
+        dataclasses.replace(A, **change)
+        for change in ({"name": "c"}, {"fingerprint": "x"}, {"total_tokens": 47})
+    ]
     others = [Plan([A, B], spec(**{"pack": pack, **choice})).fingerprint for choice in choices]
     others += [Plan([dataset, B], spec(pack=pack)).fingerprint for dataset in changed]
     assert len({base, *others}) == len(others) + 1
 
 
 def test_rows_are_pinned() -> None:
-    """Other rows here need a higher PLAN_VERSION: saved states of earlier versions would name other documents."""
+    """Other rows here need a higher PLAN_VERSION: saved states of earlier versions would name other
+    documents.
+    """
     datasets = [dataset("code", np.arange(1, 30)), dataset("text", np.arange(40, 1, -1))]
-    made = PlanSpec(seed=7, weights=(7, 3), stop="first_exhausted", window_docs=16, pack=PackSpec(32, "first_fit"))
+    made = PlanSpec(
+        seed=7,
+        weights=(7, 3),
+        stop="first_exhausted",
+        window_docs=16,
+        pack=PackSpec(32, "first_fit"),
+    )
     rows = look(Plan(datasets, made), [0, 5, 9])
-    assert rows == [[(0, 1, 1, 18, 0, 22), (22, 2, 1, 30, 0, 10)], [(0, 1, 0, 17, 0, 18)], [(0, 1, 1, 1, 0, 32)]]
+    assert rows == [
+        [(0, 1, 1, 18, 0, 22), (22, 2, 1, 30, 0, 10)],
+        [(0, 1, 0, 17, 0, 18)],
+        [(0, 1, 1, 1, 0, 32)],
+    ]
 
 
 def test_documents_weigh_their_tokens_up_to_a_whole_row() -> None:
@@ -448,4 +640,8 @@ def test_documents_weigh_their_tokens_up_to_a_whole_row() -> None:
         how: token_sizes(lengths, PackSpec(seq_length=64, strategy="greedy", oversize=how)).tolist()
         for how in ("split", "truncate", "drop")
     }
-    assert weighed == {"split": [1, 1, 63, 64, 65, 500], "truncate": [1, 1, 63, 64, 64, 64], "drop": [1, 1, 63, 64, 1, 1]}
+    assert weighed == {
+        "split": [1, 1, 63, 64, 65, 500],
+        "truncate": [1, 1, 63, 64, 64, 64],
+        "drop": [1, 1, 63, 64, 1, 1],
+    }

@@ -1,4 +1,6 @@
-"""Every way in which files are not what they should be, with its message; where the message recommends something, that is done."""
+"""Every way in which files are not what they should be, with its message; where the message
+recommends something, that is done.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def put(path: Path, data: bytes | str) -> Path:
 
 
 def read_all(source) -> list[dict]:
-    return [row for s, shard in enumerate(source.shards) for row in source.read(s, 0, shard.num_rows).to_pylist()]
+    return [
+        row
+        for s, shard in enumerate(source.shards)
+        for row in source.read(s, 0, shard.num_rows).to_pylist()
+    ]
 
 
 def refused(source_or_path, message: str, **options) -> SourceError:
@@ -49,13 +55,21 @@ def test_missing_file(tmp_path: Path) -> None:
     put(tmp_path / "train.jsonl", "{}")
     with pytest.raises(MissingFileError) as caught:
         open_files(tmp_path / "trian.jsonl")
-    assert str(caught.value) == f"{tmp_path}/trian.jsonl: no such file or folder (have: train.jsonl). Did you mean 'train.jsonl'?"
+    assert (
+        str(caught.value)
+        == f"{tmp_path}/trian.jsonl: no such file or folder (have: train.jsonl). Did you mean 'train.jsonl'?"
+    )
     assert isinstance(caught.value, FileNotFoundError)
 
 
 def test_hub_like_name_is_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MissingFileError, match=re.escape("roneneldan/TinyStories: no such file or folder (have: none). Check the path.")):
+    with pytest.raises(
+        MissingFileError,
+        match=re.escape(
+            "roneneldan/TinyStories: no such file or folder (have: none). Check the path."
+        ),
+    ):
         open_files("roneneldan/TinyStories")
 
 
@@ -63,7 +77,10 @@ def test_empty_glob(tmp_path: Path) -> None:
     put(tmp_path / "a.json", "{}")
     with pytest.raises(MissingFileError) as caught:
         open_files(str(tmp_path / "*.jsonl"))
-    assert str(caught.value) == f"{tmp_path}/*.jsonl: the pattern matches no file (have: a.json). Correct the pattern."
+    assert (
+        str(caught.value)
+        == f"{tmp_path}/*.jsonl: the pattern matches no file (have: a.json). Correct the pattern."
+    )
     assert open_files(str(tmp_path / "*.json")).files
 
 
@@ -83,33 +100,50 @@ def test_file_removed_later(tmp_path: Path) -> None:
 
 def test_file_twice(tmp_path: Path) -> None:
     path = put(tmp_path / "a.txt", "x")
-    with pytest.raises(SourceError, match=r"a\.txt: named twice in data_files \(again by '.*\*\.txt'\)\. Name every file once"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.txt: named twice in data_files \(again by '.*\*\.txt'\)\. Name every file once",
+    ):
         open_files([path, str(tmp_path / "*.txt")])
 
 
 # Files that are not what their name says
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "a.json", "a.csv", "a.txt", "a.jsonl.gz", "a.txt.zst"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.parquet", "a.arrow", "a.jsonl", "a.json", "a.csv", "a.txt", "a.jsonl.gz", "a.txt.zst"],
+)
 def test_empty_file(tmp_path: Path, name: str) -> None:
     refused(put(tmp_path / name, b""), "{path}: is empty (0 bytes). Remove it from data_files.")
 
 
-@pytest.mark.parametrize(("name", "pack"), [("a.jsonl.gz", gzip.compress), ("a.txt.zst", zstandard.compress), ("a.csv.bz2", bz2.compress)])
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("a.jsonl.gz", gzip.compress), ("a.txt.zst", zstandard.compress), ("a.csv.bz2", bz2.compress)],
+)
 def test_empty_when_decompressed(tmp_path: Path, name: str, pack) -> None:
-    refused(put(tmp_path / name, pack(b"")), "{path}: is empty (nothing is left when it is decompressed). Remove it from data_files.")
+    refused(
+        put(tmp_path / name, pack(b"")),
+        "{path}: is empty (nothing is left when it is decompressed). Remove it from data_files.",
+    )
 
 
 def test_text_called_parquet(tmp_path: Path) -> None:
     path = put(tmp_path / "a.parquet", '{"text": "x"}\n')
-    refused(path, "{path}: not a parquet file: it begins with b'{\"te', not b'PAR1'. Check its type.")
+    refused(
+        path, "{path}: not a parquet file: it begins with b'{\"te', not b'PAR1'. Check its type."
+    )
     assert read_all(JsonShardedSource(path)) == [{"text": "x", ROW_NUMBER: 0}]
 
 
 def test_truncated_parquet(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "whole.parquet")
     path = put(tmp_path / "a.parquet", (tmp_path / "whole.parquet").read_bytes()[:-100])
-    refused(path, "{path}: truncated: it begins as parquet but ends without the footer's b'PAR1'. Copy or write it again.")
+    refused(
+        path,
+        "{path}: truncated: it begins as parquet but ends without the footer's b'PAR1'. Copy or write it again.",
+    )
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
@@ -117,7 +151,10 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "whole.parquet").read_bytes())
     data[40:140] = bytes(100)
     path = put(tmp_path / "a.parquet", bytes(data))
-    with pytest.raises(SourceError, match=r"a\.parquet, row group 0: damaged parquet: .*Copy or write the file again"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.parquet, row group 0: damaged parquet: .*Copy or write the file again",
+    ):
         read_all(open_files(path))
     data = (tmp_path / "whole.parquet").read_bytes()
     with pytest.raises(SourceError, match=r"b\.parquet: damaged parquet: "):
@@ -126,41 +163,68 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 def test_of_row_groups_that_are_read_together_the_damaged_one_is_named(tmp_path: Path) -> None:
     table = pa.table({"text": [f"row {i} of many" for i in range(40)]})
-    pq.write_table(table, tmp_path / "whole.parquet", compression="snappy", use_dictionary=False, row_group_size=10)
-    assert [row["text"] for row in read_all(open_files(tmp_path / "whole.parquet"))] == table.column("text").to_pylist()
-    start = pq.ParquetFile(tmp_path / "whole.parquet").metadata.row_group(2).column(0).data_page_offset
+    pq.write_table(
+        table,
+        tmp_path / "whole.parquet",
+        compression="snappy",
+        use_dictionary=False,
+        row_group_size=10,
+    )
+    assert [
+        row["text"] for row in read_all(open_files(tmp_path / "whole.parquet"))
+    ] == table.column("text").to_pylist()
+    start = (
+        pq.ParquetFile(tmp_path / "whole.parquet").metadata.row_group(2).column(0).data_page_offset
+    )
     data = bytearray((tmp_path / "whole.parquet").read_bytes())
     data[start : start + 60] = bytes(60)
     source = open_files(put(tmp_path / "a.parquet", bytes(data)))
     assert source.read(0, 0, 20).num_rows == 20
-    with pytest.raises(SourceError, match=r"(?s)a\.parquet, row group 2: damaged parquet: .*Copy or write the file again"):
+    with pytest.raises(
+        SourceError,
+        match=r"(?s)a\.parquet, row group 2: damaged parquet: .*Copy or write the file again",
+    ):
         source.read(0, 0, 40)
 
 
 def test_encrypted_parquet(tmp_path: Path) -> None:
-    refused(put(tmp_path / "a.parquet", b"PARE" + bytes(40) + b"PARE"), "{path}: is an encrypted parquet file. Decrypt it first.")
+    refused(
+        put(tmp_path / "a.parquet", b"PARE" + bytes(40) + b"PARE"),
+        "{path}: is an encrypted parquet file. Decrypt it first.",
+    )
 
 
 def test_not_arrow(tmp_path: Path) -> None:
     path = put(tmp_path / "a.arrow", "hello world, hello")
-    refused(path, "{path}: neither an Arrow file nor a stream: it begins with b'hello wo'. Check its type.")
+    refused(
+        path,
+        "{path}: neither an Arrow file nor a stream: it begins with b'hello wo'. Check its type.",
+    )
 
 
 def test_truncated_arrow(tmp_path: Path) -> None:
     feather.write_feather(TABLE, tmp_path / "whole.feather", compression="zstd")
     data = (tmp_path / "whole.feather").read_bytes()
-    refused(put(tmp_path / "a.feather", data[:-10]), "{path}: truncated: an Arrow file without its footer. Copy or write it again.")
+    refused(
+        put(tmp_path / "a.feather", data[:-10]),
+        "{path}: truncated: an Arrow file without its footer. Copy or write it again.",
+    )
     with pa.ipc.new_stream(tmp_path / "whole.arrows", TABLE.schema) as writer:
         writer.write_table(TABLE)
     data = (tmp_path / "whole.arrows").read_bytes()
-    with pytest.raises(SourceError, match=r"a\.arrows: damaged Arrow data: .*Copy or write the file again"):
+    with pytest.raises(
+        SourceError, match=r"a\.arrows: damaged Arrow data: .*Copy or write the file again"
+    ):
         read_all(open_files(put(tmp_path / "a.arrows", data[: len(data) // 2])))
 
 
 @pytest.mark.filterwarnings("ignore:Feather V1:DeprecationWarning")
 def test_old_feather(tmp_path: Path) -> None:
     feather.write_feather(TABLE, tmp_path / "a.feather", version=1)
-    with pytest.raises(SourceError, match=r"is feather version 1\. Write it again with pyarrow\.feather \(version 2\)"):
+    with pytest.raises(
+        SourceError,
+        match=r"is feather version 1\. Write it again with pyarrow\.feather \(version 2\)",
+    ):
         read_all(open_files(tmp_path / "a.feather"))
     feather.write_feather(feather.read_table(tmp_path / "a.feather"), tmp_path / "b.feather")
     assert len(read_all(open_files(tmp_path / "b.feather"))) == 2000
@@ -168,15 +232,22 @@ def test_old_feather(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
 def test_plain_text_called_gz(tmp_path: Path, name: str) -> None:
-    refused(put(tmp_path / name, "plain"), "{path}: not gz data, in spite of its name: it begins with b'plai'. Rename the file.")
+    refused(
+        put(tmp_path / name, "plain"),
+        "{path}: not gz data, in spite of its name: it begins with b'plai'. Rename the file.",
+    )
 
 
 def test_gz_called_plain(tmp_path: Path) -> None:
     path = put(tmp_path / "a.jsonl", gzip.compress(b"{}"))
-    refused(path, "{path}: is compressed (gz), which its name does not say. Rename it to end in .gz.")
+    refused(
+        path, "{path}: is compressed (gz), which its name does not say. Rename it to end in .gz."
+    )
 
 
-@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress)])
+@pytest.mark.parametrize(
+    ("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress), ("bz2", bz2.compress)]
+)
 def test_truncated_compressed(tmp_path: Path, ending: str, pack) -> None:
     data = pack(b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(2000)))
     path = put(tmp_path / f"a.jsonl.{ending}", data[:-200])
@@ -188,12 +259,18 @@ def test_truncated_compressed(tmp_path: Path, ending: str, pack) -> None:
 
 def test_parquet_called_text(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.txt")
-    refused(tmp_path / "a.txt", "{path}: not text: it begins with b'PAR1'. Give the format by type=, or rename the file.")
+    refused(
+        tmp_path / "a.txt",
+        "{path}: not text: it begins with b'PAR1'. Give the format by type=, or rename the file.",
+    )
     assert len(read_all(open_files(tmp_path / "a.txt", type="parquet"))) == 2000
 
 
 def test_utf16(tmp_path: Path) -> None:
-    refused(put(tmp_path / "a.csv", "a,b\n1,2\n".encode("utf-16")), "{path}: is UTF-16. Convert it to UTF-8.")
+    refused(
+        put(tmp_path / "a.csv", "a,b\n1,2\n".encode("utf-16")),
+        "{path}: is UTF-16. Convert it to UTF-8.",
+    )
 
 
 # JSON
@@ -209,7 +286,10 @@ def test_jsonl_line_that_does_not_parse(tmp_path: Path) -> None:
     source = open_files(path, on_error="skip")
     assert [row["text"] for row in read_all(source)] == ["a", "c"]
     found = source.scan(0, 0, 4)
-    assert [(r.row, r.reason, r.benign) for r in found.rejects] == [(1, "blank_line", True), (2, "unparsable", False)]
+    assert [(r.row, r.reason, r.benign) for r in found.rejects] == [
+        (1, "blank_line", True),
+        (2, "unparsable", False),
+    ]
     assert found.batch.column(ROW_NUMBER).to_pylist() == [0, 3]
     assert source.raw(0, 2) == '{"text": "b"'
     assert source.scan(0, 2, 3).rejects == found.rejects[1:]
@@ -225,54 +305,95 @@ def test_jsonl_line_that_does_not_parse(tmp_path: Path) -> None:
         ('{"text": ["a"]}', "not_a_string", "column 'text': expected a string, found an array"),
         ('{"text": "a"} {"text": "b"}', "unparsable", "not JSON: Extra data at character 15"),
         ('{"text": "a"}{"text": "b"}', "unparsable", "not JSON: Extra data at character 14"),
-        ('{"text": "a", "text": "b"}', "unparsable", "not a row: JSON parse error: Column(/text) was specified twice"),
-        ('{"text": "\\ud800"}', "unparsable", "not a row: JSON parse error: The surrogate pair in string is invalid."),
+        (
+            '{"text": "a", "text": "b"}',
+            "unparsable",
+            "not a row: JSON parse error: Column(/text) was specified twice",
+        ),
+        (
+            '{"text": "\\ud800"}',
+            "unparsable",
+            "not a row: JSON parse error: The surrogate pair in string is invalid.",
+        ),
         ('{"text": tru}', "unparsable", "not JSON: Expecting value at character 10"),
         ('{"x": ' + "[" * 300 + "]" * 300 + "}", "unparsable", "nested too deeply"),
         ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "unparsable", "nested too deeply"),
     ],
 )
 def test_json_rows_that_are_none(tmp_path: Path, line: str, reason: str, detail: str) -> None:
-    """One bad row among good ones, in lines and in an array; the good ones are all there and the bad one is named."""
+    """One bad row among good ones, in lines and in an array; the good ones are all there and the
+    bad one is named.
+    """
     rows = [json.dumps({"text": f"good {i}"}) for i in range(40)]
     rows[17] = line
-    for name, content in {"a.jsonl": "\n".join(rows), "a.json": "[" + ",\n".join(rows) + "]"}.items():
+    for name, content in {
+        "a.jsonl": "\n".join(rows),
+        "a.json": "[" + ",\n".join(rows) + "]",
+    }.items():
         source = open_files(put(tmp_path / name, content), on_error="skip")
         found = source.scan(0, 0, 40)
         assert [(r.row, r.reason, r.detail) for r in found.rejects] == [(17, reason, detail)]
         assert found.batch.column("text").to_pylist() == [f"good {i}" for i in range(40) if i != 17]
-        with pytest.raises(SourceError, match=re.escape(f"{name}, row 17, line 18: {detail}. Correct the file")):
+        with pytest.raises(
+            SourceError, match=re.escape(f"{name}, row 17, line 18: {detail}. Correct the file")
+        ):
             read_all(open_files(tmp_path / name))
 
 
 def test_json_invalid_utf8(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b", "meta": {"k": ["\xfe"]}}\n')
+    path = put(
+        tmp_path / "a.jsonl",
+        b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b", "meta": {"k": ["\xfe"]}}\n',
+    )
     found = open_files(path, on_error="skip").scan(0, 0, 3)
     assert [(r.row, r.reason, r.detail) for r in found.rejects] == [
         (1, "invalid_utf8", "column 'text' is not UTF-8"),
         (2, "invalid_utf8", "column 'meta' is not UTF-8"),
     ]
     assert found.batch.column("text").to_pylist() == ["a"]
-    refused(path, "{path}, row 1, line 2: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.")
+    refused(
+        path,
+        "{path}, row 1, line 2: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.",
+    )
     assert len(read_all(open_files(path, on_error="skip", columns=["text"]))) == 2
 
 
 def test_one_pretty_printed_object(tmp_path: Path) -> None:
     path = put(tmp_path / "a.json", json.dumps({"text": "a"}, indent=1))
-    with pytest.raises(SourceError, match=r"if this file is one object over many lines, write one object a line"):
+    with pytest.raises(
+        SourceError, match=r"if this file is one object over many lines, write one object a line"
+    ):
         read_all(open_files(path))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"a": 1}, {"a": 2}', "{path}, row 2: truncated: the JSON array does not end. Copy or write it again."),
-        ('[{"a": 1}, {"a": ', "{path}, row 1: truncated: the JSON array does not end. Copy or write it again."),
-        ('[{"a": 1},', "{path}, row 1: truncated: the JSON array does not end. Copy or write it again."),
+        (
+            '[{"a": 1}, {"a": 2}',
+            "{path}, row 2: truncated: the JSON array does not end. Copy or write it again.",
+        ),
+        (
+            '[{"a": 1}, {"a": ',
+            "{path}, row 1: truncated: the JSON array does not end. Copy or write it again.",
+        ),
+        (
+            '[{"a": 1},',
+            "{path}, row 1: truncated: the JSON array does not end. Copy or write it again.",
+        ),
         ('[{"a": 1},]', "{path}, row 1: broken JSON array near byte 10. Correct the file."),
-        ('[{"a": 1},,{"a": 2}]', "{path}, row 1: broken JSON array near byte 10. Correct the file."),
-        ('[{"a": 1}}, {"a": 2}]', "{path}, row 0: broken JSON array near byte 9. Correct the file."),
-        ('[{"a": 1}] [{"a": 2}]', "{path}: goes on after the end of the array: b'[{\"a\": 2}]'. Correct the file."),
+        (
+            '[{"a": 1},,{"a": 2}]',
+            "{path}, row 1: broken JSON array near byte 10. Correct the file.",
+        ),
+        (
+            '[{"a": 1}}, {"a": 2}]',
+            "{path}, row 0: broken JSON array near byte 9. Correct the file.",
+        ),
+        (
+            '[{"a": 1}] [{"a": 2}]',
+            "{path}: goes on after the end of the array: b'[{\"a\": 2}]'. Correct the file.",
+        ),
         ("[]", "{path}: holds no row from which columns could be known. Give files with rows."),
         ("\n\n", "{path}: holds no row from which columns could be known. Give files with rows."),
     ],
@@ -296,7 +417,10 @@ def test_csv_wrong_number_of_fields(tmp_path: Path) -> None:
         (2, "blank_line", "a blank line"),
         (3, "wrong_fields", "3 fields, the header has 2"),
     ]
-    assert found.batch.to_pylist() == [{"text": "two\nlines", "n": "1", ROW_NUMBER: 0}, {"text": "d", "n": "5", ROW_NUMBER: 4}]
+    assert found.batch.to_pylist() == [
+        {"text": "two\nlines", "n": "1", ROW_NUMBER: 0},
+        {"text": "d", "n": "5", ROW_NUMBER: 4},
+    ]
 
 
 def test_csv_open_quote(tmp_path: Path) -> None:
@@ -307,7 +431,10 @@ def test_csv_open_quote(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("a,a\n1,2\n", "column 'a' stands twice (have: a, a). Give every column a name of its own."),
+        (
+            "a,a\n1,2\n",
+            "column 'a' stands twice (have: a, a). Give every column a name of its own.",
+        ),
         ("a,\n1,2\n", "a column has no name (have: a, ). Give every column a name of its own."),
     ],
 )
@@ -317,12 +444,17 @@ def test_csv_header(tmp_path: Path, content: str, problem: str) -> None:
 
 def test_text_invalid_utf8(tmp_path: Path) -> None:
     path = put(tmp_path / "a.txt", b"good\n\n\xff\xfe\nlast")
-    refused(path, "{path}, row 2, line 3: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.")
+    refused(
+        path,
+        "{path}, row 2, line 3: column 'text' is not UTF-8. Correct the file, or read it with on_error='skip' or 'quarantine'.",
+    )
     assert [row["text"] for row in read_all(open_files(path, on_error="skip"))] == ["good", "last"]
 
 
 def test_parquet_invalid_utf8(tmp_path: Path) -> None:
-    column = pa.Array.from_buffers(pa.string(), 3, pa.array([b"ok", b"\xff\xff", b"fine"]).buffers())
+    column = pa.Array.from_buffers(
+        pa.string(), 3, pa.array([b"ok", b"\xff\xff", b"fine"]).buffers()
+    )
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     with pytest.raises(SourceError, match=r"a\.parquet, row 1: column 'text' is not UTF-8"):
         read_all(open_files(tmp_path / "a.parquet"))
@@ -365,18 +497,29 @@ def test_missing_column(tmp_path: Path, kind: str) -> None:
 def test_mixed_formats(tmp_path: Path) -> None:
     put(tmp_path / "a.jsonl", "{}")
     put(tmp_path / "b.txt", "x")
-    with pytest.raises(SourceError, match=r"files of several formats: .*a\.jsonl \(json\), .*b\.txt \(txt\)\. Give one format by type="):
+    with pytest.raises(
+        SourceError,
+        match=r"files of several formats: .*a\.jsonl \(json\), .*b\.txt \(txt\)\. Give one format by type=",
+    ):
         open_files(tmp_path)
     assert open_files(tmp_path, type="txt").files[0].path.endswith("b.txt")
 
 
 def test_unknown_extension_and_options(tmp_path: Path) -> None:
     path = put(tmp_path / "a.dat", "x")
-    with pytest.raises(SourceError, match=r"a\.dat: its extension names no format \(have: \.parquet, .*Give the format by type="):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.dat: its extension names no format \(have: \.parquet, .*Give the format by type=",
+    ):
         open_files(path)
-    with pytest.raises(SourceError, match=r"a\.jsonl\.xz: \.xz files are not read \(have: \.gz, \.zst, \.zstd, \.bz2\)\. Unpack it"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.jsonl\.xz: \.xz files are not read \(have: \.gz, \.zst, \.zstd, \.bz2\)\. Unpack it",
+    ):
         open_files(put(tmp_path / "a.jsonl.xz", "x"))
-    with pytest.raises(SourceError, match=r"a\.idx: an index holds no tokens\. Name the file beside it: a\.bin\."):
+    with pytest.raises(
+        SourceError, match=r"a\.idx: an index holds no tokens\. Name the file beside it: a\.bin\."
+    ):
         open_files(put(tmp_path / "a.idx", "x"))
     assert len(read_all(open_files(path, type="txt"))) == 1
     with pytest.raises(
@@ -384,9 +527,15 @@ def test_unknown_extension_and_options(tmp_path: Path) -> None:
         match=r"type: 'jsno' is no file format \(have: parquet, arrow, json, csv, txt, tokens, arrayrecord\)\. Did you mean 'json'",
     ):
         open_files(path, type="jsno")
-    with pytest.raises(ConfigError, match=r"on_error: 'skp' is not an option \(have: error, skip, quarantine\)\. Did you mean 'skip'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"on_error: 'skp' is not an option \(have: error, skip, quarantine\)\. Did you mean 'skip'",
+    ):
         TextShardedSource(path, on_error="skp")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"columns: expected different column names, got 'text'\. Write columns=\['text'\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"columns: expected different column names, got 'text'\. Write columns=\['text'\]",
+    ):
         TextShardedSource(path, columns="text")
     with pytest.raises(ConfigError, match="data_files: names no file"):
         CsvShardedSource([])
@@ -396,5 +545,7 @@ def test_rows_out_of_range(tmp_path: Path) -> None:
     path = put(tmp_path / "a.txt", "a\nb\n")
     source = open_files(path)
     for start, stop in [(0, 3), (-1, 1), (2, 1)]:
-        with pytest.raises(SourceError, match=rf"rows {start}:{stop} were asked for\. It has rows 0:2"):
+        with pytest.raises(
+            SourceError, match=rf"rows {start}:{stop} were asked for\. It has rows 0:2"
+        ):
             source.read(0, start, stop)

@@ -1,4 +1,6 @@
-"""A changed byte of a token file, wherever it is, is an error that names the file before a token of its block is handed out."""
+"""A changed byte of a token file, wherever it is, is an error that names the file before a token of
+its block is handed out.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The manifest of a cache of one part with several blocks."""
     texts = [" ".join(WORDS[(i * j) % 8] for j in range(1 + i * 37 % 2400)) for i in range(DOCS)]
     source = InMemoryShardedSource(pa.table({"text": pa.array(texts, pa.large_string())}))
-    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path_factory.mktemp("cache"), batch_size=DOCS)
+    cache = prepare(
+        source,
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path_factory.mktemp("cache"),
+        batch_size=DOCS,
+    )
     assert isinstance(cache.path, Path)
     assert max(part.num_bytes for part in cache.manifest.parts) > 4 * BLOCK
     return cache.path
@@ -55,7 +63,9 @@ def flip(path: Path, at: int) -> None:
 def batches(cache: TokenCache, strategy: str) -> list[dict[str, np.ndarray]]:
     pack = PackSpec(seq_length=256, strategy=strategy, oversize="split")  # type: ignore[arg-type]
     dataset = PlanDataset("d", cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths)
-    plan = Plan([dataset], PlanSpec(seed=1, weights=(1,), stop="all_exhausted", window_docs=DOCS, pack=pack))
+    plan = Plan(
+        [dataset], PlanSpec(seed=1, weights=(1,), stop="all_exhausted", window_docs=DOCS, pack=pack)
+    )
     rows = PlannedRows(plan, [cache], eos_token_id=None, pad_token_id=0, seq_length=256)
     return [rows.batch(np.array([r]), 256) for r in range(plan.num_rows or 0)]
 
@@ -63,7 +73,9 @@ def batches(cache: TokenCache, strategy: str) -> list[dict[str, np.ndarray]]:
 READERS: dict[str, Callable[[TokenCache], object]] = {
     "packed rows": lambda cache: batches(cache, "greedy"),
     "a stream": lambda cache: batches(cache, "stream"),
-    "documents": lambda cache: gather_documents([cache], np.zeros(DOCS, np.int32), np.arange(DOCS), with_mask=False),
+    "documents": lambda cache: gather_documents(
+        [cache], np.zeros(DOCS, np.int32), np.arange(DOCS), with_mask=False
+    ),
     "tokens": lambda cache: [cache.tokens(doc) for doc in range(DOCS)],
     "read": lambda cache: cache.read(0, 0, DOCS),
 }
@@ -104,15 +116,26 @@ def test_a_block_is_checked_once_and_only_when_it_is_touched(whole: Path, tmp_pa
     hurt = int(np.searchsorted(ends, token, side="right"))
     assert cache.tokens(0).tolist() == expected[0], "its block is whole"
     for _ in range(2):
-        with pytest.raises(CacheError, match=rf"{file}: damaged: bytes {3 * BLOCK} to {4 * BLOCK} .*easypipe verify CACHE --repair"):
+        with pytest.raises(
+            CacheError,
+            match=rf"{file}: damaged: bytes {3 * BLOCK} to {4 * BLOCK} .*easypipe verify CACHE --repair",
+        ):
             cache.tokens(hurt)
     flip(file, middle)
     assert cache.tokens(hurt).tolist() == expected[hurt]
 
 
 def test_blocks_of_tokens_and_of_masks_are_noted_up_to_their_last_byte() -> None:
-    file, flags, offsets = np.zeros(5 * BLOCK, np.uint8), np.zeros(6, np.uint8), np.array([0, 7, 8 + BLOCK // 2])
-    at = [np.array([array.ctypes.data], np.uint64) for array in (file, offsets, file[3 * BLOCK - 8 :], file, flags)]  # masks stand behind
+    file, flags, offsets = (
+        np.zeros(5 * BLOCK, np.uint8),
+        np.zeros(6, np.uint8),
+        np.array([0, 7, 8 + BLOCK // 2]),
+    )
+    # masks stand behind
+    at = [
+        np.array([array.ctypes.data], np.uint64)
+        for array in (file, offsets, file[3 * BLOCK - 8 :], file, flags)
+    ]
     todo = np.zeros((2, 9), np.int64)
 
     def noted(doc: int) -> list[int]:

@@ -17,7 +17,9 @@ from token_support import ShardedTexts, small_tokenizer, texts
 
 
 @pytest.fixture(params=["mapped whole", "mapped while it is read"])
-def cache(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TokenCache:
+def cache(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> TokenCache:
     """Three shards, 57 rows, 55 documents in seven parts."""
     if request.param != "mapped whole":
         monkeypatch.setattr(mapping, "most_maps", lambda: 8)  # two files at once
@@ -35,7 +37,11 @@ def test_stateless_reads(cache: TokenCache) -> None:
 
 def test_lengths_ends_and_places_agree_with_the_rows(cache: TokenCache) -> None:
     docs = np.arange(cache.num_docs)
-    rows = [row for shard, info in enumerate(cache.shards) for row in cache.read(shard, 0, info.num_rows).to_pylist()]
+    rows = [
+        row
+        for shard, info in enumerate(cache.shards)
+        for row in cache.read(shard, 0, info.num_rows).to_pylist()
+    ]
     assert cache.num_docs == len(rows) == 56
     assert cache.lengths(docs).dtype == np.int32
     assert cache.lengths(docs).tolist() == [len(row["input_ids"]) for row in rows]
@@ -71,7 +77,11 @@ def _assert_tokens_at(cache: TokenCache, b: Buffers) -> None:
 
 @pytest.mark.parametrize("doc", [-1, 56])
 def test_documents_that_do_not_exist(cache: TokenCache, doc: int) -> None:
-    for ask in (lambda: cache.lengths(np.array([0, doc])), lambda: cache.has_eos(np.array([doc])), lambda: cache.tokens(doc)):
+    for ask in (
+        lambda: cache.lengths(np.array([0, doc])),
+        lambda: cache.has_eos(np.array([doc])),
+        lambda: cache.tokens(doc),
+    ):
         with pytest.raises(IndexError, match="of 56"):
             ask()
 
@@ -79,12 +89,19 @@ def test_documents_that_do_not_exist(cache: TokenCache, doc: int) -> None:
 def test_open_files_do_not_grow_with_parts(cache: TokenCache) -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     more = [TokenCache(cache.path) for _ in range(5)]
-    assert before == 0 or len(os.listdir("/proc/self/fd")) == before + len(more), "one lock each, nothing for its parts"
+    assert before == 0 or len(os.listdir("/proc/self/fd")) == before + len(more), (
+        "one lock each, nothing for its parts"
+    )
     assert {other.fingerprint for other in more} == {cache.fingerprint}
 
 
-def test_a_cache_trains_without_its_sources_and_elsewhere(cache: TokenCache, tmp_path: Path) -> None:
-    before, moved = cache.lengths(np.arange(56)).tolist(), tmp_path.parent / f"{tmp_path.name}-moved"
+def test_a_cache_trains_without_its_sources_and_elsewhere(
+    cache: TokenCache, tmp_path: Path
+) -> None:
+    before, moved = (
+        cache.lengths(np.arange(56)).tolist(),
+        tmp_path.parent / f"{tmp_path.name}-moved",
+    )
     tmp_path.rename(moved)
     again = TokenCache(moved / "manifests" / cache.path.name, dataset="renamed")
     again.verify()
@@ -98,7 +115,10 @@ def edit(path: Path, **values: object) -> None:
 
 def test_other_formats_and_foreign_files_are_refused(cache: TokenCache, tmp_path: Path) -> None:
     edit(cache.path, format=99)
-    with pytest.raises(CacheError, match=r"token cache format 99, this version of easypipe reads format 1\. Prepare the dataset again"):
+    with pytest.raises(
+        CacheError,
+        match=r"token cache format 99, this version of easypipe reads format 1\. Prepare the dataset again",
+    ):
         TokenCache(cache.path)
     commit_checked(tmp_path / "x.json", {"format": 1})
     with pytest.raises(CacheError, match="not a token cache manifest"):
@@ -111,11 +131,16 @@ def test_damage_is_found(cache: TokenCache, tmp_path: Path) -> None:
     victim = tmp_path / "tokens" / cache.manifest.parts[0].file
     data = victim.read_bytes()
     victim.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CacheError, match=r"damaged: checksum .* Delete the file and prepare the dataset again"):
+    with pytest.raises(
+        CacheError, match=r"damaged: checksum .* Delete the file and prepare the dataset again"
+    ):
         cache.verify()
     for other in (data[:-8], data + b"x"):
         victim.write_bytes(other)
-        with pytest.raises(CacheError, match=rf"{len(other)} bytes, committed with {len(data)}\. Prepare the dataset again"):
+        with pytest.raises(
+            CacheError,
+            match=rf"{len(other)} bytes, committed with {len(data)}\. Prepare the dataset again",
+        ):
             TokenCache(cache.path)
     victim.write_bytes(b"x" * len(data))
     with pytest.raises(CacheError, match="cannot be read"):
@@ -126,7 +151,9 @@ def test_damage_is_found(cache: TokenCache, tmp_path: Path) -> None:
 
 
 def test_a_token_file_with_another_number_of_documents_is_refused(cache: TokenCache) -> None:
-    """Bytes and checksum are right, the manifest says another number of documents: every one behind it would be another."""
+    """Bytes and checksum are right, the manifest says another number of documents: every one behind
+    it would be another.
+    """
     parts = read_checked(cache.path)["parts"]
     edit(cache.path, parts=[parts[0] | {"docs": parts[0]["docs"] + 1}, *parts[1:]])
     with pytest.raises(CacheError, match=r"holds \d+ rows of .*, not \d+"):

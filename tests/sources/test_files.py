@@ -19,7 +19,15 @@ from laws import assert_stateless_reads
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ["part-10.jsonl", "part-2.jsonl", "deep/part-1.jsonl", "_SUCCESS.jsonl", ".hidden.jsonl", "notes.md", "x[1].txt"]:
+    for name in [
+        "part-10.jsonl",
+        "part-2.jsonl",
+        "deep/part-1.jsonl",
+        "_SUCCESS.jsonl",
+        ".hidden.jsonl",
+        "notes.md",
+        "x[1].txt",
+    ]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}\n')
     return tmp_path
@@ -35,7 +43,10 @@ def test_paths_globs_folders_lists(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert names(folder, resolve(folder / "**" / "part*.jsonl")) == ["deep/part-1.jsonl", *in_order]
     assert names(folder, resolve(folder, extensions=["json"])) == ["deep/part-1.jsonl", *in_order]
     assert names(folder, resolve(folder)) == ["deep/part-1.jsonl", *in_order, "x[1].txt"]
-    assert names(folder, resolve([folder / "part-10.jsonl", folder / "part-2.jsonl"])) == in_order[::-1]
+    assert (
+        names(folder, resolve([folder / "part-10.jsonl", folder / "part-2.jsonl"]))
+        == in_order[::-1]
+    )
     assert names(folder, resolve(folder / "x[1].txt")) == ["x[1].txt"]
     assert names(folder, resolve(f"file://{folder}/part-2.jsonl")) == ["part-2.jsonl"]
     monkeypatch.chdir(folder)
@@ -44,19 +55,35 @@ def test_paths_globs_folders_lists(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert names(folder, resolve("~/part-2.jsonl")) == ["part-2.jsonl"]
 
 
-def test_links_are_not_read_again_and_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Links to a folder above, a folder under two names, a file under two names; what a link alone leads to is read."""
+def test_links_are_not_read_again_and_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Links to a folder above, a folder under two names, a file under two names; what a link alone
+    leads to is read.
+    """
     for name in ("data/a.jsonl", "data/deep/b.jsonl", "elsewhere/c.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}\n')
     data = tmp_path / "data"
-    for link, target in {"current": ".", "deep/up": "..", "again": "deep", "other": "../elsewhere"}.items():
+    for link, target in {
+        "current": ".",
+        "deep/up": "..",
+        "again": "deep",
+        "other": "../elsewhere",
+    }.items():
         (data / link).symlink_to(target)
     (data / "z.jsonl").symlink_to("a.jsonl")
-    assert names(data, resolve(data / "**" / "*.jsonl")) == ["a.jsonl", "deep/b.jsonl", "other/c.jsonl"]
+    assert names(data, resolve(data / "**" / "*.jsonl")) == [
+        "a.jsonl",
+        "deep/b.jsonl",
+        "other/c.jsonl",
+    ]
     for said in ("current", "deep/up", "again"):
         assert f"{data / said}" in caplog.text
-    assert f"1 names stand for files that it has already ({data / 'z.jsonl'} is {data / 'a.jsonl'})" in caplog.text
+    assert (
+        f"1 names stand for files that it has already ({data / 'z.jsonl'} is {data / 'a.jsonl'})"
+        in caplog.text
+    )
     assert names(tmp_path, resolve(tmp_path / "**" / "deep" / "**" / "b*")) == ["data/deep/b.jsonl"]
     caplog.clear()
     assert names(data, resolve(data)) == ["a.jsonl", "deep/b.jsonl"]
@@ -88,7 +115,14 @@ def test_format_of(path: str, kind: str | None) -> None:
 
 
 def test_natural_order() -> None:
-    assert sorted(["a10", "a2", "a", "b1", "1", "a02b"], key=natural) == ["1", "a", "a2", "a02b", "a10", "b1"]
+    assert sorted(["a10", "a2", "a", "b1", "1", "a02b"], key=natural) == [
+        "1",
+        "a",
+        "a2",
+        "a02b",
+        "a10",
+        "b1",
+    ]
 
 
 @pytest.fixture
@@ -106,12 +140,17 @@ def memory() -> fsspec.AbstractFileSystem:
         pq.write_table(table, file, row_group_size=500)
     with fs.open("/bucket/z/e.arrow", "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=700)
-    with fs.open("/bucket/z/f.arrows", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        fs.open("/bucket/z/f.arrows", "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=700)
     return fs
 
 
-@pytest.mark.parametrize("name", ["a-10.jsonl", "z/b.jsonl.gz", "z/c.csv", "z/d.parquet", "z/e.arrow", "z/f.arrows"])
+@pytest.mark.parametrize(
+    "name", ["a-10.jsonl", "z/b.jsonl.gz", "z/c.csv", "z/d.parquet", "z/e.arrow", "z/f.arrows"]
+)
 def test_urls(memory: fsspec.AbstractFileSystem, name: str) -> None:
     source = open_files(f"memory://bucket/{name}")
     assert_stateless_reads(source, [1, 499, 1024, 2999])
@@ -119,11 +158,18 @@ def test_urls(memory: fsspec.AbstractFileSystem, name: str) -> None:
 
 
 def test_url_globs_folders_and_what_is_missing(memory: fsspec.AbstractFileSystem) -> None:
-    assert [file.path for file in resolve("memory://bucket/*.jsonl")] == ["memory:///bucket/a-2.jsonl", "memory:///bucket/a-10.jsonl"]
-    assert [file.path for file in resolve("memory://bucket", extensions=["parquet"])] == ["memory:///bucket/z/d.parquet"]
+    assert [file.path for file in resolve("memory://bucket/*.jsonl")] == [
+        "memory:///bucket/a-2.jsonl",
+        "memory:///bucket/a-10.jsonl",
+    ]
+    assert [file.path for file in resolve("memory://bucket", extensions=["parquet"])] == [
+        "memory:///bucket/z/d.parquet"
+    ]
     with pytest.raises(MissingFileError, match=r"memory://bucket/b\*: the pattern matches no file"):
         resolve("memory://bucket/b*")
-    with pytest.raises(MissingFileError, match=r"memory://bucket/b: no such file or folder\. Check the URL"):
+    with pytest.raises(
+        MissingFileError, match=r"memory://bucket/b: no such file or folder\. Check the URL"
+    ):
         resolve("memory://bucket/b")
     with pytest.raises(MissingFileError, match="holds no data file"):
         resolve("memory://bucket/z", extensions=["txt"])
@@ -141,20 +187,40 @@ def test_url_fingerprints(memory: fsspec.AbstractFileSystem) -> None:
 def test_storage_options_stay_secret(memory: fsspec.AbstractFileSystem) -> None:
     file = resolve("memory://bucket/a-2.jsonl", {"skip_instance_cache": True})[0]
     assert "skip_instance_cache" not in repr(file)
-    assert open_files("memory://bucket/a-2.jsonl", storage_options={"skip_instance_cache": True}).schema.names == ["text", ROW_NUMBER]
+    assert open_files(
+        "memory://bucket/a-2.jsonl", storage_options={"skip_instance_cache": True}
+    ).schema.names == ["text", ROW_NUMBER]
 
 
 def test_schemas_are_reconciled(tmp_path: Path) -> None:
     """A column that a file lacks is null in it, numbers widen, kinds of storage do not matter."""
-    pq.write_table(pa.table({"text": ["a"], "n": pa.array([1], pa.int32()), "m": [{"x": 1}]}), tmp_path / "1.parquet")
+    pq.write_table(
+        pa.table({"text": ["a"], "n": pa.array([1], pa.int32()), "m": [{"x": 1}]}),
+        tmp_path / "1.parquet",
+    )
     dictionary = pa.array(["b"]).dictionary_encode()
-    more = pa.table({"n": pa.array([2.5], pa.float32()), "text": dictionary, "extra": [[1]], "m": [{"y": [None, "q"]}]})
+    more = pa.table(
+        {
+            "n": pa.array([2.5], pa.float32()),
+            "text": dictionary,
+            "extra": [[1]],
+            "m": [{"y": [None, "q"]}],
+        }
+    )
     pq.write_table(more, tmp_path / "2.parquet")
-    pq.write_table(pa.table({"text": pa.array(["c"], pa.large_string()), "n": pa.array([None], pa.null())}), tmp_path / "3.parquet")
+    pq.write_table(
+        pa.table({"text": pa.array(["c"], pa.large_string()), "n": pa.array([None], pa.null())}),
+        tmp_path / "3.parquet",
+    )
     source = open_files(tmp_path)
     inner = pa.struct([("x", pa.int64()), ("y", pa.large_list(pa.large_string()))])
     assert source.schema == pa.schema(
-        [("text", pa.large_string()), ("n", pa.float64()), ("m", inner), ("extra", pa.large_list(pa.int64()))]
+        [
+            ("text", pa.large_string()),
+            ("n", pa.float64()),
+            ("m", inner),
+            ("extra", pa.large_list(pa.int64())),
+        ]
     )
     assert [source.read(s, 0, 1).to_pylist()[0] for s in range(3)] == [
         {"text": "a", "n": 1.0, "m": {"x": 1, "y": None}, "extra": None},
@@ -169,14 +235,19 @@ def test_a_number_that_does_not_fit(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": [2**60 + 1]}), tmp_path / "2.parquet")
     source = open_files(tmp_path)
     assert source.read(0, 0, 1).to_pylist() == [{"n": 1.5}]
-    with pytest.raises(SourceError, match=r"2\.parquet, column 'n': cannot be read as double, which it has in other files or rows: "):
+    with pytest.raises(
+        SourceError,
+        match=r"2\.parquet, column 'n': cannot be read as double, which it has in other files or rows: ",
+    ):
         source.read(1, 0, 1)
 
 
 def test_stored_row_numbers_are_not_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", "b"], ROW_NUMBER: [7, 9]}), tmp_path / "a.parquet")
     assert open_files(tmp_path / "a.parquet").schema.names == ["text"]
-    assert open_files(tmp_path / "a.parquet", on_error="skip").read(0, 1, 2).to_pylist() == [{"text": "b", ROW_NUMBER: 1}]
+    assert open_files(tmp_path / "a.parquet", on_error="skip").read(0, 1, 2).to_pylist() == [
+        {"text": "b", ROW_NUMBER: 1}
+    ]
 
 
 def test_real_data(shared_data: Path) -> None:
@@ -190,8 +261,16 @@ def test_real_data(shared_data: Path) -> None:
         if path.suffix == ".txt":
             rows = [{"text": line} for line in data.decode().split("\n") if line.strip()]
         else:
-            rows = json.loads(data) if path.suffix == ".json" else [json.loads(line) for line in data.splitlines() if line.strip()]
-        texts = [name for name in source.schema.names if source.schema.field(name).type == pa.large_string()]
+            rows = (
+                json.loads(data)
+                if path.suffix == ".json"
+                else [json.loads(line) for line in data.splitlines() if line.strip()]
+            )
+        texts = [
+            name
+            for name in source.schema.names
+            if source.schema.field(name).type == pa.large_string()
+        ]
         assert texts or "messages" in source.schema.names
         read = source.read(0, 0, source.shards[0].num_rows).select(texts).to_pylist()
         assert read == [{name: row.get(name) for name in texts} for row in rows]

@@ -1,4 +1,6 @@
-"""Every source under the law of stateless reads, with indexes, chunks and pieces so small that all their borders are met."""
+"""Every source under the law of stateless reads, with indexes, chunks and pieces so small that all
+their borders are met.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from strategies import examples, row_cuts, text_tables
 
 
 def _jsonl(table: pa.Table) -> bytes:
-    return "".join(json.dumps(row, ensure_ascii=n % 2 == 0) + "\n" for n, row in enumerate(table.to_pylist())).encode()
+    return "".join(
+        json.dumps(row, ensure_ascii=n % 2 == 0) + "\n" for n, row in enumerate(table.to_pylist())
+    ).encode()
 
 
 def _json_array(table: pa.Table) -> bytes:
@@ -49,7 +53,12 @@ def _csv(table: pa.Table) -> bytes:
 
 
 def _txt(table: pa.Table) -> bytes:
-    return "\n".join(text.replace("\n", " ").replace("\r", " ") for text in table.column("text").to_pylist()).encode() + b"\n"
+    return (
+        "\n".join(
+            text.replace("\n", " ").replace("\r", " ") for text in table.column("text").to_pylist()
+        ).encode()
+        + b"\n"
+    )
 
 
 def _parquet(table: pa.Table) -> bytes:
@@ -73,7 +82,9 @@ def _stream(table: pa.Table) -> bytes:
 
 def _dictionary_stream(table: pa.Table) -> bytes:
     chunks = [table.slice(i, 4) for i in range(0, table.num_rows, 4)]
-    encoded = [chunk.set_column(0, "text", chunk.column("text").dictionary_encode()) for chunk in chunks]
+    encoded = [
+        chunk.set_column(0, "text", chunk.column("text").dictionary_encode()) for chunk in chunks
+    ]
     schema = pa.schema([("text", pa.dictionary(pa.int32(), pa.string())), ("n", pa.int64())])
     out = io.BytesIO()
     with pa.ipc.new_stream(out, schema) as writer:
@@ -83,7 +94,9 @@ def _dictionary_stream(table: pa.Table) -> bytes:
 
 
 def _many_members(data: bytes) -> bytes:
-    """gzip of several members, as BGZF and concatenated files have them, padded with zeros as tapes do."""
+    """gzip of several members, as BGZF and concatenated files have them, padded with zeros as tapes
+    do.
+    """
     return b"".join(gzip.compress(data[i : i + 50]) for i in range(0, len(data), 50)) + b"\0" * 9
 
 
@@ -94,7 +107,9 @@ def _many_streams(data: bytes) -> bytes:
 
 def _many_frames(data: bytes) -> bytes:
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00skip"
-    return skippable + b"".join(zstandard.compress(data[i : i + 50]) for i in range(0, len(data), 50))
+    return skippable + b"".join(
+        zstandard.compress(data[i : i + 50]) for i in range(0, len(data), 50)
+    )
 
 
 PACKINGS: dict[str, Callable[[bytes], bytes]] = {
@@ -130,7 +145,9 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pat
     kind, ending, packing = request.param
     encode = {**KINDS, **BINARY}[kind][1]
     # .members and .frames only name a way of packing; the extension that counts stands last
-    stem, last = (packing.rpartition(".")[0], "." + packing.rpartition(".")[2]) if packing else ("", "")
+    stem, last = (
+        (packing.rpartition(".")[0], "." + packing.rpartition(".")[2]) if packing else ("", "")
+    )
 
     def write(table: pa.Table, name: str = "rows") -> Path:
         path = tmp_path / f"{name}{stem}{ending}{last}"
@@ -143,7 +160,14 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pat
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, sizes in {
-        records: {"ENTRY_ROWS": 3, "ENTRY_BYTES": 90, "CUT_BYTES": 40, "CHUNK_BYTES": 16, "PIECE_BYTES": 64, "BATCH_RECORDS": 2},
+        records: {
+            "ENTRY_ROWS": 3,
+            "ENTRY_BYTES": 90,
+            "CUT_BYTES": 40,
+            "CHUNK_BYTES": 16,
+            "PIECE_BYTES": 64,
+            "BATCH_RECORDS": 2,
+        },
         streams: {"INPUT_BYTES": 11, "OUTPUT_BYTES": 13, "KEPT_PLACES": 2, "RESTART_BYTES": 30},
         parquet: {"SMALL_GROUP_BYTES": 0, "STREAMED_BYTES": 64, "KEPT_STREAMS": 2, "CUT_BYTES": 64},
     }.items():
@@ -154,7 +178,9 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def expected(path: Path, table: pa.Table) -> list[dict]:
     rows = table.to_pylist()
     if ".txt" in path.name:
-        lines = [line.removesuffix("\r") for line in _txt(table).decode("utf-8-sig").split("\n")[:-1]]
+        lines = [
+            line.removesuffix("\r") for line in _txt(table).decode("utf-8-sig").split("\n")[:-1]
+        ]
         return [{"text": line} for line in lines if line.strip(" \t\r")]
     if ".csv" in path.name:
         return [{"text": row["text"], "n": str(row["n"])} for row in rows]
@@ -163,7 +189,9 @@ def expected(path: Path, table: pa.Table) -> list[dict]:
 
 @examples(12)
 @given(table=text_tables(min_rows=1, max_rows=30), cuts=row_cuts())
-def test_stateless_reads(written: Callable[..., Path], small_steps: None, table: pa.Table, cuts: list[int]) -> None:
+def test_stateless_reads(
+    written: Callable[..., Path], small_steps: None, table: pa.Table, cuts: list[int]
+) -> None:
     path = written(table)
     for on_error in ("error", "skip"):
         source = open_files(path, on_error=on_error)
@@ -180,7 +208,9 @@ def test_normal_steps(written: Callable[..., Path]) -> None:
     source = open_files(files)
     assert_stateless_reads(source, [1, 1023, 1024, 1025, 2049, 4999])
     assert [shard.num_rows for shard in source.shards] == [5000, 1300]
-    assert source.read(1, 7, 9).column("text").to_pylist() == table.column("text").to_pylist()[107:109]
+    assert (
+        source.read(1, 7, 9).column("text").to_pylist() == table.column("text").to_pylist()[107:109]
+    )
 
 
 def test_projection(written: Callable[..., Path]) -> None:
@@ -192,23 +222,35 @@ def test_projection(written: Callable[..., Path]) -> None:
     assert_stateless_reads(narrowed, [1])
     assert narrowed.schema == source.schema
     assert narrowed.read(0, 0, 2).equals(source.read(0, 0, 2))
-    assert (narrowed.fingerprint, narrowed.shard_identity(0)) == (source.fingerprint, source.shard_identity(0))
+    assert (narrowed.fingerprint, narrowed.shard_identity(0)) == (
+        source.fingerprint,
+        source.shard_identity(0),
+    )
     with pytest.raises(SourceError, match=r"no column 'txt' .have: .*text.*\. Did you mean 'text'"):
         narrowed.select(["txt"])
 
 
 def test_a_column_that_is_not_read_spoils_no_row(tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
-    path.write_text('{"text": "a", "meta": 1}\n{"text": "b", "meta": "x"}\n{"text": "c", "meta": [2]}\n')
+    path.write_text(
+        '{"text": "a", "meta": 1}\n{"text": "b", "meta": "x"}\n{"text": "c", "meta": [2]}\n'
+    )
     source = open_files(path)
     with pytest.raises(SourceError, match="row 0, line 1"):
         source.read(0, 0, 3)
     assert source.select(["text"]).read(0, 0, 3).column("text").to_pylist() == ["a", "b", "c"]
-    assert LimitedSource(source, 2).select(["text"]).read(0, 0, 2).column("text").to_pylist() == ["a", "b"]
+    assert LimitedSource(source, 2).select(["text"]).read(0, 0, 2).column("text").to_pylist() == [
+        "a",
+        "b",
+    ]
 
 
 @examples(20)
-@given(tables=st.lists(text_tables(min_rows=1, max_rows=12), min_size=1, max_size=3), limit=st.integers(1, 40), cuts=row_cuts())
+@given(
+    tables=st.lists(text_tables(min_rows=1, max_rows=12), min_size=1, max_size=3),
+    limit=st.integers(1, 40),
+    cuts=row_cuts(),
+)
 def test_limited(tmp_path: Path, tables: list[pa.Table], limit: int, cuts: list[int]) -> None:
     files = []
     for i, table in enumerate(tables):
@@ -217,7 +259,11 @@ def test_limited(tmp_path: Path, tables: list[pa.Table], limit: int, cuts: list[
     whole = open_files(files)
     source = LimitedSource(whole, limit)
     assert_stateless_reads(source, cuts)
-    rows = [row for s, shard in enumerate(source.shards) for row in source.read(s, 0, shard.num_rows).column("text").to_pylist()]
+    rows = [
+        row
+        for s, shard in enumerate(source.shards)
+        for row in source.read(s, 0, shard.num_rows).column("text").to_pylist()
+    ]
     assert rows == [text for table in tables for text in table.column("text").to_pylist()][:limit]
     assert source.fingerprint != LimitedSource(whole, limit + 1).fingerprint != whole.fingerprint
     assert source.shard_identity(0) == whole.shard_identity(0)
@@ -228,7 +274,10 @@ def test_memory(table: pa.Table, cuts: list[int]) -> None:
     for data in (table, table.to_pylist() or table, table.to_pydict()):
         source = InMemoryShardedSource(data)
         assert_stateless_reads(source, cuts)
-        assert source.read(0, 0, table.num_rows).column("text").to_pylist() == table.column("text").to_pylist()
+        assert (
+            source.read(0, 0, table.num_rows).column("text").to_pylist()
+            == table.column("text").to_pylist()
+        )
 
 
 def test_many_threads_at_once(written: Callable[..., Path], small_steps: None) -> None:
@@ -250,20 +299,30 @@ def test_fingerprints_follow_the_files(written: Callable[..., Path]) -> None:
     path = written(table)
     source = open_files(path)
     again = open_files(path)
-    assert (source.fingerprint, source.shard_identity(0)) == (again.fingerprint, again.shard_identity(0))
+    assert (source.fingerprint, source.shard_identity(0)) == (
+        again.fingerprint,
+        again.shard_identity(0),
+    )
     assert open_files(path, columns=["text"]).fingerprint != source.fingerprint
     assert open_files(path, on_error="skip").fingerprint != source.fingerprint
-    assert open_files(path, on_error="skip").fingerprint == open_files(path, on_error="quarantine").fingerprint
+    assert (
+        open_files(path, on_error="skip").fingerprint
+        == open_files(path, on_error="quarantine").fingerprint
+    )
     written(pa.table({"text": ["a", "b", "c"], "n": [1, 2, 3]}))
     changed = open_files(path)
     assert changed.fingerprint != source.fingerprint
     assert changed.shard_identity(0) != source.shard_identity(0)
-    with pytest.raises(ValueError, match=r"changed after the source was made. Make the source again"):
+    with pytest.raises(
+        ValueError, match=r"changed after the source was made. Make the source again"
+    ):
         source.read(0, 0, 2)
     assert changed.read(0, 0, 3).num_rows == 3
 
 
-def test_a_large_row_group_is_entered_in_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_row_group_is_entered_in_its_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward, backward, and again from where another range ended."""
     monkeypatch.setattr(parquet, "SMALL_GROUP_BYTES", 0)
     monkeypatch.setattr(parquet, "STREAMED_BYTES", 512)
@@ -274,7 +333,9 @@ def test_a_large_row_group_is_entered_in_its_middle(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_an_arrow_stream_without_its_end_mark_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int) -> None:
+def test_an_arrow_stream_without_its_end_mark_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
+) -> None:
     """Cut between two messages, it reads like a shorter one."""
     table, path = pa.table({"x": list(range(300))}), tmp_path / "x.arrow"
     edges = []
@@ -290,19 +351,31 @@ def test_an_arrow_stream_without_its_end_mark_is_told(tmp_path: Path, caplog: py
     path.write_bytes(path.read_bytes()[: edges[kept]])
     assert ArrowShardedSource([str(path)]).shards[0].num_rows == 100 * kept
     (record,) = caplog.records
-    assert f"x.arrow: an Arrow stream without its end mark: its {100 * kept} rows in {kept} batches are read" in record.getMessage()
+    assert (
+        f"x.arrow: an Arrow stream without its end mark: its {100 * kept} rows in {kept} batches are read"
+        in record.getMessage()
+    )
 
 
 @pytest.mark.parametrize("cut", [0, 2])
 def test_streams_without_their_end_mark_are_counted_in_the_ledger(tmp_path: Path, cut: int) -> None:
     rows = pa.table({"text": ["one", "two"]})
     for i in range(3):
-        with pa.OSFile(str(tmp_path / f"{i}.arrow"), "wb") as out, pa.ipc.new_stream(out, rows.schema) as writer:
+        with (
+            pa.OSFile(str(tmp_path / f"{i}.arrow"), "wb") as out,
+            pa.ipc.new_stream(out, rows.schema) as writer,
+        ):
             writer.write_table(rows)
             end = out.tell()
         os.truncate(tmp_path / f"{i}.arrow", end) if i < cut else None
     dataset = DatasetConfig(name="d", data_files=str(tmp_path / "*.arrow"), num_rows=5)
     save = {"output_dir": tmp_path / "out"}
     for _ in range(2):  # made, and found
-        report = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().save(save | {"overwrite": True}).build()
+        report = (
+            Pipeline(config(tmp_path, datasets=[dataset]))
+            .source()
+            .tokenize()
+            .save(save | {"overwrite": True})
+            .build()
+        )
         assert report.ledger.facts.get("tokenize.d.files_cut", 0) == cut

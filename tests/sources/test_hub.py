@@ -33,7 +33,12 @@ TOKEN = "hf_" + "x" * 30
 
 def parquet(start: int, rows: int) -> bytes:
     out = io.BytesIO()
-    table = pa.table({"text": [f"row {i}" for i in range(start, start + rows)], "ballast": [f"{i}" * 150 for i in range(rows)]})
+    table = pa.table(
+        {
+            "text": [f"row {i}" for i in range(start, start + rows)],
+            "ballast": [f"{i}" * 150 for i in range(rows)],
+        }
+    )
     pq.write_table(table, out, row_group_size=1000, compression="none")
     return out.getvalue()
 
@@ -54,7 +59,11 @@ def hub(hub_mirror: WebServer) -> WebServer:  # noqa: F811
 
 
 def texts(source) -> list[str]:
-    return [text for s, shard in enumerate(source.shards) for text in source.read(s, 0, shard.num_rows).column("text").to_pylist()]
+    return [
+        text
+        for s, shard in enumerate(source.shards)
+        for text in source.read(s, 0, shard.num_rows).column("text").to_pylist()
+    ]
 
 
 def test_splits_and_law(hub: WebServer) -> None:
@@ -62,25 +71,36 @@ def test_splits_and_law(hub: WebServer) -> None:
     assert_stateless_reads(source, [1, 999, 1000, 2999])
     assert texts(source) == [f"row {i}" for i in range(5000)]
     assert source.commit == MAIN
-    assert texts(HuggingFaceShardedSource("hf://datasets/org/stories", split="validation")) == [f"row {i}" for i in range(9000, 9010)]
-    assert texts(HuggingFaceShardedSource("hf://datasets/org/stories/data/val*.parquet")) == [f"row {i}" for i in range(9000, 9010)]
+    assert texts(HuggingFaceShardedSource("hf://datasets/org/stories", split="validation")) == [
+        f"row {i}" for i in range(9000, 9010)
+    ]
+    assert texts(HuggingFaceShardedSource("hf://datasets/org/stories/data/val*.parquet")) == [
+        f"row {i}" for i in range(9000, 9010)
+    ]
     with pytest.raises(MissingFileError) as caught:
         HuggingFaceShardedSource("org/stories", split="valid")
-    assert str(caught.value) == "hf://datasets/org/stories: no split 'valid' (have: train, validation). Did you mean 'validation'?"
+    assert (
+        str(caught.value)
+        == "hf://datasets/org/stories: no split 'valid' (have: train, validation). Did you mean 'validation'?"
+    )
 
 
 def test_offline_is_said_at_once(hub: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     remote.set_retry_policy(remote.RetryPolicy(first_wait_s=30))
     began = time.monotonic()
-    with pytest.raises(SourceError, match=r"org/stories: HF_HUB_OFFLINE forbids to ask the Hub\. Unset it"):
+    with pytest.raises(
+        SourceError, match=r"org/stories: HF_HUB_OFFLINE forbids to ask the Hub\. Unset it"
+    ):
         HuggingFaceShardedSource("org/stories")
     assert time.monotonic() - began < 5
     assert not hub.seen
 
 
 @pytest.mark.parametrize("where", ["refused", "dropped", "unknown"])
-def test_without_a_network_it_is_said_within_five_seconds(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_it_is_said_within_five_seconds(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which the test run sets
     with contextlib.ExitStack() as held:
         listener = held.enter_context(socket.socket())
@@ -94,7 +114,10 @@ def test_without_a_network_it_is_said_within_five_seconds(where: str, monkeypatc
         host = "no-such-host.invalid" if where == "unknown" else "127.0.0.1"
         endpoint = f"http://{host}:{listener.getsockname()[1]}"
         began = time.monotonic()
-        with pytest.raises(SourceError, match=r"org/stories: the Hub cannot be reached: .*hf download --repo-type dataset org/stories"):
+        with pytest.raises(
+            SourceError,
+            match=r"org/stories: the Hub cannot be reached: .*hf download --repo-type dataset org/stories",
+        ):
             HuggingFaceShardedSource("org/stories", storage_options={"endpoint": endpoint})
         assert time.monotonic() - began < 5
 
@@ -112,7 +135,11 @@ def test_no_more_than_needed_travels(hub: WebServer) -> None:
 def test_parts_of_a_split(hub: WebServer, tmp_path: Path) -> None:
     def source(split: str) -> ShardedSource:
         dataset = DatasetConfig(name="d", data_files="org/stories", type="huggingface", split=split)
-        return Pipeline(PipelineConfig(datasets=[dataset], cache_dir=tmp_path, seed=1)).source().get_data()["d"]
+        return (
+            Pipeline(PipelineConfig(datasets=[dataset], cache_dir=tmp_path, seed=1))
+            .source()
+            .get_data()["d"]
+        )
 
     assert texts(source("train[:1%]")) == [f"row {i}" for i in range(50)]
     assert texts(source("train[2998:3002]")) == [f"row {i}" for i in range(2998, 3002)]
@@ -125,16 +152,24 @@ def test_parts_of_a_split(hub: WebServer, tmp_path: Path) -> None:
 
 
 def test_the_commit_is_kept(hub: WebServer) -> None:
-    """What main says later does not change a source that was made; a file that stays the same keeps its identity."""
+    """What main says later does not change a source that was made; a file that stays the same keeps
+    its identity.
+    """
     before = HuggingFaceShardedSource("org/stories")
     fingerprint, identity = before.fingerprint, before.shard_identity(0)
-    files = {"data/train-00000-of-00002.parquet": parquet(0, 3000), "data/train-00001-of-00002.parquet": parquet(0, 5)}
+    files = {
+        "data/train-00000-of-00002.parquet": parquet(0, 3000),
+        "data/train-00001-of-00002.parquet": parquet(0, 5),
+    }
     publish(hub, "org/stories", files, commit=OLD)
     assert texts(before)[-1] == "row 4999"
     after = HuggingFaceShardedSource("org/stories")
     assert after.commit == OLD
     assert after.fingerprint != fingerprint
-    assert (after.shard_identity(0), after.shard_identity(1) == before.shard_identity(1)) == (identity, False)
+    assert (after.shard_identity(0), after.shard_identity(1) == before.shard_identity(1)) == (
+        identity,
+        False,
+    )
     pinned = HuggingFaceShardedSource("org/stories", revision=MAIN)
     assert pinned.fingerprint == fingerprint
     assert HuggingFaceShardedSource(f"hf://datasets/org/stories@{MAIN}").fingerprint == fingerprint
@@ -144,7 +179,8 @@ def test_lines_are_downloaded_once_into_the_clients_cache(hub: WebServer, tmp_pa
     lines = b"".join(json.dumps({"text": f"line {i}"}).encode() + b"\n" for i in range(500))
     publish(hub, "org/lines", {"train.jsonl": lines, "test.jsonl": lines[:200]})
     source = HuggingFaceShardedSource("org/lines")
-    assert not [path for _, path, _ in hub.seen if "resolve" in path]  # nothing is downloaded before rows are asked for
+    # nothing is downloaded before rows are asked for
+    assert not [path for _, path, _ in hub.seen if "resolve" in path]
     assert_stateless_reads(source, [7, 100])
     assert texts(source) == [f"line {i}" for i in range(500)]
     assert list((tmp_path / "hf").rglob("train.jsonl"))
@@ -153,14 +189,19 @@ def test_lines_are_downloaded_once_into_the_clients_cache(hub: WebServer, tmp_pa
     again = HuggingFaceShardedSource("org/lines")
     assert texts(again) == texts(source)
     assert not [path for method, path, _ in hub.seen if "resolve" in path and method == "GET"]
-    assert (again.fingerprint, again.shard_identity(0)) == (source.fingerprint, source.shard_identity(0))
+    assert (again.fingerprint, again.shard_identity(0)) == (
+        source.fingerprint,
+        source.shard_identity(0),
+    )
 
 
 def test_files_in_the_clients_cache_are_read_there(hub: WebServer) -> None:
     source = HuggingFaceShardedSource("org/stories", split="validation")
     rows, identity = texts(source), source.shard_identity(0)
     name = "data/validation-00000-of-00001.parquet"
-    huggingface_hub.hf_hub_download("org/stories", name, repo_type="dataset", revision=MAIN, endpoint=hub.url)
+    huggingface_hub.hf_hub_download(
+        "org/stories", name, repo_type="dataset", revision=MAIN, endpoint=hub.url
+    )
     hub.seen.clear()
     cached = HuggingFaceShardedSource("org/stories", split="validation")
     assert (texts(cached), cached.shard_identity(0)) == (rows, identity)
@@ -175,7 +216,10 @@ def test_passing_failures(hub: WebServer) -> None:
 def test_gated(hub: WebServer) -> None:
     publish(hub, "org/gated", {"train.parquet": parquet(0, 10)}, gated="manual")
     path = f"/datasets/org/gated/resolve/{MAIN}/train.parquet"
-    hub.denied[path] = (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+    hub.denied[path] = (
+        403,
+        {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"},
+    )
     source = HuggingFaceShardedSource("org/gated")
     with pytest.raises(SourceError) as caught:
         source.shards  # noqa: B018
@@ -187,7 +231,9 @@ def test_gated(hub: WebServer) -> None:
     hub.headers.clear()
     source = HuggingFaceShardedSource("org/gated", storage_options={"token": TOKEN})
     assert len(texts(source)) == 10
-    assert {headers.get("Authorization", headers.get("authorization")) for headers in hub.headers} == {f"Bearer {TOKEN}"}
+    assert {
+        headers.get("Authorization", headers.get("authorization")) for headers in hub.headers
+    } == {f"Bearer {TOKEN}"}
 
 
 def test_the_token_is_shown_nowhere(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,19 +243,32 @@ def test_the_token_is_shown_nowhere(hub: WebServer, caplog: pytest.LogCaptureFix
         hub.faults.extend([403] * 20)
         with pytest.raises(SourceError) as caught:
             source.read(0, 0, 10)
-    assert TOKEN not in caplog.text + repr(source.files) + str(caught.value) + repr(caught.value.__cause__)
-    assert source.fingerprint == HuggingFaceShardedSource("org/stories").fingerprint if not hub.faults.clear() else None
+    assert TOKEN not in caplog.text + repr(source.files) + str(caught.value) + repr(
+        caught.value.__cause__
+    )
+    assert (
+        source.fingerprint == HuggingFaceShardedSource("org/stories").fingerprint
+        if not hub.faults.clear()
+        else None
+    )
 
 
 def test_what_is_not_there(hub: WebServer) -> None:
     missing = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
     hub.denied["/api/datasets/org/strories"] = (401, missing)
     with pytest.raises(
-        MissingFileError, match=r"hf://datasets/org/strories: the Hub has no such dataset, or it is private\. Check the spelling"
+        MissingFileError,
+        match=r"hf://datasets/org/strories: the Hub has no such dataset, or it is private\. Check the spelling",
     ):
         HuggingFaceShardedSource("org/strories")
-    hub.denied["/api/datasets/org/stories/revision/v9"] = (404, {"X-Error-Code": "RevisionNotFound"})
-    with pytest.raises(MissingFileError, match=r"hf://datasets/org/stories: no revision 'v9'\. See the branches and tags at"):
+    hub.denied["/api/datasets/org/stories/revision/v9"] = (
+        404,
+        {"X-Error-Code": "RevisionNotFound"},
+    )
+    with pytest.raises(
+        MissingFileError,
+        match=r"hf://datasets/org/stories: no revision 'v9'\. See the branches and tags at",
+    ):
         HuggingFaceShardedSource("org/stories", revision="v9")
     with pytest.raises(MissingFileError, match="no subset 'x'"):
         HuggingFaceShardedSource("org/stories", subset="x")
@@ -218,7 +277,13 @@ def test_what_is_not_there(hub: WebServer) -> None:
 def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> None:
     publish(hub, "org/script", {"script.py": b"code"})
     files = {"plain/train/0000.parquet": parquet(0, 5), "plain/test/0000.parquet": parquet(5, 5)}
-    publish(hub, "org/script", files, commit=OLD, revisions=("refs/convert/parquet", "refs%2Fconvert%2Fparquet"))
+    publish(
+        hub,
+        "org/script",
+        files,
+        commit=OLD,
+        revisions=("refs/convert/parquet", "refs%2Fconvert%2Fparquet"),
+    )
     with caplog.at_level(logging.INFO, "easypipe"):
         source = HuggingFaceShardedSource("org/script", split="test")
     assert "the Hub's parquet copy" in caplog.text
@@ -227,7 +292,10 @@ def test_converted_copy(hub: WebServer, caplog: pytest.LogCaptureFixture) -> Non
 
 def test_several_formats(hub: WebServer) -> None:
     publish(hub, "org/mixed", {"a.parquet": parquet(0, 5), "b.csv": b"text\nx\n"})
-    with pytest.raises(SourceError, match=r"files of several formats: .*Name one kind: hf://datasets/org/mixed/\*\.parquet"):
+    with pytest.raises(
+        SourceError,
+        match=r"files of several formats: .*Name one kind: hf://datasets/org/mixed/\*\.parquet",
+    ):
         HuggingFaceShardedSource("org/mixed")
     assert len(texts(HuggingFaceShardedSource("hf://datasets/org/mixed/*.parquet"))) == 5
 
@@ -237,9 +305,18 @@ def test_several_formats(hub: WebServer) -> None:
     [
         ({"dataset": "hf://org/name"}, "does not name a dataset. Write hf://datasets/owner/name"),
         ({"dataset": "a/b/c"}, "names no dataset of the Hub"),
-        ({"dataset": "hf://datasets/a/b@v1", "revision": "v2"}, "revision: 'v2', but data_files says 'v1'"),
-        ({"dataset": "hf://datasets/a/b/*.csv", "split": "test"}, "split: has no effect beside a pattern"),
-        ({"dataset": "a/b", "storage_options": {"key": 1}}, "storage_options: ['key'] mean nothing to the Hub (have: token, endpoint)"),
+        (
+            {"dataset": "hf://datasets/a/b@v1", "revision": "v2"},
+            "revision: 'v2', but data_files says 'v1'",
+        ),
+        (
+            {"dataset": "hf://datasets/a/b/*.csv", "split": "test"},
+            "split: has no effect beside a pattern",
+        ),
+        (
+            {"dataset": "a/b", "storage_options": {"key": 1}},
+            "storage_options: ['key'] mean nothing to the Hub (have: token, endpoint)",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: dict, message: str) -> None:
@@ -250,21 +327,39 @@ def test_wrong_arguments(arguments: dict, message: str) -> None:
 
 def test_names() -> None:
     assert parse_hub_name("imdb") == ("imdb", None, None)
-    assert parse_hub_name("hf://datasets/o/n@refs%2Fpr%2F1/x/*.csv") == ("o/n", "refs/pr/1", "x/*.csv")
-    with pytest.raises(ConfigError, match=r"is a dataset on the Hub\. Read it with type='huggingface'"):
+    assert parse_hub_name("hf://datasets/o/n@refs%2Fpr%2F1/x/*.csv") == (
+        "o/n",
+        "refs/pr/1",
+        "x/*.csv",
+    )
+    with pytest.raises(
+        ConfigError, match=r"is a dataset on the Hub\. Read it with type='huggingface'"
+    ):
         open_files("hf://datasets/o/n")
 
 
 CONFIGS = [
     {
         "config_name": "en",
-        "data_files": [{"split": "train", "path": "en/*.parquet"}, {"split": "test", "path": ["t/en.parquet"]}],
+        "data_files": [
+            {"split": "train", "path": "en/*.parquet"},
+            {"split": "test", "path": ["t/en.parquet"]},
+        ],
         "default": True,
     },
     {"config_name": "de", "data_files": "de/*.parquet"},
     {"config_name": "fr", "data_dir": "fr"},
 ]
-NAMES = ["en/1.parquet", "en/2.parquet", "en/10.parquet", "de/1.parquet", "t/en.parquet", "fr/train.parquet", "fr/dev.parquet", "README.md"]
+NAMES = [
+    "en/1.parquet",
+    "en/2.parquet",
+    "en/10.parquet",
+    "de/1.parquet",
+    "t/en.parquet",
+    "fr/train.parquet",
+    "fr/dev.parquet",
+    "README.md",
+]
 
 
 @pytest.mark.parametrize(
@@ -276,8 +371,18 @@ NAMES = ["en/1.parquet", "en/2.parquet", "en/10.parquet", "de/1.parquet", "t/en.
         (NAMES, {"configs": CONFIGS}, {"subset": "fr", "split": "validation"}, ["fr/dev.parquet"]),
         (NAMES, {}, {"subset": "fr"}, ["fr/train.parquet"]),
         (["a.jsonl", "b.jsonl", "dataset_infos.json"], {}, {}, ["a.jsonl", "b.jsonl"]),
-        (["data/train_sft-00000-of-00001.parquet"], {}, {"split": "train"}, ["data/train_sft-00000-of-00001.parquet"]),
-        (["data/extra-00000-of-00001.parquet"], {}, {"split": "extra"}, ["data/extra-00000-of-00001.parquet"]),
+        (
+            ["data/train_sft-00000-of-00001.parquet"],
+            {},
+            {"split": "train"},
+            ["data/train_sft-00000-of-00001.parquet"],
+        ),
+        (
+            ["data/extra-00000-of-00001.parquet"],
+            {},
+            {"split": "extra"},
+            ["data/extra-00000-of-00001.parquet"],
+        ),
         (["train1.csv", "test.csv"], {}, {}, ["train1.csv"]),
     ],
 )
@@ -289,6 +394,9 @@ def test_layouts_that_say_too_little() -> None:
     configs = [{"config_name": name, "data_files": f"{name}.csv"} for name in ("en", "de")]
     with pytest.raises(MissingFileError) as caught:
         choose_files(["en.csv", "de.csv"], {"configs": configs}, at="hub")
-    assert str(caught.value) == "hub: has several subsets, and none is the default (have: en, de). Name one by subset=."
+    assert (
+        str(caught.value)
+        == "hub: has several subsets, and none is the default (have: en, de). Name one by subset=."
+    )
     with pytest.raises(MissingFileError, match="holds no data file"):
         choose_files(["README.md"], {}, at="hub")

@@ -1,4 +1,6 @@
-"""Indexes of text files: kept beside each other, made again when they must be, and what they save."""
+"""Indexes of text files: kept beside each other, made again when they must be, and what they
+save.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def lines(rows: int = ROWS) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("ending", "pack"), [(".jsonl", bytes), (".jsonl.gz", gzip.compress), (".json", lambda d: b"[" + b",".join(d.splitlines()) + b"]")]
+    ("ending", "pack"),
+    [
+        (".jsonl", bytes),
+        (".jsonl.gz", gzip.compress),
+        (".json", lambda d: b"[" + b",".join(d.splitlines()) + b"]"),
+    ],
 )
 def test_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, pack) -> None:
     path = tmp_path / f"a{ending}"
@@ -37,7 +44,12 @@ def test_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, p
 
     def opened(**options):
         source = open_files(path, index_dir=tmp_path / "index", **options)
-        return source, source.read(0, 3000, 3002).column("text").to_pylist(), source.schema, source.shards
+        return (
+            source,
+            source.read(0, 3000, 3002).column("text").to_pylist(),
+            source.schema,
+            source.shards,
+        )
 
     _, first, schema, shards = opened()
     assert len(built) == 1
@@ -46,7 +58,13 @@ def test_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, p
     assert (again, same_schema, same_shards) == (first, schema, shards)
 
     sidecar = next((tmp_path / "index").iterdir())
-    for damage in ["", "{", "[]", json.dumps({"num_rows": 3}), sidecar.read_text().replace('"rows": "A', '"rows": "!')]:
+    for damage in [
+        "",
+        "{",
+        "[]",
+        json.dumps({"num_rows": 3}),
+        sidecar.read_text().replace('"rows": "A', '"rows": "!'),
+    ]:
         sidecar.write_text(damage)
         assert opened()[1] == first
         assert storage.read_json(sidecar)["num_rows"] == ROWS
@@ -91,7 +109,8 @@ def test_killed_while_committing(tmp_path: Path) -> None:
 def test_cuts_and_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines())
     source = open_files(tmp_path / "a.jsonl")
-    assert source.shards[0].cuts == (0, 3072)  # every 1,024 rows there is an entry, every 1 MiB a cut
+    # every 1,024 rows there is an entry, every 1 MiB a cut
+    assert source.shards[0].cuts == (0, 3072)
     whole = source.read(0, 0, ROWS)
     monkeypatch.setattr(records, "PIECE_BYTES", 100_000)
     assert source.read(0, 0, ROWS).equals(whole)
@@ -102,12 +121,18 @@ def decompressed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that were decompressed."""
     seen: list[int] = []
     read = streams._Decompressed.read
-    monkeypatch.setattr(streams._Decompressed, "read", lambda self: (lambda out: seen.append(len(out)) or out)(read(self)))
+    monkeypatch.setattr(
+        streams._Decompressed,
+        "read",
+        lambda self: (lambda out: seen.append(len(out)) or out)(read(self)),
+    )
     return seen
 
 
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zstandard.compress)])
-def test_consecutive_ranges_decompress_once(tmp_path: Path, decompressed: list[int], ending: str, pack) -> None:
+def test_consecutive_ranges_decompress_once(
+    tmp_path: Path, decompressed: list[int], ending: str, pack
+) -> None:
     data = lines()
     (tmp_path / f"a.jsonl.{ending}").write_bytes(pack(data))
     source = open_files(tmp_path / f"a.jsonl.{ending}")
@@ -134,12 +159,17 @@ def test_consecutive_ranges_decompress_once(tmp_path: Path, decompressed: list[i
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(decompressed) <= 3 * len(data)  # threads that overtake each other begin again, at most once each
+    # threads that overtake each other begin again, at most once each
+    assert sum(decompressed) <= 3 * len(data)
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decompressed: list[int], ending: str) -> None:
-    """Files of several members (BGZF, multi-frame zst) are entered near the rows that are asked for."""
+def test_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decompressed: list[int], ending: str
+) -> None:
+    """Files of several members (BGZF, multi-frame zst) are entered near the rows that are asked
+    for.
+    """
     monkeypatch.setattr(streams, "RESTART_BYTES", 50_000)
     pack = gzip.compress if ending == "gz" else zstandard.compress
     data = lines()
@@ -178,14 +208,22 @@ def test_fewer_records_than_its_index_says(tmp_path: Path) -> None:
 def test_each_choice_of_columns_has_an_index_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1, "b": {"c": "x"}}\n')
     index_dir = tmp_path / "index"
-    assert open_files(tmp_path / "a.jsonl", columns=["a"], index_dir=index_dir).schema.names == ["a", ROW_NUMBER]
+    assert open_files(tmp_path / "a.jsonl", columns=["a"], index_dir=index_dir).schema.names == [
+        "a",
+        ROW_NUMBER,
+    ]
     source = open_files(tmp_path / "a.jsonl", index_dir=index_dir)
     assert source.schema.names == ["a", "b", ROW_NUMBER]
     assert source.read(0, 0, 1).column("b").to_pylist() == [{"c": "x"}]
 
 
-@pytest.mark.parametrize(("ending", "text"), [(".jsonl", '{"t": "x"}\n{"t": "y"}\n\n{"t": "z"}\n'), (".csv", "t\nx\ny\n\nz\n")])
-def test_a_blank_line_has_its_number_wherever_reading_begins(tmp_path: Path, ending: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "text"),
+    [(".jsonl", '{"t": "x"}\n{"t": "y"}\n\n{"t": "z"}\n'), (".csv", "t\nx\ny\n\nz\n")],
+)
+def test_a_blank_line_has_its_number_wherever_reading_begins(
+    tmp_path: Path, ending: str, text: str
+) -> None:
     (tmp_path / f"a{ending}").write_text(text)
     found = open_files(tmp_path / f"a{ending}").scan(0, 1, 4)
     assert [(reject.row, reject.reason) for reject in found.rejects] == [(2, "blank_line")]
@@ -202,29 +240,48 @@ def test_tabs_divide_tsv(tmp_path: Path, ending: str, pack) -> None:
 def test_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "CHUNK_BYTES", 64)
     text = "y" * 5000
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": text}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": "a"}) + "\n" + json.dumps({"text": text}) + "\n"
+    )
     assert open_files(tmp_path / "a.jsonl").read(0, 1, 2).column("text").to_pylist() == [text]
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1024)
-    with pytest.raises(SourceError, match=r"a\.jsonl, row 1: a record of more than 0 MiB begins here\. A quote or bracket may be open"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.jsonl, row 1: a record of more than 0 MiB begins here\. A quote or bracket may be open",
+    ):
         open_files(tmp_path / "a.jsonl").shards  # noqa: B018
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".json", ".jsonl.gz"])
 def test_every_text_has_its_own_row_number(tmp_path: Path, ending: str) -> None:
-    """Texts say which row they are; ranges begin between the entries of the index, and behind them."""
+    """Texts say which row they are; ranges begin between the entries of the index, and behind
+    them.
+    """
     path = tmp_path / f"a{ending}"
     rows = [{"text": f"row {i}\n" + "x" * (i % 90), "n": i} for i in range(ROWS)]
     if ending == ".csv":
-        path.write_text("text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in rows), encoding="utf-8")
+        path.write_text(
+            "text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in rows), encoding="utf-8"
+        )
     elif ending == ".json":
         path.write_text(json.dumps(rows), encoding="utf-8")
     else:
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         path.write_bytes(gzip.compress(data) if ending.endswith(".gz") else data)
     source = open_files(path, index_dir=tmp_path / "index")
-    for start, stop in ((0, 1), (1, 3), (1020, 1030), (1024, 1025), (2500, 4200), (ROWS - 1, ROWS), (0, ROWS)):
+    for start, stop in (
+        (0, 1),
+        (1, 3),
+        (1020, 1030),
+        (1024, 1025),
+        (2500, 4200),
+        (ROWS - 1, ROWS),
+        (0, ROWS),
+    ):
         batch = source.read(0, start, stop)
         assert [int(n) for n in batch.column("n").to_pylist()] == list(range(start, stop))
-        assert [text.partition("\n")[0] for text in batch.column("text").to_pylist()] == [f"row {i}" for i in range(start, stop)]
+        assert [text.partition("\n")[0] for text in batch.column("text").to_pylist()] == [
+            f"row {i}" for i in range(start, stop)
+        ]
         if ROW_NUMBER in batch.schema.names:
             assert batch.column(ROW_NUMBER).to_pylist() == list(range(start, stop))

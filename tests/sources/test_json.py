@@ -1,4 +1,6 @@
-"""Types of JSON columns are the file's: no range, chunk or neighbour changes them, and what is read is what Python's json reads."""
+"""Types of JSON columns are the file's: no range, chunk or neighbour changes them, and what is read
+is what Python's json reads.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def test_types_of_scalars(tmp_path: Path) -> None:
     rows = [
         {"s": "2020-01-01 00:00:00", "i": 1, "f": 1, "b": True, "n": None, "late": None},
         {"s": "x", "i": -9223372036854775808, "f": 2.5, "b": None, "big": 9223372036854775808},
-        {"i": 9223372036854775807, "late": "at last", "e": 1e3, "k\u00e9y": "v", 'key with "quotes"': 1},
+        {
+            "i": 9223372036854775807,
+            "late": "at last",
+            "e": 1e3,
+            "k\u00e9y": "v",
+            'key with "quotes"': 1,
+        },
     ]
     source = JsonShardedSource(lines_of(tmp_path, rows))
     assert types_of(source) == {
@@ -63,13 +71,21 @@ def test_types_of_nested_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"messages": []},
         {"messages": [{"role": "user", "content": "hi", "at": "2020-01-01"}]},
         {"messages": [{"role": "assistant", "content": None, "calls": [{"id": 1}]}]},
-        {"messages": [{"role": "tool", "calls": [{"id": 1.5, "ok": True}]}], "meta": {"a": {"b": [1, None]}}},
+        {
+            "messages": [{"role": "tool", "calls": [{"id": 1.5, "ok": True}]}],
+            "meta": {"a": {"b": [1, None]}},
+        },
         {"messages": None, "meta": {}},
     ]
     source = JsonShardedSource(lines_of(tmp_path, rows))
     call = pa.struct([("id", pa.float64()), ("ok", pa.bool_())])
     message = pa.struct(
-        [("role", pa.large_string()), ("content", pa.large_string()), ("at", pa.large_string()), ("calls", pa.large_list(call))]
+        [
+            ("role", pa.large_string()),
+            ("content", pa.large_string()),
+            ("at", pa.large_string()),
+            ("calls", pa.large_list(call)),
+        ]
     )
     assert types_of(source) == {
         "messages": pa.large_list(message),
@@ -81,14 +97,22 @@ def test_types_of_nested_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_kinds_that_clash(tmp_path: Path) -> None:
-    """Strings win, else the first kind; the others are bad rows, named one by one, but for those of columns that are kept as JSON."""
-    rows = [{"a": 1, "b": {"x": 1}}, {"a": "one", "b": {"x": 2}}, {"a": "two", "b": 5}, {"a": "three", "b": {"x": "no"}}]
+    """Strings win, else the first kind; the others are bad rows, named one by one, but for those of
+    columns that are kept as JSON.
+    """
+    rows = [
+        {"a": 1, "b": {"x": 1}},
+        {"a": "one", "b": {"x": 2}},
+        {"a": "two", "b": 5},
+        {"a": "three", "b": {"x": "no"}},
+    ]
     path = lines_of(tmp_path, rows)
     source = JsonShardedSource(path, on_error="skip")
     assert types_of(source) == {"a": pa.large_string(), "b": JSON}
     found = source.scan(0, 0, 4)
     assert [(r.row, r.reason) for r in found.rejects] == [(0, "not_a_string")]
-    assert found.batch.column("b").to_pylist() == ['{"x": 2}', "5", '{"x": "no"}']  # what has no common type inside is kept as JSON
+    # what has no common type inside is kept as JSON
+    assert found.batch.column("b").to_pylist() == ['{"x": 2}', "5", '{"x": "no"}']
     assert_stateless_reads(source, [1, 2, 3])
     only = JsonShardedSource(path, columns=["a"], on_error="skip")
     assert only.read(0, 0, 4).column("a").to_pylist() == ["one", "two", "three"]
@@ -96,13 +120,26 @@ def test_kinds_that_clash(tmp_path: Path) -> None:
 
 def test_a_few_texts_make_no_text_of_a_column_of_conversations(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "hi"}]
-    rows = [{"m": None}, *[{"m": talk}] * 3, {"m": "not json"}, {"m": ["x"]}, {"m": {"role": "user"}}, {"m": talk}]
+    rows = [
+        {"m": None},
+        *[{"m": talk}] * 3,
+        {"m": "not json"},
+        {"m": ["x"]},
+        {"m": {"role": "user"}},
+        {"m": talk},
+    ]
     source = JsonShardedSource(lines_of(tmp_path, rows), on_error="skip")
-    assert types_of(source) == {"m": JSON}  # a list of texts has no common type with lists of objects
-    said = [None if text is None else json.loads(text) for text in source.read(0, 0, len(rows)).column("m").to_pylist()]
+    # a list of texts has no common type with lists of objects
+    assert types_of(source) == {"m": JSON}
+    said = [
+        None if text is None else json.loads(text)
+        for text in source.read(0, 0, len(rows)).column("m").to_pylist()
+    ]
     assert said == [row["m"] for row in rows]
     source = JsonShardedSource(lines_of(tmp_path, rows[:5] + rows[6:]), on_error="skip")
-    assert types_of(source) == {"m": pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))}
+    assert types_of(source) == {
+        "m": pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
+    }
     found = source.scan(0, 0, len(rows) - 1)
     assert [reject.row for reject in found.rejects] == [4, 5]
     assert found.batch.column("m").to_pylist() == [None, talk, talk, talk, talk]
@@ -122,7 +159,9 @@ def test_rows_with_different_keys(tmp_path: Path) -> None:
 def test_more_keys_than_can_be_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{f"key{i}": i, "text": "t"} for i in range(jsonkeys.MAX_KEYS + 5)]
     path = lines_of(tmp_path, rows)
-    with pytest.raises(SourceError, match=r"have more than 4096 different keys\. Name those to read with columns="):
+    with pytest.raises(
+        SourceError, match=r"have more than 4096 different keys\. Name those to read with columns="
+    ):
         JsonShardedSource(path).schema  # noqa: B018
     last = f"key{jsonkeys.MAX_KEYS + 4}"
     source = JsonShardedSource(path, columns=["text", last])
@@ -136,7 +175,9 @@ def test_line_breaks_of_windows_and_byte_order_mark(tmp_path: Path) -> None:
     source = JsonShardedSource(path)
     assert source.read(0, 0, 3).to_pylist() == [{"a": 1, ROW_NUMBER: 0}, {"a": 2, ROW_NUMBER: 2}]
     (tmp_path / "b.json").write_bytes(b'\xef\xbb\xbf\n [{"a": 1}\r\n,\n{"a":\r\n 2}]\n')
-    assert [row["a"] for row in JsonShardedSource(tmp_path / "b.json").read(0, 0, 2).to_pylist()] == [1, 2]
+    assert [
+        row["a"] for row in JsonShardedSource(tmp_path / "b.json").read(0, 0, 2).to_pylist()
+    ] == [1, 2]
 
 
 def test_lines_and_arrays_together(tmp_path: Path) -> None:
@@ -144,7 +185,9 @@ def test_lines_and_arrays_together(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('[{"text": "y", "n": 1.5, "more": [1]}]')
     (tmp_path / "c.json.gz").write_bytes(gzip.compress(b'[{"text": "z"}]'))
     source = JsonShardedSource([a, tmp_path / "b.json", tmp_path / "c.json.gz"])
-    rows = [row for s in range(3) for row in source.read(s, 0, 1).drop_columns(ROW_NUMBER).to_pylist()]
+    rows = [
+        row for s in range(3) for row in source.read(s, 0, 1).drop_columns(ROW_NUMBER).to_pylist()
+    ]
     assert rows == [
         {"text": "x", "n": 1.0, "more": None},
         {"text": "y", "n": 1.5, "more": [1]},
@@ -154,45 +197,73 @@ def test_lines_and_arrays_together(tmp_path: Path) -> None:
 
 
 scalars = (
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
 )
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3), max_leaves=6
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3)
+    ),
+    max_leaves=6,
 )
 dicts = st.dictionaries(st.sampled_from(["a", "b", "text", "\u00fc\\"]), values, max_size=4)
 
 
 @examples(80)
 @given(
-    rows=st.lists(st.one_of(dicts, st.sampled_from(["", "  ", "[1]", "{", '{"a": }', '{"a": 01}', '{"a"'])), min_size=1, max_size=20),
+    rows=st.lists(
+        st.one_of(dicts, st.sampled_from(["", "  ", "[1]", "{", '{"a": }', '{"a": 01}', '{"a"'])),
+        min_size=1,
+        max_size=20,
+    ),
     cuts=st.lists(st.integers(0, 30), max_size=5),
 )
 @example(rows=[{"a": "\u2028"}, "", {"a": "}{"}], cuts=[1])
 def test_any_rows(tmp_path: Path, rows: list, cuts: list[int]) -> None:
-    """Whatever stands in the lines: reads are stateless, and rows that come out say what json says of their line."""
+    """Whatever stands in the lines: reads are stateless, and rows that come out say what json says
+    of their line.
+    """
     path = tmp_path / "a.jsonl"
-    written = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)]
+    written = [
+        row if isinstance(row, str) else json.dumps(row, ensure_ascii=i % 2 == 0)
+        for i, row in enumerate(rows)
+    ]
     path.write_bytes("".join(line + "\n" for line in written).encode("utf-8", "surrogatepass"))
     source = JsonShardedSource(path, on_error="skip")
     try:
         schema = source.schema
     except SourceError as error:
-        assert "no row from which columns could be known" in str(error) or "Correct the file" in str(error)  # noqa: PT017
+        said = str(error)
+        assert "no row from which columns could be known" in said or "Correct the file" in said
         return
     assert_stateless_reads(source, cuts)
     for out in source.read(0, 0, source.shards[0].num_rows).to_pylist():
         line = json.loads(written[out[ROW_NUMBER]])
         for name in schema.names:
             if name != ROW_NUMBER:
-                read = json.loads(out[name]) if schema.field(name).type == JSON and out[name] is not None else out[name]
+                read = (
+                    json.loads(out[name])
+                    if schema.field(name).type == JSON and out[name] is not None
+                    else out[name]
+                )
                 assert _agrees(read, line.get(name)), (name, out[name], line)
 
 
 def _agrees(read: object, written: object) -> bool:
     if isinstance(written, dict):
-        return isinstance(read, dict) and all(_agrees(read.get(key), value) for key, value in written.items())
+        return isinstance(read, dict) and all(
+            _agrees(read.get(key), value) for key, value in written.items()
+        )
     if isinstance(written, list):
-        return isinstance(read, list) and len(read) == len(written) and all(map(_agrees, read, written))
+        return (
+            isinstance(read, list)
+            and len(read) == len(written)
+            and all(map(_agrees, read, written))
+        )
     if isinstance(read, float) and isinstance(written, int):
         return read == float(written)
     return read == written
@@ -201,7 +272,10 @@ def _agrees(read: object, written: object) -> bool:
 kinds = st.recursive(
     st.sampled_from([pa.null(), pa.bool_(), pa.int64(), pa.float64(), pa.large_string()]),
     lambda inner: (
-        inner.map(pa.large_list) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2).map(lambda d: pa.struct(list(d.items())))
+        inner.map(pa.large_list)
+        | st.dictionaries(st.sampled_from("xy"), inner, max_size=2).map(
+            lambda d: pa.struct(list(d.items()))
+        )
     ),
     max_leaves=4,
 )

@@ -1,4 +1,6 @@
-"""Lists and objects that no Arrow type holds are kept as JSON, so that templates see what stands in the file."""
+"""Lists and objects that no Arrow type holds are kept as JSON, so that templates see what stands in
+the file.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,21 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_cal
 
 def talk(arguments: Any, **more: Any) -> dict[str, Any]:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call], **more}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [call], **more},
+        ]
+    }
 
 
-MIXED = [talk({"c": 1}), talk({"c": "x"}), talk({"c": [1, {"d": None}]}), talk({}), talk({"b": True, "a": 0.5})]
+MIXED = [
+    talk({"c": 1}),
+    talk({"c": "x"}),
+    talk({"c": [1, {"d": None}]}),
+    talk({}),
+    talk({"b": True, "a": 0.5}),
+]
 
 
 def texts_of(tmp_path: Path, data: Any, **options: Any) -> list[str]:
@@ -35,14 +48,19 @@ def texts_of(tmp_path: Path, data: Any, **options: Any) -> list[str]:
     datasets = [DatasetConfig(name="d", data_files=data, **options)]
     source: Any = Pipeline(config(tmp_path, datasets=datasets)).source().tokenize().get_data()["d"]
     cache = source.materialize()
-    return [source.tokenizer.decode(ids) for ids in cache.read(0, 0, cache.shards[0].num_rows).column("input_ids").to_pylist()]
+    return [
+        source.tokenizer.decode(ids)
+        for ids in cache.read(0, 0, cache.shards[0].num_rows).column("input_ids").to_pylist()
+    ]
 
 
 def written(rows: list[dict[str, Any]]) -> list[str]:
     """What the template makes of the rows as they stand."""
     return [
         "".join(
-            f"[{m['role']}]{m['content'] or ''}" + (json.dumps(m["tool_calls"]) if m.get("tool_calls") else "") for m in row["messages"]
+            f"[{m['role']}]{m['content'] or ''}"
+            + (json.dumps(m["tool_calls"]) if m.get("tool_calls") else "")
+            for m in row["messages"]
         )
         + "<|endoftext|>"
         for row in rows
@@ -54,17 +72,26 @@ def test_rows_of_mixed_types_are_read_and_written_as_they_stand(tmp_path: Path) 
     source = JsonShardedSource(path)
     assert source.schema.field("messages").type == JSON
     assert_stateless_reads(source, [1, 3])
-    assert [json.loads(text) for text in source.read(0, 0, 5).column("messages").to_pylist()] == [row["messages"] for row in MIXED]
+    assert [json.loads(text) for text in source.read(0, 0, 5).column("messages").to_pylist()] == [
+        row["messages"] for row in MIXED
+    ]
     assert texts_of(tmp_path, str(path)) == written(MIXED)
-    halves = [str(jsonl(tmp_path / f"{i}.jsonl", rows)) for i, rows in enumerate((MIXED[:1], MIXED[1:2]))]  # each of one type
+    # each of one type
+    halves = [
+        str(jsonl(tmp_path / f"{i}.jsonl", rows)) for i, rows in enumerate((MIXED[:1], MIXED[1:2]))
+    ]
     assert open_files(halves).schema.field("messages").type == JSON
-    assert open_files(halves).read(1, 0, 1).column("messages").to_pylist() == [json.dumps(MIXED[1]["messages"])]
+    assert open_files(halves).read(1, 0, 1).column("messages").to_pylist() == [
+        json.dumps(MIXED[1]["messages"])
+    ]
 
 
 def test_the_type_says_that_a_column_of_any_name_holds_conversations(tmp_path: Path) -> None:
     rows = [{"talk": row["messages"]} for row in MIXED]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    assert texts_of(tmp_path, str(path), content_field="talk", chat_template=TEMPLATE, train_on=None) == written(MIXED)
+    assert texts_of(
+        tmp_path, str(path), content_field="talk", chat_template=TEMPLATE, train_on=None
+    ) == written(MIXED)
 
 
 @pytest.mark.parametrize("value", [{"lang": None}, {"lang": None, "deep": [{"x": None}]}])
@@ -72,22 +99,42 @@ def test_a_null_that_stood_in_the_file_stays(tmp_path: Path, value: Any) -> None
     rows = [talk(value), talk({"lang": "en"}), talk({})]
     path = jsonl(tmp_path / "a.jsonl", rows)
     assert texts_of(tmp_path, str(path)) == written(rows)
-    plain = [talk({"lang": "en"}), talk({"lang": "en", "more": "x"})]  # a key that only others have is no null
+    # a key that only others have is no null
+    plain = [talk({"lang": "en"}), talk({"lang": "en", "more": "x"})]
     path = jsonl(tmp_path / "b.jsonl", plain)
-    assert pa.types.is_nested(Pipeline(config(tmp_path, datasets=[chat(path)])).source().get_data()["d"].schema.field("messages").type)
+    assert pa.types.is_nested(
+        Pipeline(config(tmp_path, datasets=[chat(path)]))
+        .source()
+        .get_data()["d"]
+        .schema.field("messages")
+        .type
+    )
     assert texts_of(tmp_path, str(path)) == written(plain)
 
 
 def chat(path: Path, **options: Any) -> DatasetConfig:
-    return DatasetConfig(name="d", data_files=str(path), content_field="messages", chat_template=TEMPLATE, train_on="all", **options)
+    return DatasetConfig(
+        name="d",
+        data_files=str(path),
+        content_field="messages",
+        chat_template=TEMPLATE,
+        train_on="all",
+        **options,
+    )
 
 
 def test_streaming_reads_what_cached_mode_reads(tmp_path: Path) -> None:
-    rows = [talk({"lang": "en", "n": i}) for i in range(400)] + [talk({"lang": None, "n": "x"}) for _ in range(400)]
+    rows = [talk({"lang": "en", "n": i}) for i in range(400)] + [
+        talk({"lang": None, "n": "x"}) for _ in range(400)
+    ]
     path = jsonl(tmp_path / "a.jsonl", rows)
 
     def ids(**options: Any) -> set[tuple[int, ...]]:
-        made = Pipeline(config(tmp_path, datasets=[chat(path)], order={"shuffle": False}, **options)).source().tokenize()
+        made = (
+            Pipeline(config(tmp_path, datasets=[chat(path)], order={"shuffle": False}, **options))
+            .source()
+            .tokenize()
+        )
         found = made.load({"batch_size": 1, "num_epochs": 1}).build()
         return {tuple(batch["input_ids"][0].tolist()) for batch in found}
 
@@ -95,21 +142,38 @@ def test_streaming_reads_what_cached_mode_reads(tmp_path: Path) -> None:
 
 
 def test_json_of_datasets_is_decoded(tmp_path: Path) -> None:
-    """As `datasets` stores mixed types since 4.8: the type arrow.json, in the place of the value that has no type of its own."""
+    """As `datasets` stores mixed types since 4.8: the type arrow.json, in the place of the value
+    that has no type of its own.
+    """
     inner = pa.struct([("c", pa.json_())])
-    call = pa.struct([("type", pa.string()), ("function", pa.struct([("name", pa.string()), ("arguments", inner)]))])
-    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+    call = pa.struct(
+        [
+            ("type", pa.string()),
+            ("function", pa.struct([("name", pa.string()), ("arguments", inner)])),
+        ]
+    )
+    message = pa.struct(
+        [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]
+    )
 
     def stored(row: dict[str, Any]) -> list[dict[str, Any]]:
         out = json.loads(json.dumps(row["messages"]))
         for one in out:
             for each in one.get("tool_calls") or ():
-                each["function"]["arguments"] = {"c": json.dumps(each["function"]["arguments"]["c"])}
+                each["function"]["arguments"] = {
+                    "c": json.dumps(each["function"]["arguments"]["c"])
+                }
         return out
 
     rows = MIXED[:3]
     storage = pa.array([stored(row) for row in rows], pa.list_(_stored(message)))
-    table = pa.table({"messages": storage.cast(pa.list_(message)) if storage.type == pa.list_(message) else _typed(storage, message)})
+    table = pa.table(
+        {
+            "messages": storage.cast(pa.list_(message))
+            if storage.type == pa.list_(message)
+            else _typed(storage, message)
+        }
+    )
     pq.write_table(table, tmp_path / "a.parquet")
     assert open_files(tmp_path / "a.parquet").schema.field("messages").type == JSON
     assert texts_of(tmp_path, str(tmp_path / "a.parquet")) == written(rows)
@@ -122,7 +186,9 @@ def _stored(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(_stored(kind.value_type))
     if pa.types.is_struct(kind):
-        return pa.struct([(kind.field(i).name, _stored(kind.field(i).type)) for i in range(kind.num_fields)])
+        return pa.struct(
+            [(kind.field(i).name, _stored(kind.field(i).type)) for i in range(kind.num_fields)]
+        )
     return kind
 
 
@@ -133,7 +199,9 @@ def _typed(array: pa.Array, kind: pa.DataType) -> pa.Array:
         if isinstance(kind, pa.JsonType):
             return pa.ExtensionArray.from_storage(kind, array)
         if pa.types.is_list(kind):
-            return pa.ListArray.from_arrays(array.offsets, one(array.values, kind.value_type), type=kind, mask=array.is_null())
+            return pa.ListArray.from_arrays(
+                array.offsets, one(array.values, kind.value_type), type=kind, mask=array.is_null()
+            )
         if pa.types.is_struct(kind):
             fields = [kind.field(i) for i in range(kind.num_fields)]
             children = [one(array.field(i), field.type) for i, field in enumerate(fields)]
@@ -147,7 +215,10 @@ def test_jinja_prompts_see_values(tmp_path: Path) -> None:
     rows = [{"meta": {"tags": [1]}, "answer": "a"}, {"meta": {"tags": ["x", None]}, "answer": "b"}]
     path = jsonl(tmp_path / "a.jsonl", rows)
     prompt = PromptConfig(
-        format_type="custom", template="{{ meta.tags | length }} {{ answer }}", input_columns=["meta"], label_column="answer"
+        format_type="custom",
+        template="{{ meta.tags | length }} {{ answer }}",
+        input_columns=["meta"],
+        label_column="answer",
     )
     options = {"chat_template": None, "train_on": None, "content_field": "text", "prompt": prompt}
     assert texts_of(tmp_path, str(path), **options) == ["1 a<|endoftext|>", "2 b<|endoftext|>"]
@@ -156,8 +227,14 @@ def test_jinja_prompts_see_values(tmp_path: Path) -> None:
 def test_save_says_what_was_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"text": 5}\n{"text": "two"}\n{broken\n')
-    chain = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=str(path), on_error="skip")])).source()
-    for made in (chain.copy(), chain.copy().tokenize(), chain.copy().tokenize().pack({"seq_length": 8})):
+    chain = Pipeline(
+        config(tmp_path, datasets=[DatasetConfig(name="d", data_files=str(path), on_error="skip")])
+    ).source()
+    for made in (
+        chain.copy(),
+        chain.copy().tokenize(),
+        chain.copy().tokenize().pack({"seq_length": 8}),
+    ):
         folder = tmp_path / str(len(made.get_stages()))
         report = made.save({"output_dir": folder}).build()
         assert report.rejected == {"d": {"not_a_string": 1, "unparsable": 1}}
@@ -177,25 +254,43 @@ class Numbered:
         return self.rows[number]
 
 
-@pytest.mark.parametrize("given", [list, lambda rows: lambda: iter(rows), Numbered], ids=["list", "function", "by number"])
+@pytest.mark.parametrize(
+    "given",
+    [list, lambda rows: lambda: iter(rows), Numbered],
+    ids=["list", "function", "by number"],
+)
 def test_rows_of_python_are_read_as_those_of_files(tmp_path: Path, given: Any) -> None:
     assert texts_of(tmp_path, given(MIXED)) == written(MIXED)
     one = talk({"c": [1, "x", {"d": None}]})  # without a type in itself
-    assert texts_of(tmp_path / "one", given([one, talk({"c": 1})])) == written([one, talk({"c": 1})])
+    assert texts_of(tmp_path / "one", given([one, talk({"c": 1})])) == written(
+        [one, talk({"c": 1})]
+    )
     with pytest.raises(SourceError, match="no common type"):  # a list and an object
-        texts_of(tmp_path / "bad", given([talk({}), {"messages": {"role": "user", "content": "x"}}]))
-    with pytest.raises(SourceError, match=r"d, row 1, column 'messages': .*(convert b'raw'|JSON knows no bytes)"):
+        texts_of(
+            tmp_path / "bad", given([talk({}), {"messages": {"role": "user", "content": "x"}}])
+        )
+    with pytest.raises(
+        SourceError, match=r"d, row 1, column 'messages': .*(convert b'raw'|JSON knows no bytes)"
+    ):
         texts_of(tmp_path / "bad", given([talk({"c": 1}), talk({"c": b"raw"}), talk({"c": "x"})]))
 
 
-@pytest.mark.parametrize("given", [lambda rows: lambda: iter(rows), Numbered], ids=["function", "by number"])
+@pytest.mark.parametrize(
+    "given", [lambda rows: lambda: iter(rows), Numbered], ids=["function", "by number"]
+)
 def test_a_key_that_only_late_rows_have_is_not_lost(tmp_path: Path, given: Any) -> None:
     """Arrow drops keys that a type does not name."""
     rows = [talk({"c": 1})] * 1100
     assert len(texts_of(tmp_path, given([*rows, talk({"c": 1, "d": None})]))) == 1101
-    with pytest.raises(SourceError, match="d, row 1100, column 'messages': has the key 'e', which no object there has in the first 1024"):
+    with pytest.raises(
+        SourceError,
+        match="d, row 1100, column 'messages': has the key 'e', which no object there has in the first 1024",
+    ):
         texts_of(tmp_path / "bad", given([*rows, talk({"c": 1, "e": 2})]))
     mixed = [talk({"c": 1}), talk({"c": "x"}), *rows[2:], talk({"e": 2})]
     assert texts_of(tmp_path / "json", given(mixed)) == written(mixed)
-    with pytest.raises(SourceError, match="d, row 1103, column 'messages': is kept as JSON: int 5 stands in a column of lists or objects"):
+    with pytest.raises(
+        SourceError,
+        match="d, row 1103, column 'messages': is kept as JSON: int 5 stands in a column of lists or objects",
+    ):
         texts_of(tmp_path / "five", given([*mixed, *rows[:2], {"messages": 5}]))

@@ -39,14 +39,32 @@ except EasypipeError as error:
 """
 
 
-@pytest.mark.skipif(not LIMIT.exists() or int(LIMIT.read_text()) > 1 << 20, reason="the kernel has no such limit, or a high one")
+@pytest.mark.skipif(
+    not LIMIT.exists() or int(LIMIT.read_text()) > 1 << 20,
+    reason="the kernel has no such limit, or a high one",
+)
 def test_the_limit_is_named(tmp_path: Path) -> None:
     rows = pa.table({"text": ["one document"]})
-    cache = prepare(InMemoryShardedSource(rows, name="d"), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    cache = prepare(
+        InMemoryShardedSource(rows, name="d"), small_tokenizer(), dataset="d", cache_dir=tmp_path
+    )
     manifest = tmp_path / "manifests" / "many.json"
-    parts = [dataclasses.replace(cache.manifest.parts[0], start=n, stop=n + 1) for n in range(FILES)]
-    write_manifest(manifest, dataclasses.replace(cache.manifest, parts=tuple(parts), shard_rows=(FILES,)))
+    parts = [
+        dataclasses.replace(cache.manifest.parts[0], start=n, stop=n + 1) for n in range(FILES)
+    ]
+    write_manifest(
+        manifest, dataclasses.replace(cache.manifest, parts=tuple(parts), shard_rows=(FILES,))
+    )
     assert TokenCache(manifest).num_docs == FILES
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(manifest)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(manifest)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert "A process maps a limited number of files, and this cache has 200: raise sysctl vm.max_map_count." in done.stdout
+    assert (
+        "A process maps a limited number of files, and this cache has 200: raise sysctl vm.max_map_count."
+        in done.stdout
+    )

@@ -24,7 +24,9 @@ ROWS = [{"text": f"row {i}", "n": i, "list": [i, None]} for i in range(100)]
 
 def source_of(tmp_path: Path, **options: Any):
     """What a pipeline makes of a dataset."""
-    config = PipelineConfig(datasets=[DatasetConfig(name="d", **options)], seed=1, cache_dir=str(tmp_path / "cache"))
+    config = PipelineConfig(
+        datasets=[DatasetConfig(name="d", **options)], seed=1, cache_dir=str(tmp_path / "cache")
+    )
     return Pipeline.from_config(config).source().get_data()["d"]
 
 
@@ -45,29 +47,51 @@ def test_random_access() -> None:
     source = open_object(Rows(ROWS), name="rows")
     assert_stateless_reads(source, [1, 50, 99])
     assert source.read(0, 7, 8).to_pylist() == [{**ROWS[7], ROW_NUMBER: 7}]
-    assert source.fingerprint == open_object(Rows(list(ROWS))).fingerprint != open_object(Rows(ROWS[1:])).fingerprint
-    arrays = open_object(Rows([{"input_ids": np.arange(i, dtype=np.uint16), "grid": np.ones((2, 2), np.int8)} for i in range(3)]))
+    assert (
+        source.fingerprint
+        == open_object(Rows(list(ROWS))).fingerprint
+        != open_object(Rows(ROWS[1:])).fingerprint
+    )
+    arrays = open_object(
+        Rows(
+            [
+                {"input_ids": np.arange(i, dtype=np.uint16), "grid": np.ones((2, 2), np.int8)}
+                for i in range(3)
+            ]
+        )
+    )
     assert arrays.schema.field("input_ids").type == pa.large_list(pa.uint16())
-    assert arrays.read(0, 2, 3).to_pylist() == [{"input_ids": [0, 1], "grid": [[1, 1], [1, 1]], ROW_NUMBER: 2}]
+    assert arrays.read(0, 2, 3).to_pylist() == [
+        {"input_ids": [0, 1], "grid": [[1, 1], [1, 1]], ROW_NUMBER: 2}
+    ]
 
 
 def test_rows_that_are_filtered_out() -> None:
     source = open_object(Rows([None if i % 3 else row for i, row in enumerate(ROWS)]))
     assert_stateless_reads(source, [1, 2, 50])
     scan = source.scan(0, 0, 4)
-    assert (scan.batch.column(ROW_NUMBER).to_pylist(), [(reject.row, reject.count) for reject in scan.rejects]) == ([0, 3], [(1, 2)])
+    assert (
+        scan.batch.column(ROW_NUMBER).to_pylist(),
+        [(reject.row, reject.count) for reject in scan.rejects],
+    ) == ([0, 3], [(1, 2)])
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"a": 1}, 5], "memory, row 1: expected a dict with names of columns, got int. Map it to rows like {'text': ...}."),
+        (
+            [{"a": 1}, 5],
+            "memory, row 1: expected a dict with names of columns, got int. Map it to rows like {'text': ...}.",
+        ),
         ([], "memory: holds no row from which columns could be known. Give data with rows."),
         (
             [{"a": 1}, {"a": "x"}],
             "memory, column 'a': its values have no common type: int64 and large_string. Give every row the same type.",
         ),
-        ([{"a": 1}] * 1024 + [{"b": 1}], "memory, row 1024: column 'b' is not in the first 1024 rows (have: a)."),
+        (
+            [{"a": 1}] * 1024 + [{"b": 1}],
+            "memory, row 1024: column 'b' is not in the first 1024 rows (have: a).",
+        ),
         ([{"a": 1}] * 1024 + [{"a": "x"}], "memory, row 1024, column 'a': is no int64: "),
     ],
 )
@@ -80,7 +104,9 @@ def test_rows_that_are_none(rows: list, message: str) -> None:
 def test_grain(tmp_path: Path) -> None:
     grain = pytest.importorskip("grain", reason="grain is optional")
     data = (
-        grain.MapDataset.source(Rows(ROWS)).map(lambda row: {"text": row["text"].upper()}).filter(lambda row: not row["text"].endswith("3"))
+        grain.MapDataset.source(Rows(ROWS))
+        .map(lambda row: {"text": row["text"].upper()})
+        .filter(lambda row: not row["text"].endswith("3"))
     )
     source = source_of(tmp_path, data_files=data)
     assert_stateless_reads(source, [1, 33])
@@ -91,21 +117,34 @@ def test_grain(tmp_path: Path) -> None:
     assert forward.read(0, 0, 3).column("text").to_pylist() == ["ROW 0", "ROW 1", "ROW 2"]
     assert_stateless_reads(forward, [33])
     sliced = grain.MapDataset.source(Rows(ROWS)).shuffle(seed=3)[5:20]
-    assert source_of(tmp_path, data_files=sliced).read(0, 0, 15).column("n").to_pylist() == [sliced[i]["n"] for i in range(15)]
+    assert source_of(tmp_path, data_files=sliced).read(0, 0, 15).column("n").to_pylist() == [
+        sliced[i]["n"] for i in range(15)
+    ]
 
 
 def test_datasets_in_memory(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is optional")
     plain = datasets.Dataset.from_list(ROWS)
-    for data in (plain, plain.shuffle(seed=1), plain.select([5, 3, 3, 9]), plain.with_format("numpy")):
+    for data in (
+        plain,
+        plain.shuffle(seed=1),
+        plain.select([5, 3, 3, 9]),
+        plain.with_format("numpy"),
+    ):
         source = source_of(tmp_path, data_files=data)
         assert_stateless_reads(source, [1, 2, 50])
         assert source.read(0, 0, len(data)).column("text").to_pylist() == list(data["text"])
     assert source_of(tmp_path, data_files=plain).select(["n"]).schema.names == ["n"]
-    assert source_of(tmp_path, data_files=plain).fingerprint == source_of(tmp_path, data_files=datasets.Dataset.from_list(ROWS)).fingerprint
+    assert (
+        source_of(tmp_path, data_files=plain).fingerprint
+        == source_of(tmp_path, data_files=datasets.Dataset.from_list(ROWS)).fingerprint
+    )
     both = datasets.DatasetDict(train=plain, test=plain.select(range(3)))
     assert source_of(tmp_path, data_files=both, split="test").shards[0].num_rows == 3
-    with pytest.raises(ConfigError, match=re.escape("split: holds several splits (have: train, test). Name one by split=.")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape("split: holds several splits (have: train, test). Name one by split=."),
+    ):
         source_of(tmp_path, data_files=both)
     stream = source_of(tmp_path, data_files=plain.to_iterable_dataset(), version="1")
     assert stream.read(0, 0, len(plain)).to_pylist() == plain.to_list()
@@ -113,8 +152,13 @@ def test_datasets_in_memory(tmp_path: Path) -> None:
 
 def test_rows_that_a_dataset_makes_when_they_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is optional")
-    made = datasets.Dataset.from_list(ROWS).with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
-    for data in ({"data_files": made}, {"data_files": datasets.DatasetDict(train=made), "split": "train"}):
+    made = datasets.Dataset.from_list(ROWS).with_transform(
+        lambda batch: {"text": [text.upper() for text in batch["text"]]}
+    )
+    for data in (
+        {"data_files": made},
+        {"data_files": datasets.DatasetDict(train=made), "split": "train"},
+    ):
         source = source_of(tmp_path, **data)
         assert_stateless_reads(source, [1, 50])
         assert source.read(0, 7, 9).column("text").to_pylist() == ["ROW 7", "ROW 8"]
@@ -128,14 +172,22 @@ def test_saved_datasets(tmp_path: Path) -> None:
     source = source_of(tmp_path, data_files=str(tmp_path / "one"))
     assert_stateless_reads(source, [1, 10])
     assert len(source.shards) == 3
-    assert [n for s, shard in enumerate(source.shards) for n in source.read(s, 0, shard.num_rows).column("n").to_pylist()] == plain.shuffle(
-        seed=1
-    )["n"][:]
+    assert [
+        n
+        for s, shard in enumerate(source.shards)
+        for n in source.read(s, 0, shard.num_rows).column("n").to_pylist()
+    ] == plain.shuffle(seed=1)["n"][:]
     datasets.DatasetDict(train=plain, test=plain.select(range(3))).save_to_disk(tmp_path / "two")
-    assert source_of(tmp_path, data_files=str(tmp_path / "two"), split="test").shards[0].num_rows == 3
-    with pytest.raises(ConfigError, match=r"two has no split 'tset' \(have: train, test\)\. Did you mean 'test'"):
+    assert (
+        source_of(tmp_path, data_files=str(tmp_path / "two"), split="test").shards[0].num_rows == 3
+    )
+    with pytest.raises(
+        ConfigError, match=r"two has no split 'tset' \(have: train, test\)\. Did you mean 'test'"
+    ):
         source_of(tmp_path, data_files=tmp_path / "two", split="tset")
-    with pytest.raises(ConfigError, match=r"datasets\.d\.type: 'json', but .* is a folder of `datasets`"):
+    with pytest.raises(
+        ConfigError, match=r"datasets\.d\.type: 'json', but .* is a folder of `datasets`"
+    ):
         source_of(tmp_path, data_files=tmp_path / "one", type="json")
 
 
@@ -143,9 +195,13 @@ def test_damaged_saved_datasets(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     assert is_saved_dataset(folder)
-    with pytest.raises(MissingFileError, match=r"data-00000-of-00001\.arrow: named by state\.json, but not there"):
+    with pytest.raises(
+        MissingFileError, match=r"data-00000-of-00001\.arrow: named by state\.json, but not there"
+    ):
         saved_dataset_files(folder)
     for state, message in (
         ("{", "not JSON"),
@@ -163,12 +219,30 @@ def test_damaged_saved_datasets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_files": "a.jsonl", "subset": "en"}, "subset: means something for datasets of the Hub alone. Set type='huggingface'"),
-        ({"data_files": "a.jsonl", "revision": "v1"}, "revision: means something for datasets of the Hub alone"),
-        ({"data_files": "a.jsonl", "split": "test"}, "split: 'test', but these rows name no splits: all of them are 'train'"),
-        ({"data_files": ["a/b"], "type": "huggingface"}, "data_files: ['a/b'] names no dataset of the Hub. Write owner/name."),
-        ({"data_files": "hf://datasets/a/b", "type": "csv"}, "type: 'csv', but hf://datasets/a/b is on the Hub"),
-        ({"data_files": "hf://datasets/a/b/*.csv", "split": "x"}, "split: has no effect beside a pattern"),
+        (
+            {"data_files": "a.jsonl", "subset": "en"},
+            "subset: means something for datasets of the Hub alone. Set type='huggingface'",
+        ),
+        (
+            {"data_files": "a.jsonl", "revision": "v1"},
+            "revision: means something for datasets of the Hub alone",
+        ),
+        (
+            {"data_files": "a.jsonl", "split": "test"},
+            "split: 'test', but these rows name no splits: all of them are 'train'",
+        ),
+        (
+            {"data_files": ["a/b"], "type": "huggingface"},
+            "data_files: ['a/b'] names no dataset of the Hub. Write owner/name.",
+        ),
+        (
+            {"data_files": "hf://datasets/a/b", "type": "csv"},
+            "type: 'csv', but hf://datasets/a/b is on the Hub",
+        ),
+        (
+            {"data_files": "hf://datasets/a/b/*.csv", "split": "x"},
+            "split: has no effect beside a pattern",
+        ),
     ],
 )
 def test_options_without_effect(options: dict, message: str) -> None:
@@ -183,7 +257,16 @@ def test_plain_files_are_train(tmp_path: Path) -> None:
 
 
 def test_what_is_an_object() -> None:
-    for plain in ("a.txt", Path("a.txt"), ["a.txt"], ROWS, pa.table({"a": [1]}), {"a": [1]}, None, 5):
+    for plain in (
+        "a.txt",
+        Path("a.txt"),
+        ["a.txt"],
+        ROWS,
+        pa.table({"a": [1]}),
+        {"a": [1]},
+        None,
+        5,
+    ):
         assert not is_dataset_object(plain)
 
 
@@ -194,23 +277,45 @@ def test_folders_that_name_values(tmp_path: Path) -> None:
     for lang, year, rows in (("en", "2023", 3), ("en", "2024", 2), ("de%2FAT", "2024", 1)):
         folder = tmp_path / "data" / f"lang={lang}" / f"year={year}"
         folder.mkdir(parents=True)
-        pq.write_table(pa.table({"text": [f"{lang} {i}" for i in range(rows)]}), folder / "part-0.parquet")
+        pq.write_table(
+            pa.table({"text": [f"{lang} {i}" for i in range(rows)]}), folder / "part-0.parquet"
+        )
     source = open_files(tmp_path / "data")
     assert_stateless_reads(source, [1, 2])
-    assert source.schema == pa.schema([("text", pa.large_string()), ("lang", pa.large_string()), ("year", pa.int64())])
-    assert source.read(0, 0, 1).to_pylist() == [{"text": "de%2FAT 0", "lang": "de/AT", "year": 2024}]
-    assert open_files(tmp_path / "data", columns=["year"]).read(1, 1, 2).to_pylist() == [{"year": 2023}]
-    assert open_files(str(tmp_path / "data" / "lang=en" / "*" / "*.parquet")).schema.names == ["text", "year"]
-    assert open_files(tmp_path / "data" / "lang=en" / "year=2023" / "part-0.parquet").schema.names == ["text"]
-    with pytest.raises(SourceError, match=r"no column 'lng' \(have: text, lang, year\)\. Did you mean 'lang'"):
+    assert source.schema == pa.schema(
+        [("text", pa.large_string()), ("lang", pa.large_string()), ("year", pa.int64())]
+    )
+    assert source.read(0, 0, 1).to_pylist() == [
+        {"text": "de%2FAT 0", "lang": "de/AT", "year": 2024}
+    ]
+    assert open_files(tmp_path / "data", columns=["year"]).read(1, 1, 2).to_pylist() == [
+        {"year": 2023}
+    ]
+    assert open_files(str(tmp_path / "data" / "lang=en" / "*" / "*.parquet")).schema.names == [
+        "text",
+        "year",
+    ]
+    assert open_files(
+        tmp_path / "data" / "lang=en" / "year=2023" / "part-0.parquet"
+    ).schema.names == ["text"]
+    with pytest.raises(
+        SourceError, match=r"no column 'lng' \(have: text, lang, year\)\. Did you mean 'lang'"
+    ):
         open_files(tmp_path / "data", columns=["lng"]).schema  # noqa: B018
     nothing = tmp_path / "data" / "lang=__HIVE_DEFAULT_PARTITION__" / "year=1"
     nothing.mkdir(parents=True)
-    (nothing / "part.parquet").write_bytes((tmp_path / "data" / "lang=en" / "year=2023" / "part-0.parquet").read_bytes())
+    (nothing / "part.parquet").write_bytes(
+        (tmp_path / "data" / "lang=en" / "year=2023" / "part-0.parquet").read_bytes()
+    )
     assert open_files(tmp_path / "data").read(0, 0, 1).to_pylist()[0]["lang"] is None
     other = tmp_path / "data" / "lang=fr"
-    (other / "part.parquet").write_bytes((nothing / "part.parquet").read_bytes()) if other.mkdir() is None else None
-    with pytest.raises(SourceError, match=r"its folders name the partitions \['lang'.*Give the two kinds as datasets of their own"):
+    (other / "part.parquet").write_bytes(
+        (nothing / "part.parquet").read_bytes()
+    ) if other.mkdir() is None else None
+    with pytest.raises(
+        SourceError,
+        match=r"its folders name the partitions \['lang'.*Give the two kinds as datasets of their own",
+    ):
         open_files(tmp_path / "data")
 
 

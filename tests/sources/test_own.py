@@ -17,7 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easypipe import BaseStage, DatasetConfig, Pipeline, Shard, ShardedDataSource, block_mixture_interleave
+from easypipe import (
+    BaseStage,
+    DatasetConfig,
+    Pipeline,
+    Shard,
+    ShardedDataSource,
+    block_mixture_interleave,
+)
 from easypipe.core.errors import ConfigError, SourceError, StageOrderError
 from easypipe.sources.objects import open_object
 from easypipe.sources.own import BLOCK_ROWS
@@ -55,11 +62,15 @@ class Table(ShardedDataSource):
         if not path.exists():
             with closing(sqlite3.connect(path)) as db, db:
                 db.execute("CREATE TABLE notes (id INTEGER PRIMARY KEY, body TEXT)")
-                db.executemany("INSERT INTO notes (body) VALUES (?)", [(text,) for text in texts(300)])
+                db.executemany(
+                    "INSERT INTO notes (body) VALUES (?)", [(text,) for text in texts(300)]
+                )
 
     def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
         with closing(sqlite3.connect(self.path)) as db:
-            for (body,) in db.execute(f"SELECT body FROM {shard_name} ORDER BY id LIMIT -1 OFFSET ?", [row]):
+            for (body,) in db.execute(
+                f"SELECT body FROM {shard_name} ORDER BY id LIMIT -1 OFFSET ?", [row]
+            ):
                 yield {"text": body}
 
 
@@ -83,8 +94,16 @@ def rows() -> Iterator[dict[str, Any]]:
 
 def sources(folder: Path) -> dict[str, Any]:
     """One of every kind."""
-    kinds = {"mine": Mine(), "table": Table(folder / "t.db"), "uncounted": Table(folder / "t.db", seeks=False)}
-    return kinds | {"forward": Forward(folder / "t.db", seeks=False), "function": rows, "again": Again()}
+    kinds = {
+        "mine": Mine(),
+        "table": Table(folder / "t.db"),
+        "uncounted": Table(folder / "t.db", seeks=False),
+    }
+    return kinds | {
+        "forward": Forward(folder / "t.db", seeks=False),
+        "function": rows,
+        "again": Again(),
+    }
 
 
 KINDS = ["mine", "table", "uncounted", "forward", "function", "again"]
@@ -106,24 +125,40 @@ def test_rows_are_asked_for_once_and_on_one_thread(tmp_path: Path) -> None:
     Mine.opened.clear()
     source: Any = open_object(Mine(), name="d", folder=tmp_path / "indexes")
     assert source.schema == pa.schema([("text", pa.large_string()), ("n", pa.int64())])
-    assert [(shard.name, shard.num_rows) for shard in source.shards] == [("a", ROWS), ("b", 7), ("empty", 0)]
+    assert [(shard.name, shard.num_rows) for shard in source.shards] == [
+        ("a", ROWS),
+        ("b", 7),
+        ("empty", 0),
+    ]
     narrow = source.select(["n"])
     assert narrow.read(0, 500, 503).to_pydict() == {"n": [500, 501, 502]}
     assert_stateless_reads(source)
-    assert [name for name, _ in Mine.opened] == ["a", "a", "b", "empty"]  # once for the columns, once for the rows
+    # once for the columns, once for the rows
+    assert [name for name, _ in Mine.opened] == ["a", "a", "b", "empty"]
     assert len({thread for _, thread in Mine.opened}) == 1
     Mine.opened.clear()
     known = open_object(Mine(), name="d", folder=tmp_path / "indexes")
-    assert (known.schema, known.shards, known.fingerprint) == (source.schema, source.shards, source.fingerprint)
+    assert (known.schema, known.shards, known.fingerprint) == (
+        source.schema,
+        source.shards,
+        source.fingerprint,
+    )
     assert Mine.opened == []  # what is known of a version is kept
     [kept] = (tmp_path / "indexes").iterdir()
     kept.write_text(kept.read_text().replace(f"{ROWS},", f"{ROWS - 1},"))
-    assert open_object(Mine(), name="d", folder=tmp_path / "indexes").shards == source.shards  # damage is found, and counted again
+    # damage is found, and counted again
+    assert open_object(Mine(), name="d", folder=tmp_path / "indexes").shards == source.shards
 
 
 def batches(tmp_path: Path, data: Any, **options: Any) -> list[Any]:
     """What a run over a dataset alone yields."""
-    pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=data, **options)], pack={"seq_length": 64}))
+    pipeline = Pipeline(
+        config(
+            tmp_path,
+            datasets=[DatasetConfig(name="d", data_files=data, **options)],
+            pack={"seq_length": 64},
+        )
+    )
     return list(pipeline.source().tokenize().pack().load({"batch_size": 8}).build())
 
 
@@ -131,10 +166,14 @@ def test_batches_are_those_of_the_same_rows_in_memory(tmp_path: Path) -> None:
     want = batches(tmp_path, list(rows()))
     for data, options in ((rows, {"version": "1"}), (Again(), {"version": 2}), (rows, {})):
         assert assert_same_batches(want, batches(tmp_path, data, **options)) > 10
-    everything = [{"text": row["text"]} for name in Mine.shard_names for row in Mine().open_shard(name)]
+    everything = [
+        {"text": row["text"]} for name in Mine.shard_names for row in Mine().open_shard(name)
+    ]
     want = batches(tmp_path, everything)
     assert_same_batches(want, batches(tmp_path, Mine()))
-    given_to_source = Pipeline(config(tmp_path, datasets=[], pack={"seq_length": 64})).source({"d": Mine()})
+    given_to_source = Pipeline(config(tmp_path, datasets=[], pack={"seq_length": 64})).source(
+        {"d": Mine()}
+    )
     assert_same_batches(want, given_to_source.tokenize().pack().load({"batch_size": 8}).build())
     want = batches(tmp_path, [{"text": text} for text in texts(300)])
     for kind in ("table", "uncounted", "forward"):
@@ -153,10 +192,15 @@ def test_a_warm_start_asks_for_no_row(tmp_path: Path) -> None:
     assert Mine.opened
 
 
-def test_without_a_version_nothing_is_kept_and_a_warning_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_version_nothing_is_kept_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         batches(tmp_path, Mine(version=None))
-    assert re.search("dataset d: [a-z._]*test_own:Mine has no version, so its rows are read anew in every process", caplog.text)
+    assert re.search(
+        "dataset d: [a-z._]*test_own:Mine has no version, so its rows are read anew in every process",
+        caplog.text,
+    )
     assert not (tmp_path / "cache" / "tokens").exists()
     caplog.clear()
     batches(tmp_path, Mine(version=None), version="1")
@@ -177,7 +221,11 @@ def test_version_says_whose_rows_what_gives_them_by_number_has() -> None:
             return {"text": str(i)}
 
     a, b = Rows(), Rows()
-    assert open_object(a, version="1").fingerprint == open_object(b, version="1").fingerprint != open_object(b, version="2").fingerprint
+    assert (
+        open_object(a, version="1").fingerprint
+        == open_object(b, version="1").fingerprint
+        != open_object(b, version="2").fingerprint
+    )
     assert a.read == b.read == 0
     assert open_object(a).fingerprint == open_object(b).fingerprint  # by content
     assert a.read == b.read >= 3000
@@ -189,7 +237,13 @@ def test_num_rows_asks_for_no_row_behind_them(tmp_path: Path) -> None:
             assert i < 1024, "asked for more than the columns take"
             yield {"text": f"row {i}"}
 
-    source = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=endless, num_rows=300)])).source().get_data()["d"]
+    source = (
+        Pipeline(
+            config(tmp_path, datasets=[DatasetConfig(name="d", data_files=endless, num_rows=300)])
+        )
+        .source()
+        .get_data()["d"]
+    )
     assert_stateless_reads(source)
     assert source.shards[0].num_rows == 300
     two: Any = open_object(Mine(), name="d", num_rows=ROWS + 3)
@@ -200,7 +254,11 @@ def test_num_rows_asks_for_no_row_behind_them(tmp_path: Path) -> None:
 def test_streaming_reads_forward_and_resumes(kind: str, tmp_path: Path) -> None:
     def make() -> Any:
         datasets = [DatasetConfig(name="d", data_files=sources(tmp_path)[kind], version="1")]
-        made = Pipeline(config(tmp_path, datasets=datasets, streaming=True, num_streams=2, pack={"seq_length": 64}))
+        made = Pipeline(
+            config(
+                tmp_path, datasets=datasets, streaming=True, num_streams=2, pack={"seq_length": 64}
+            )
+        )
         return made.source().tokenize().pack().load({"batch_size": 4}).build()
 
     loader = make()
@@ -214,8 +272,22 @@ def test_streaming_reads_what_never_ends(tmp_path: Path) -> None:
         return ({"text": f"row {i}"} for i in itertools.count())
 
     datasets = [DatasetConfig(name="d", data_files=endless, version="1")]
-    loader = Pipeline(config(tmp_path, datasets=datasets, streaming=True)).source().tokenize().pack({"seq_length": 64})
-    assert len(list(itertools.islice(loader.load({"batch_size": 4, "shuffle_buffer_size": 64}).build(), 3))) == 3
+    loader = (
+        Pipeline(config(tmp_path, datasets=datasets, streaming=True))
+        .source()
+        .tokenize()
+        .pack({"seq_length": 64})
+    )
+    assert (
+        len(
+            list(
+                itertools.islice(
+                    loader.load({"batch_size": 4, "shuffle_buffer_size": 64}).build(), 3
+                )
+            )
+        )
+        == 3
+    )
 
 
 class Bring(BaseStage):
@@ -235,7 +307,13 @@ def test_a_stage_that_brings_its_sources_may_come_first(tmp_path: Path) -> None:
     assert_same_batches(want, pipeline.tokenize().pack().load({"batch_size": 8}).build())
     both = Pipeline(config(tmp_path)).add_stage(Bring()).source()
     assert list(both.get_data()) == ["d", "code", "docs"]
-    mixed = both.tokenize().mix({"stop_strategy": "first_exhausted"}).pack({"seq_length": 64}).load({"batch_size": 4}).build()
+    mixed = (
+        both.tokenize()
+        .mix({"stop_strategy": "first_exhausted"})
+        .pack({"seq_length": 64})
+        .load({"batch_size": 4})
+        .build()
+    )
     assert len(list(mixed)) > 3
 
 
@@ -252,13 +330,18 @@ def test_stages_before_any_source_still_raise(tmp_path: Path) -> None:
     for stage in ("tokenize", "mix", "pack", "save", "load", "build"):
         with pytest.raises(StageOrderError, match=r"Call source\(\) before other pipeline stages"):
             getattr(empty.copy(), stage)()
-    with pytest.raises(StageOrderError, match=r"stage 'bring' is the first, and gives no source. Call source\(\) before it"):
+    with pytest.raises(
+        StageOrderError,
+        match=r"stage 'bring' is the first, and gives no source. Call source\(\) before it",
+    ):
         empty.copy().add_stage(Look())
     with pytest.raises(ConfigError, match=r"stage 'bring' gave 5 for 'x'. Return \{name: source\}"):
         empty.copy().add_stage(Wrong())
     with pytest.raises(ConfigError, match="datasets: there is none"):
         empty.copy().source()
-    with pytest.raises(ConfigError, match=r"datasets\[2\].name: 'code' names an earlier dataset too"):
+    with pytest.raises(
+        ConfigError, match=r"datasets\[2\].name: 'code' names an earlier dataset too"
+    ):
         Pipeline(config(tmp_path)).source({"code": rows})
 
 
@@ -266,7 +349,8 @@ def test_own_sources_are_interleaved_and_discovered(tmp_path: Path) -> None:
     from easypipe import discover
 
     both = block_mixture_interleave(
-        {"a": open_object(rows, name="a"), "b": open_object(Again(), name="b")}, stop_strategy="first_exhausted"
+        {"a": open_object(rows, name="a"), "b": open_object(Again(), name="b")},
+        stop_strategy="first_exhausted",
     )
     assert both.read(0, 0, 4).column("n").to_pylist() == [0, 0, 1, 1]
     assert discover(Mine(), cache_dir=tmp_path).propose().config.content_field == "text"
@@ -280,19 +364,35 @@ def fails() -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (rows(), "data_files: a generator can be read only once, .* Give the function that makes it, without calling it"),
+        (
+            rows(),
+            "data_files: a generator can be read only once, .* Give the function that makes it, without calling it",
+        ),
         (Mine, "data_files: <class .*Mine'> is neither a path nor rows. Give"),
-        (ShardedDataSource(), r"data_files: ShardedDataSource has neither open_shard\(name\) nor read"),
+        (
+            ShardedDataSource(),
+            r"data_files: ShardedDataSource has neither open_shard\(name\) nor read",
+        ),
         (lambda: iter(()), "d: holds no row from which columns could be known"),
-        (lambda: iter([{"a": 1}, {"a": "x"}]), "d, column 'a': its values have no common type: int64 and large_string"),
+        (
+            lambda: iter([{"a": 1}, {"a": "x"}]),
+            "d, column 'a': its values have no common type: int64 and large_string",
+        ),
         (lambda: iter([5]), "d, row 0: expected a dict with names of columns, got int"),
-        (lambda: iter([{"a": 1}] * 1100 + [{"b": 1}]), "d, row 1100: column 'b' is not in the first 1024 rows"),
+        (
+            lambda: iter([{"a": 1}] * 1100 + [{"b": 1}]),
+            "d, row 1100: column 'b' is not in the first 1024 rows",
+        ),
         (lambda: iter([{"a": 1}] * 1100 + [{"a": "x"}]), "d, row 1100, column 'a': is no int64"),
     ],
 )
 def test_what_is_refused(data: Any, message: str, tmp_path: Path) -> None:
     def run() -> None:
-        source = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=data)])).source().get_data()["d"]
+        source = (
+            Pipeline(config(tmp_path, datasets=[DatasetConfig(name="d", data_files=data)]))
+            .source()
+            .get_data()["d"]
+        )
         source.read(0, 0, source.shards[0].num_rows or 0)
 
     with pytest.raises((ConfigError, SourceError), match=message):
@@ -312,13 +412,23 @@ def test_rows_that_are_fewer_than_were_counted(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "t.db")) as db, db:
         db.execute("DELETE FROM notes WHERE id > 290")
     source = open_object(Table(tmp_path / "t.db"), name="d")
-    with pytest.raises(SourceError, match=re.escape("d, shard 'notes': ended behind 290 rows, and 300 were counted. Give it another")):
+    with pytest.raises(
+        SourceError,
+        match=re.escape(
+            "d, shard 'notes': ended behind 290 rows, and 300 were counted. Give it another"
+        ),
+    ):
         source.read(0, 280, 300)
 
 
 def test_version_has_no_effect_on_what_is_known_by_its_content() -> None:
     for data in ("a.jsonl", [{"text": "x"}]):
-        with pytest.raises(ConfigError, match="version: has no effect: files, and rows in memory, are known by their content"):
+        with pytest.raises(
+            ConfigError,
+            match="version: has no effect: files, and rows in memory, are known by their content",
+        ):
             DatasetConfig(data_files=data, version="1")
-    with pytest.raises(ConfigError, match="version: has no effect: OwnSource has a fingerprint of its own"):
+    with pytest.raises(
+        ConfigError, match="version: has no effect: OwnSource has a fingerprint of its own"
+    ):
         open_object(open_object(rows), version="1")

@@ -1,4 +1,6 @@
-"""Remote reads on a real web server that fails in every passing way, and on real S3 and GCS servers, all on loopback."""
+"""Remote reads on a real web server that fails in every passing way, and on real S3 and GCS
+servers, all on loopback.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ def web() -> Iterator[WebServer]:
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    remote.set_retry_policy(remote.RetryPolicy(attempts=5, first_wait_s=0.01, longest_wait_s=0.05, attempt_timeout_s=0.5, deadline_s=5))
+    remote.set_retry_policy(
+        remote.RetryPolicy(
+            attempts=5, first_wait_s=0.01, longest_wait_s=0.05, attempt_timeout_s=0.5, deadline_s=5
+        )
+    )
     yield
     remote.set_retry_policy(None)
 
@@ -76,30 +82,54 @@ def test_every_format_over_http(web: WebServer, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [*itertools.product(["a.parquet", "c.jsonl"], [503, 429, 500, "reset", "short"]), ("c.jsonl", "hang")]
+    ("name", "fault"),
+    [
+        *itertools.product(["a.parquet", "c.jsonl"], [503, 429, 500, "reset", "short"]),
+        ("c.jsonl", "hang"),
+    ],
 )
 def test_passing_failures_are_tried_again(web: WebServer, name: str, fault: object) -> None:
-    """Every request fails once, while it is resolved, indexed and read; the rows are those of a server that never fails."""
-    remote.set_retry_policy(remote.RetryPolicy(attempts=6, first_wait_s=0.001, longest_wait_s=0.002, attempt_timeout_s=0.3, deadline_s=30))
+    """Every request fails once, while it is resolved, indexed and read; the rows are those of a
+    server that never fails.
+    """
+    remote.set_retry_policy(
+        remote.RetryPolicy(
+            attempts=6,
+            first_wait_s=0.001,
+            longest_wait_s=0.002,
+            attempt_timeout_s=0.3,
+            deadline_s=30,
+        )
+    )
     web.faults.extend([fault, None] * (2 if fault == "hang" else 400))
     source = open_files(f"{web.url}/data/{name}")
-    assert source.read(0, 100, 2600).column("text").to_pylist() == [f"row {i}" for i in range(100, 2600)]
+    assert source.read(0, 100, 2600).column("text").to_pylist() == [
+        f"row {i}" for i in range(100, 2600)
+    ]
 
 
 def test_giving_up_names_the_url_the_attempts_and_the_cause(web: WebServer) -> None:
     source = open_files(f"{web.url}/data/c.jsonl")
     web.faults.extend([503] * 100)
-    with pytest.raises(SourceError, match=r"data/c\.jsonl: gave up after 5 attempts in [\d.]+ s; the last one: .*503.*Check the network"):
+    with pytest.raises(
+        SourceError,
+        match=r"data/c\.jsonl: gave up after 5 attempts in [\d.]+ s; the last one: .*503.*Check the network",
+    ):
         source.shards  # noqa: B018
     web.faults.clear()
     assert source.shards[0].num_rows == 3000  # run again, as the message says
     web.faults.extend(["reset"] * 100)
-    with pytest.raises(SourceError, match=r"gave up after 5 attempts.*ServerDisconnected|gave up after 5 attempts.*reset"):
+    with pytest.raises(
+        SourceError,
+        match=r"gave up after 5 attempts.*ServerDisconnected|gave up after 5 attempts.*reset",
+    ):
         source.read(0, 0, 10)
 
 
 def test_the_deadline_ends_it(web: WebServer) -> None:
-    remote.set_retry_policy(remote.RetryPolicy(attempts=1000, first_wait_s=0.05, longest_wait_s=0.05, deadline_s=0.4))
+    remote.set_retry_policy(
+        remote.RetryPolicy(attempts=1000, first_wait_s=0.05, longest_wait_s=0.05, deadline_s=0.4)
+    )
     web.faults.extend([503] * 10_000)
     started = time.monotonic()
     with pytest.raises(SourceError, match="gave up after"):
@@ -115,7 +145,10 @@ def test_the_server_says_how_long_to_wait(web: WebServer) -> None:
 
 
 def test_what_does_not_pass_is_not_tried_again(web: WebServer) -> None:
-    for status, kind, message in ((404, MissingFileError, "no such file or folder"), (403, SourceError, "access denied: .*403")):
+    for status, kind, message in (
+        (404, MissingFileError, "no such file or folder"),
+        (403, SourceError, "access denied: .*403"),
+    ):
         web.seen.clear()
         web.faults.extend([status])
         with pytest.raises(kind, match=message):
@@ -124,7 +157,9 @@ def test_what_does_not_pass_is_not_tried_again(web: WebServer) -> None:
 
 
 def test_no_one_there() -> None:
-    with pytest.raises(SourceError, match=r"http://127\.0\.0\.1:9/a\.jsonl: gave up after 5 attempts"):
+    with pytest.raises(
+        SourceError, match=r"http://127\.0\.0\.1:9/a\.jsonl: gave up after 5 attempts"
+    ):
         open_files("http://127.0.0.1:9/a.jsonl")
 
 
@@ -133,13 +168,17 @@ def test_a_file_that_changed(web: WebServer) -> None:
     assert source.shards
     fingerprint = source.fingerprint
     web.files["/data/c.jsonl"] = LINES.replace(b"row 1", b"ROW 1")
-    with pytest.raises(SourceError, match=r"changed after the source was made.*Make the source again"):
+    with pytest.raises(
+        SourceError, match=r"changed after the source was made.*Make the source again"
+    ):
         source.read(0, 0, 10)
     assert open_files(f"{web.url}/data/c.jsonl").fingerprint != fingerprint
 
 
 @pytest.mark.parametrize(("name", "kind"), [("/a.parquet", "parquet"), ("/a.jsonl", "json")])
-def test_an_outage_is_no_conflict_of_columns(web: WebServer, name: str, kind: str, tmp_path: Path) -> None:
+def test_an_outage_is_no_conflict_of_columns(
+    web: WebServer, name: str, kind: str, tmp_path: Path
+) -> None:
     """One round of attempts, not one for each set of columns that the dataset could do with."""
     web.files[name] = _parquet() if name.endswith("parquet") else b'{"text": "a"}\n'
     web.faults.extend([None, *[503] * 100])
@@ -151,19 +190,26 @@ def test_an_outage_is_no_conflict_of_columns(web: WebServer, name: str, kind: st
 
 
 @pytest.mark.parametrize("told", ["bytes 0-{last}/{size}", "bytes 7-{stop}/{size}", "", "nonsense"])
-def test_another_range_than_was_asked_for_is_not_believed(web: WebServer, told: str, tmp_path: Path) -> None:
+def test_another_range_than_was_asked_for_is_not_believed(
+    web: WebServer, told: str, tmp_path: Path
+) -> None:
     web.files["/a.parquet"] = _parquet()
     size = len(_parquet())
     source = open_files(f"{web.url}/a.parquet")
     web.extra["/a.parquet"] = {}
     web.told = told.format(last=size - 1, stop=size, size=size)
-    with pytest.raises(SourceError, match=r"a\.parquet.* the server sent .* where bytes \d+ to \d+ were asked for\. Its ranges cannot"):
+    with pytest.raises(
+        SourceError,
+        match=r"a\.parquet.* the server sent .* where bytes \d+ to \d+ were asked for\. Its ranges cannot",
+    ):
         source.read(0, 0, 3)
     with pytest.raises(StorageError, match="the server sent"):
         storage.read_range(f"{web.url}/a.parquet", 100, 200)
 
 
-def test_a_server_without_ranges(web: WebServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_ranges(
+    web: WebServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     web.ranges = False
     with caplog.at_level(logging.WARNING, "easypipe"):
         source = open_files(f"{web.url}/data/a.parquet")
@@ -177,7 +223,9 @@ def test_a_server_without_ranges(web: WebServer, caplog: pytest.LogCaptureFixtur
 
 
 def test_web_servers_list_nothing(web: WebServer) -> None:
-    with pytest.raises(ConfigError, match=r"a web server lists no files\. Give the URL of every file"):
+    with pytest.raises(
+        ConfigError, match=r"a web server lists no files\. Give the URL of every file"
+    ):
         open_files(f"{web.url}/data/*.jsonl")
     web.files["/empty.jsonl"] = b""
     source = open_files(f"{web.url}/empty.jsonl")
@@ -206,8 +254,12 @@ SECRET = "s3cr3t-t0ken-value"
 
 
 @pytest.mark.parametrize("fault", [503, 403, 404, "reset", "hang"])
-def test_secrets_stay_secret(web: WebServer, fault: object, caplog: pytest.LogCaptureFixture) -> None:
-    remote.set_retry_policy(remote.RetryPolicy(attempts=2, first_wait_s=0.01, attempt_timeout_s=0.1, deadline_s=2))
+def test_secrets_stay_secret(
+    web: WebServer, fault: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.set_retry_policy(
+        remote.RetryPolicy(attempts=2, first_wait_s=0.01, attempt_timeout_s=0.1, deadline_s=2)
+    )
     options = {"headers": {"X-Api-Token": SECRET}}
     host = web.url.replace("http://", f"http://user:{SECRET}@")
     url = f"{host}/data/c.jsonl?X-Amz-Signature={SECRET}&version=7&X-Amz-Credential={SECRET}%2F2026"
@@ -220,14 +272,19 @@ def test_secrets_stay_secret(web: WebServer, fault: object, caplog: pytest.LogCa
             open_files(url, storage_options=options)
         with pytest.raises((StorageError, MissingFileError)) as low:
             storage.read_bytes(url, options)
-    text = everything_said(caught.value) + everything_said(again.value) + everything_said(low.value) + caplog.text
+    text = (
+        everything_said(caught.value)
+        + everything_said(again.value)
+        + everything_said(low.value)
+        + caplog.text
+    )
     assert "data/c.jsonl?version=7" in text
     assert SECRET not in text
     assert SECRET not in repr(source.files)
     assert SECRET not in source.files[0].path
-    assert {(h.get("X-Api-Token"), "Basic " in h.get("Authorization", "")) for h in web.headers} == {
-        (SECRET, True)
-    }  # and yet they were used
+    assert {
+        (h.get("X-Api-Token"), "Basic " in h.get("Authorization", "")) for h in web.headers
+    } == {(SECRET, True)}  # and yet they were used
 
 
 def test_a_new_signature_is_the_same_file(web: WebServer) -> None:
@@ -254,11 +311,15 @@ def test_public_urls(url: str, public: str) -> None:
 
 
 def test_a_signed_file_is_asked_for_once(web: WebServer, tmp_path: Path) -> None:
-    """No request is made for names that are no files (a folder's manifest behind a signed URL would be refused)."""
+    """No request is made for names that are no files (a folder's manifest behind a signed URL would
+    be refused).
+    """
     from easypipe import DatasetConfig, Pipeline, PipelineConfig
 
     dataset = DatasetConfig(name="d", data_files=f"{web.url}/data/c.jsonl?sig=abcdef")
-    Pipeline.from_config(PipelineConfig(datasets=[dataset], seed=1, cache_dir=str(tmp_path))).source()
+    Pipeline.from_config(
+        PipelineConfig(datasets=[dataset], seed=1, cache_dir=str(tmp_path))
+    ).source()
     assert {path for _, path, _ in web.seen} == {"/data/c.jsonl?sig=abcdef"}
 
 
@@ -292,7 +353,11 @@ def test_a_bucket(store: Store) -> None:
     listed = sources_files.resolve(folder, options, extensions=["parquet"])
     assert [file.path for file in listed] == [f"{folder}/a.parquet", f"{folder}/z/g.parquet"]
     listed = sources_files.resolve(f"{folder}/*.jsonl*", options)
-    assert [file.path.rpartition("/")[2] for file in listed] == ["c.jsonl", "d.jsonl.gz", "e.jsonl.bz2"]
+    assert [file.path.rpartition("/")[2] for file in listed] == [
+        "c.jsonl",
+        "d.jsonl.gz",
+        "e.jsonl.bz2",
+    ]
     before = open_files(f"{folder}/c.jsonl", storage_options=options).fingerprint
     put("c.jsonl", LINES + LINES)
     assert open_files(f"{folder}/c.jsonl", storage_options=options).fingerprint != before
@@ -305,15 +370,30 @@ def test_s3_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(storage, "url_to_fs", absent)
-    with pytest.raises(StorageError, match=r"s3://bucket/a\.txt: cannot open s3:// paths: .*pip install 'easypipe\[s3\]'"):
+    with pytest.raises(
+        StorageError,
+        match=r"s3://bucket/a\.txt: cannot open s3:// paths: .*pip install 'easypipe\[s3\]'",
+    ):
         open_files("s3://bucket/a.txt")
 
 
 def test_no_secret_is_told_in_whatever_form_it_comes_back() -> None:
-    """What a library's message repeats: header, key and signature as they are, and as a URL writes them."""
+    """What a library's message repeats: header, key and signature as they are, and as a URL writes
+    them.
+    """
     url = "https://me:pa55word@host/a.parquet?X-Amz-Signature=abc%2Fdef%3D&version=7"
-    options = {"headers": {"Authorization": "Bearer t0ken-t0ken"}, "client_kwargs": {"aws_secret_access_key": "key/with+signs="}}
-    secrets = ["pa55word", "abc/def=", "abc%2Fdef%3D", "t0ken-t0ken", "key/with+signs=", "key%2Fwith%2Bsigns%3D"]
+    options = {
+        "headers": {"Authorization": "Bearer t0ken-t0ken"},
+        "client_kwargs": {"aws_secret_access_key": "key/with+signs="},
+    }
+    secrets = [
+        "pa55word",
+        "abc/def=",
+        "abc%2Fdef%3D",
+        "t0ken-t0ken",
+        "key/with+signs=",
+        "key%2Fwith%2Bsigns%3D",
+    ]
     told = remote.tell(OSError(f"GET {url} refused: " + ", ".join(secrets)), url, options)
     assert not [secret for secret in secrets if secret in told], told
     assert "refused" in told

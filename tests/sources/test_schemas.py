@@ -1,4 +1,6 @@
-"""Shards that differ: what is reconciled, and what is refused by name. Every pair is read, not only compared."""
+"""Shards that differ: what is reconciled, and what is refused by name. Every pair is read, not only
+compared.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,36 @@ STRUCT = pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.string())]))])
         (pa.array([1], pa.uint32()), pa.array([-2], pa.int32()), pa.int64(), [1, -2]),
         (pa.array([1], pa.int32()), pa.array([0.5], pa.float32()), pa.float64(), [1.0, 0.5]),
         (pa.array([None], pa.null()), pa.array(["x"]), pa.large_string(), [None, "x"]),
-        (pa.array([[]], pa.list_(pa.null())), pa.array([["x"]]), pa.large_list(pa.large_string()), [[], ["x"]]),
-        (pa.array([[1]], pa.list_(pa.int8())), pa.array([[2, None]]), pa.large_list(pa.int64()), [[1], [2, None]]),
-        (pa.array([[1, 2]], pa.list_(pa.int8(), 2)), pa.array([[3]]), pa.large_list(pa.int64()), [[1, 2], [3]]),
+        (
+            pa.array([[]], pa.list_(pa.null())),
+            pa.array([["x"]]),
+            pa.large_list(pa.large_string()),
+            [[], ["x"]],
+        ),
+        (
+            pa.array([[1]], pa.list_(pa.int8())),
+            pa.array([[2, None]]),
+            pa.large_list(pa.int64()),
+            [[1], [2, None]],
+        ),
+        (
+            pa.array([[1, 2]], pa.list_(pa.int8(), 2)),
+            pa.array([[3]]),
+            pa.large_list(pa.int64()),
+            [[1, 2], [3]],
+        ),
         (
             pa.array([[1, 2], None], pa.list_(pa.int8(), 2)),
             pa.array([[3]], pa.list_(pa.int8(), 1)),
             pa.large_list(pa.int8()),
             [[1, 2], None, [3]],
         ),
-        (pa.array([DAY], pa.timestamp("s")), pa.array([DAY], pa.timestamp("us")), pa.timestamp("us"), [DAY, DAY]),
+        (
+            pa.array([DAY], pa.timestamp("s")),
+            pa.array([DAY], pa.timestamp("us")),
+            pa.timestamp("us"),
+            [DAY, DAY],
+        ),
         (
             pa.array([Decimal("1.50")], pa.decimal128(5, 2)),
             pa.array([Decimal("2.25")], pa.decimal128(9, 2)),
@@ -55,7 +77,12 @@ STRUCT = pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.string())]))])
         (
             pa.array([{"a": 1, "b": {"c": "x"}}, None], STRUCT),
             pa.array([{"b": {"d": [1]}}]),
-            pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.large_string()), ("d", pa.large_list(pa.int64()))]))]),
+            pa.struct(
+                [
+                    ("a", pa.int32()),
+                    ("b", pa.struct([("c", pa.large_string()), ("d", pa.large_list(pa.int64()))])),
+                ]
+            ),
             [{"a": 1, "b": {"c": "x", "d": None}}, None, {"a": None, "b": {"c": None, "d": [1]}}],
         ),
         (
@@ -67,13 +94,19 @@ STRUCT = pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.string())]))])
     ],
     ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "",
 )
-def test_reconciled(tmp_path: Path, first: pa.Array, second: pa.Array, together: pa.DataType, values: list[Any]) -> None:
+def test_reconciled(
+    tmp_path: Path, first: pa.Array, second: pa.Array, together: pa.DataType, values: list[Any]
+) -> None:
     """In either order of the files."""
     for name, columns in (("there", (first, second)), ("back", (second, first))):
         (tmp_path / name).mkdir()
         source = source_of(tmp_path / name, *columns)
         assert_stateless_reads(source, [1])
-        read = [value for s, shard in enumerate(source.shards) for value in source.read(s, 0, shard.num_rows).column("x").to_pylist()]
+        read = [
+            value
+            for s, shard in enumerate(source.shards)
+            for value in source.read(s, 0, shard.num_rows).column("x").to_pylist()
+        ]
         if name == "there":
             assert source.schema.field("x").type == together
             assert read == values
@@ -104,10 +137,13 @@ def test_refused(tmp_path: Path, first: pa.Array, second: pa.Array, message: str
     source = source_of(tmp_path, first, second)
     with pytest.raises(SourceError, match=re.escape(f"1.parquet, column 'x': {message}")) as caught:
         source.schema  # noqa: B018
-    assert "0.parquet. Leave 'x' out with columns=[...], or rewrite one of the files." in str(caught.value)
+    assert "0.parquet. Leave 'x' out with columns=[...], or rewrite one of the files." in str(
+        caught.value
+    )
     pq.write_table(pa.table({"x": first, "y": ["kept"]}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"x": second, "y": ["kept"]}), tmp_path / "1.parquet")
-    assert open_files(tmp_path, columns=["y"]).read(1, 0, 1).to_pylist() == [{"y": "kept"}]  # what the message says
+    # what the message says
+    assert open_files(tmp_path, columns=["y"]).read(1, 0, 1).to_pylist() == [{"y": "kept"}]
 
 
 def test_columns_that_some_files_lack(tmp_path: Path) -> None:

@@ -26,17 +26,29 @@ ROWS = [{"text": f"row {i}"} for i in range(110)]
 
 
 def texts(source: ShardedSource) -> list[str]:
-    return [text for i, shard in enumerate(source.shards) for text in source.read(i, 0, shard.num_rows or 0)["text"].to_pylist()]
+    return [
+        text
+        for i, shard in enumerate(source.shards)
+        for text in source.read(i, 0, shard.num_rows or 0)["text"].to_pylist()
+    ]
 
 
 def test_parts_that_begin_elsewhere_are_other_shards() -> None:
     """Tokens of the one would be taken for those of the other, whose rows have the same numbers."""
-    parts = [PartialSource(InMemoryShardedSource(ROWS), part) for _, part in map(parse_split, ("t[:10]", "t[10:20]", "t[20:30]")) if part]
+    parts = [
+        PartialSource(InMemoryShardedSource(ROWS), part)
+        for _, part in map(parse_split, ("t[:10]", "t[10:20]", "t[20:30]"))
+        if part
+    ]
     assert len({part.shard_identity(0) for part in parts}) == 3
 
 
 def source_of(folder: Path, **options: object) -> ShardedSource:
-    return Pipeline(pipelines.config(folder, datasets=[DatasetConfig(name="d", **options)])).source().get_data()["d"]  # type: ignore[arg-type]
+    return (
+        Pipeline(pipelines.config(folder, datasets=[DatasetConfig(name="d", **options)]))
+        .source()
+        .get_data()["d"]
+    )  # type: ignore[arg-type]
 
 
 @given(
@@ -46,23 +58,32 @@ def source_of(folder: Path, **options: object) -> ShardedSource:
     percent=st.booleans(),
 )
 @examples(60)
-def test_a_part_is_what_datasets_makes_of_it(sizes: list[int], start: int | None, stop: int | None, percent: bool) -> None:
+def test_a_part_is_what_datasets_makes_of_it(
+    sizes: list[int], start: int | None, stop: int | None, percent: bool
+) -> None:
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     rows = [{"text": f"row {i}"} for i in range(edges[-1])]
     if not rows:
         return
     shards = InMemoryShardedSource(rows).read(0, 0, len(rows))
-    source = Pieces([pa.Table.from_batches([shards]).slice(a, b - a) for a, b in itertools.pairwise(edges)])
+    source = Pieces(
+        [pa.Table.from_batches([shards]).slice(a, b - a) for a, b in itertools.pairwise(edges)]
+    )
     words = ["" if bound is None else f"{bound}{'%' * percent}" for bound in (start, stop)]
     name, part = parse_split(f"train[{words[0]}:{words[1]}]")
-    bounds = [None if bound is None else round(len(rows) * bound / 100) if percent else bound for bound in (start, stop)]
+    bounds = [
+        None if bound is None else round(len(rows) * bound / 100) if percent else bound
+        for bound in (start, stop)
+    ]
     expected = [row["text"] for row in rows[bounds[0] : bounds[1]]]
     if bounds[1] == 0 and stop is not None and stop < 0:  # percent of few rows
         return
     assert name == "train"
     assert part is not None
     if not expected:
-        with pytest.raises(ConfigError, match=re.escape(f"holds none of the {len(rows)} rows. Correct its bounds.")):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"holds none of the {len(rows)} rows. Correct its bounds.")
+        ):
             _ = PartialSource(source, part).shards
         return
     made = PartialSource(source, part)
@@ -74,7 +95,9 @@ class Pieces:
     """Tables as shards."""
 
     def __init__(self, tables: list[pa.Table]) -> None:
-        self.sources = [InMemoryShardedSource(table, name=f"t{i}") for i, table in enumerate(tables)]
+        self.sources = [
+            InMemoryShardedSource(table, name=f"t{i}") for i, table in enumerate(tables)
+        ]
         self.schema, self.fingerprint = self.sources[0].schema, "pieces"
         self.shards = [source.shards[0] for source in self.sources]
 
@@ -83,34 +106,54 @@ class Pieces:
 
 
 @pytest.mark.parametrize(
-    ("split", "rows"), [("train[:10%]", range(11)), ("train[100:]", range(100, 110)), ("train[-5%:]", range(104, 110))]
+    ("split", "rows"),
+    [
+        ("train[:10%]", range(11)),
+        ("train[100:]", range(100, 110)),
+        ("train[-5%:]", range(104, 110)),
+    ],
 )
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "memory", "datasets"])
 def test_every_kind_of_rows_has_parts(tmp_path: Path, split: str, rows: range, kind: str) -> None:
     data: object = ROWS
     if kind == "parquet":
         for i, (a, b) in enumerate([(0, 30), (30, 110)]):
-            pq.write_table(pa.Table.from_pylist(ROWS[a:b]), tmp_path / f"{i}.parquet", row_group_size=17)
+            pq.write_table(
+                pa.Table.from_pylist(ROWS[a:b]), tmp_path / f"{i}.parquet", row_group_size=17
+            )
         data = str(tmp_path / "*.parquet")
     elif kind == "jsonl":
         data = str(pipelines.jsonl(tmp_path / "a.jsonl", ROWS))
     elif kind == "datasets":
-        data = pytest.importorskip("datasets", reason="datasets is optional").Dataset.from_list(ROWS)
+        data = pytest.importorskip("datasets", reason="datasets is optional").Dataset.from_list(
+            ROWS
+        )
         if split != "train[:10%]":
             return
-        data = pytest.importorskip("datasets", reason="datasets is optional").DatasetDict(train=data)
+        data = pytest.importorskip("datasets", reason="datasets is optional").DatasetDict(
+            train=data
+        )
     assert texts(source_of(tmp_path, data_files=data, split=split)) == [f"row {i}" for i in rows]
 
 
 def test_num_rows_counts_in_the_part(tmp_path: Path) -> None:
-    assert texts(source_of(tmp_path, data_files=ROWS, split="train[50:]", num_rows=3)) == ["row 50", "row 51", "row 52"]
+    assert texts(source_of(tmp_path, data_files=ROWS, split="train[50:]", num_rows=3)) == [
+        "row 50",
+        "row 51",
+        "row 52",
+    ]
 
 
 def test_a_bad_row_in_a_part_is_named(tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in ROWS]
     lines[60] = "nonsense"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    config = pipelines.config(tmp_path, datasets=[DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"), split="train[50:]")])
+    config = pipelines.config(
+        tmp_path,
+        datasets=[
+            DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"), split="train[50:]")
+        ],
+    )
     with pytest.raises(SourceError, match=r"a\.jsonl, row 60"):
         Pipeline(config).source().tokenize().ledger()
 
@@ -118,10 +161,19 @@ def test_a_bad_row_in_a_part_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("train[:10%", "split: 'train[:10%' names no split. Write a name, or a part of it: train[:10%], train[100:200]."),
+        (
+            "train[:10%",
+            "split: 'train[:10%' names no split. Write a name, or a part of it: train[:10%], train[100:200].",
+        ),
         ("train+test", "split: 'train+test' names several splits. Make each a dataset of its own."),
-        ("train[:200%]", "split: 'train[:200%]': 200% of the rows are more than all. Give at most 100%."),
-        ("test[:10%]", "split: 'test[:10%]', but these rows name no splits: all of them are 'train'"),
+        (
+            "train[:200%]",
+            "split: 'train[:200%]': 200% of the rows are more than all. Give at most 100%.",
+        ),
+        (
+            "test[:10%]",
+            "split: 'test[:10%]', but these rows name no splits: all of them are 'train'",
+        ),
     ],
 )
 def test_what_is_no_part(split: str, message: str) -> None:
@@ -131,6 +183,9 @@ def test_what_is_no_part(split: str, message: str) -> None:
 
 def test_parts_in_streaming(tmp_path: Path) -> None:
     lines = str(pipelines.jsonl(tmp_path / "a.jsonl", ROWS))
-    options = {"datasets": [DatasetConfig(name="d", data_files=lines, split="train[:10%]")], "streaming": True}
+    options = {
+        "datasets": [DatasetConfig(name="d", data_files=lines, split="train[:10%]")],
+        "streaming": True,
+    }
     source = Pipeline(pipelines.config(tmp_path, **options)).source().get_data()["d"]
     assert len(texts(source)) == 11

@@ -39,7 +39,9 @@ def paragraphs(data: bytes) -> list[str]:
 
 def config(folder: Path, files: Any, **options: Any) -> PipelineConfig:
     return PipelineConfig(
-        datasets=(DatasetConfig(name="d", data_files=files, text_unit=options.pop("text_unit", None)),),
+        datasets=(
+            DatasetConfig(name="d", data_files=files, text_unit=options.pop("text_unit", None)),
+        ),
         default_tokenizer=str(small_tokenizer_folder()),
         cache_dir=folder,
         seed=1,
@@ -50,7 +52,11 @@ def config(folder: Path, files: Any, **options: Any) -> PipelineConfig:
 def documents(folder: Path, files: Any, **options: Any) -> list[str]:
     (source,) = Pipeline(config(folder, files, **options)).source().tokenize().get_data().values()
     cache: Any = source.materialize()
-    rows = [row for s, shard in enumerate(cache.shards) for row in cache.read(s, 0, shard.num_rows).column("input_ids").to_pylist()]
+    rows = [
+        row
+        for s, shard in enumerate(cache.shards)
+        for row in cache.read(s, 0, shard.num_rows).column("input_ids").to_pylist()
+    ]
     return [source.tokenizer.decode(row) for row in rows]
 
 
@@ -61,10 +67,18 @@ def documents(folder: Path, files: Any, **options: Any) -> list[str]:
     name=st.sampled_from(sorted(PACKINGS)),
     cuts=row_cuts(),
 )
-def test_paragraphs(tmp_path_factory: pytest.TempPathFactory, text: str, mark: bool, name: str, cuts: list[int]) -> None:
+def test_paragraphs(
+    tmp_path_factory: pytest.TempPathFactory, text: str, mark: bool, name: str, cuts: list[int]
+) -> None:
     path = tmp_path_factory.mktemp("rows") / name
     path.write_bytes(PACKINGS[name](b"\xef\xbb\xbf" * mark + f"{text}\nx".encode()))
-    sizes = {"ENTRY_ROWS": 2, "ENTRY_BYTES": 20, "CHUNK_BYTES": 8, "PIECE_BYTES": 16, "BATCH_RECORDS": 2}
+    sizes = {
+        "ENTRY_ROWS": 2,
+        "ENTRY_BYTES": 20,
+        "CHUNK_BYTES": 8,
+        "PIECE_BYTES": 16,
+        "BATCH_RECORDS": 2,
+    }
     with pytest.MonkeyPatch.context() as patch:
         for key, value in sizes.items():
             patch.setattr(records, key, value)
@@ -80,7 +94,11 @@ def test_what_each_unit_gives(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(PACKINGS[name](POEM.encode()))
     lines = ["  Roses are red,", "  violets é blue.", "Sugar", "is", "sweet", "and so"]
-    assert documents(tmp_path / "c", str(path)) == documents(tmp_path / "c", str(path), text_unit="line") == lines
+    assert (
+        documents(tmp_path / "c", str(path))
+        == documents(tmp_path / "c", str(path), text_unit="line")
+        == lines
+    )
     found = ["  Roses are red,\r\n  violets é blue.", "Sugar\nis\nsweet", "and so"]
     assert documents(tmp_path / "c", str(path), text_unit="paragraph") == found
     assert documents(tmp_path / "c", str(path), text_unit="file") == [POEM]
@@ -89,7 +107,11 @@ def test_what_each_unit_gives(tmp_path: Path, name: str) -> None:
 def test_files_of_white_space_stay_as_they_are(tmp_path: Path) -> None:
     for name, text in {"a": "one\n", "b": " \n\n", "c": "\ufefftwo"}.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    assert documents(tmp_path / "c", str(tmp_path / "*.txt"), text_unit="file") == ["one\n", " \n\n", "two"]
+    assert documents(tmp_path / "c", str(tmp_path / "*.txt"), text_unit="file") == [
+        "one\n",
+        " \n\n",
+        "two",
+    ]
 
 
 def test_the_line_of_a_bad_paragraph_is_told(tmp_path: Path) -> None:
@@ -105,7 +127,10 @@ def test_fingerprints(tmp_path: Path) -> None:
     plain, *others = [open_files(path, text_unit=unit) for unit in (None, "paragraph", "file")]  # type: ignore[arg-type]
     assert open_files(path, text_unit="line").fingerprint == plain.fingerprint
     for each in ("fingerprint", "identity"):
-        made = [source.fingerprint if each == "fingerprint" else source.shard_identity(0) for source in (plain, *others)]
+        made = [
+            source.fingerprint if each == "fingerprint" else source.shard_identity(0)
+            for source in (plain, *others)
+        ]
         assert len(set(made)) == 3
 
 
@@ -114,13 +139,22 @@ def test_streaming_saving_and_previews_know_the_unit(tmp_path: Path) -> None:
     path.write_text(POEM)
     load, pack = {"batch_size": 1, "num_epochs": 1, "prefetch_enabled": False}, {"seq_length": 64}
     for unit, count in {"line": 6, "paragraph": 3, "file": 1}.items():
-        streamed = Pipeline(config(tmp_path, str(path), text_unit=unit, streaming=True)).source().tokenize().pack(pack).load(load).build()
+        streamed = (
+            Pipeline(config(tmp_path, str(path), text_unit=unit, streaming=True))
+            .source()
+            .tokenize()
+            .pack(pack)
+            .load(load)
+            .build()
+        )
         list(streamed)
         assert streamed.ledger().find("stream", "d", "rows").out["documents"] == count
         first = chain(config(tmp_path, str(path), text_unit=unit), first_rows=99).get_data()["d"]
         assert first.materialize().num_docs == count
         saved = tmp_path / unit
-        Pipeline(config(tmp_path, str(path), text_unit=unit)).source().tokenize().save(SaveStageConfig(output_dir=saved)).build()
+        Pipeline(config(tmp_path, str(path), text_unit=unit)).source().tokenize().save(
+            SaveStageConfig(output_dir=saved)
+        ).build()
         (again,) = Pipeline(config(tmp_path, str(saved))).source().get_data().values()
         assert sum(shard.num_rows or 0 for shard in again.shards) == count
 
@@ -131,10 +165,17 @@ def test_refusals(tmp_path: Path) -> None:
             DatasetConfig(data_files=name, type=kind, text_unit="line")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="text_unit: has no effect: these are no text files"):
         DatasetConfig(data_files=[{"text": "a"}], text_unit="file")
-    with pytest.raises(ConfigError, match=r"text_unit: 'page' is not an option \(have: line, paragraph, file\)"):
+    with pytest.raises(
+        ConfigError, match=r"text_unit: 'page' is not an option \(have: line, paragraph, file\)"
+    ):
         DatasetConfig(data_files="a.txt", text_unit="page")  # type: ignore[arg-type]
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text('{"text": "a"}\n')
     for streaming in (False, True):
-        with pytest.raises(ConfigError, match=re.escape("datasets.d.text_unit: has no effect on json files. Leave it out")):
-            Pipeline(config(tmp_path, str(tmp_path / "rows"), text_unit="line", streaming=streaming)).source()
+        with pytest.raises(
+            ConfigError,
+            match=re.escape("datasets.d.text_unit: has no effect on json files. Leave it out"),
+        ):
+            Pipeline(
+                config(tmp_path, str(tmp_path / "rows"), text_unit="line", streaming=streaming)
+            ).source()

@@ -26,7 +26,11 @@ EOS = 9
 
 
 def docs_of(source: Any) -> list[list[int]]:
-    return [ids for s, shard in enumerate(source.shards) for ids in source.read(s, 0, shard.num_rows).column("input_ids").to_pylist()]
+    return [
+        ids
+        for s, shard in enumerate(source.shards)
+        for ids in source.read(s, 0, shard.num_rows).column("input_ids").to_pylist()
+    ]
 
 
 documents = st.lists(st.lists(st.integers(0, 8), max_size=12), min_size=1, max_size=40)
@@ -46,8 +50,15 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @examples(25)
-@given(docs=documents, cuts=row_cuts(), dtype=st.sampled_from(["uint8", "uint16", "uint32", "int32", "int64"]), last=st.booleans())
-def test_separated(tmp_path: Path, small_steps: None, docs: list, cuts: list[int], dtype: Any, last: bool) -> None:
+@given(
+    docs=documents,
+    cuts=row_cuts(),
+    dtype=st.sampled_from(["uint8", "uint16", "uint32", "int32", "int64"]),
+    last=st.booleans(),
+)
+def test_separated(
+    tmp_path: Path, small_steps: None, docs: list, cuts: list[int], dtype: Any, last: bool
+) -> None:
     """The documents come back, each with its separator; the last one of a file may lack it."""
     expected = [[*doc, EOS] for doc in docs]
     if not last and docs[-1]:
@@ -55,10 +66,15 @@ def test_separated(tmp_path: Path, small_steps: None, docs: list, cuts: list[int
     flat = np.array([token for doc in expected for token in doc], dtype)
     flat.tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.npy", flat)
-    for name, layout in (("a.bin", TokenFilesConfig(dtype=dtype, separator_id=EOS)), ("a.npy", TokenFilesConfig(separator_id=EOS))):
+    for name, layout in (
+        ("a.bin", TokenFilesConfig(dtype=dtype, separator_id=EOS)),
+        ("a.npy", TokenFilesConfig(separator_id=EOS)),
+    ):
         source = open_files(tmp_path / name, token_files=layout)
         assert_stateless_reads(source, cuts)
-        assert source.schema == pa.schema([("input_ids", pa.large_list(pa.from_numpy_dtype(dtype)))])
+        assert source.schema == pa.schema(
+            [("input_ids", pa.large_list(pa.from_numpy_dtype(dtype)))]
+        )
         assert docs_of(source) == expected
 
 
@@ -66,9 +82,13 @@ def test_separated(tmp_path: Path, small_steps: None, docs: list, cuts: list[int
 @given(length=st.integers(1, 60), width=st.integers(1, 20), cuts=row_cuts())
 def test_fixed_lengths(tmp_path: Path, length: int, width: int, cuts: list[int]) -> None:
     np.arange(length, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    source = open_files(tmp_path / "a.bin", token_files=TokenFilesConfig(dtype="uint16", document_tokens=width))
+    source = open_files(
+        tmp_path / "a.bin", token_files=TokenFilesConfig(dtype="uint16", document_tokens=width)
+    )
     assert_stateless_reads(source, cuts)
-    assert docs_of(source) == [list(range(i, min(i + width, length))) for i in range(0, length, width)]
+    assert docs_of(source) == [
+        list(range(i, min(i + width, length))) for i in range(0, length, width)
+    ]
 
 
 def test_rows_of_an_array(tmp_path: Path) -> None:
@@ -90,17 +110,30 @@ def test_megatron(tmp_path: Path, docs: list, cuts: list[int], dtype: Any) -> No
     sizes = [len(doc) for doc in docs]
     pointers = (np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize).tolist()
     n = len(docs)
-    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, {"uint16": 8, "int32": 4}[dtype], n, n + 1)
-    expected += struct.pack(f"<{n}i", *sizes) + struct.pack(f"<{n}q", *pointers) + struct.pack(f"<{n + 1}q", *range(n + 1))
+    expected = b"MMIDIDX\x00\x00" + struct.pack(
+        "<QBQQ", 1, {"uint16": 8, "int32": 4}[dtype], n, n + 1
+    )
+    expected += (
+        struct.pack(f"<{n}i", *sizes)
+        + struct.pack(f"<{n}q", *pointers)
+        + struct.pack(f"<{n + 1}q", *range(n + 1))
+    )
     assert (tmp_path / "m.idx").read_bytes() == expected
-    assert (tmp_path / "m.bin").read_bytes() == np.array([t for doc in docs for t in doc], dtype).tobytes()
+    assert (tmp_path / "m.bin").read_bytes() == np.array(
+        [t for doc in docs for t in doc], dtype
+    ).tobytes()
 
 
 def test_megatron_documents_of_several_sequences(tmp_path: Path) -> None:
     """Sequences need not lie in order, and a document may have several or none."""
     np.array([5, 6, 1, 2, 3, 4], "<u2").tofile(tmp_path / "m.bin")
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
-    (tmp_path / "m.idx").write_bytes(head + struct.pack("<3i", 2, 2, 2) + struct.pack("<3q", 4, 8, 0) + struct.pack("<4q", 0, 2, 2, 3))
+    (tmp_path / "m.idx").write_bytes(
+        head
+        + struct.pack("<3i", 2, 2, 2)
+        + struct.pack("<3q", 4, 8, 0)
+        + struct.pack("<4q", 0, 2, 2, 3)
+    )
     source = open_files(tmp_path / "m.bin")
     assert_stateless_reads(source, [1, 2])
     assert docs_of(source) == [[1, 2, 3, 4], [], [5, 6]]
@@ -110,7 +143,10 @@ def test_megatron_from_a_source(tmp_path: Path) -> None:
     source = InMemoryShardedSource({"input_ids": [[1, 2], [], [3]]})
     assert write_megatron(tmp_path / "m", source) == (3, 3)
     assert docs_of(open_files(tmp_path / "m.bin")) == [[1, 2], [], [3]]
-    with pytest.raises(SourceError, match=re.escape("m, row 1: token 65536 is no uint16. Write it with dtype='int32'.")):
+    with pytest.raises(
+        SourceError,
+        match=re.escape("m, row 1: token 65536 is no uint16. Write it with dtype='int32'."),
+    ):
         write_megatron(tmp_path / "m", [[1], [2, 65536]])
     assert not (tmp_path / "m.idx").exists()
     write_megatron(tmp_path / "m", [[1], [2, 65536]], dtype="int32")
@@ -126,19 +162,34 @@ def test_fingerprints_follow_files_and_layout(tmp_path: Path) -> None:
     write_megatron(tmp_path / "m", [[1, 2], [3]])
     made.append(open_files(tmp_path / "m.bin"))
     index = (tmp_path / "m.idx").read_bytes()
-    (tmp_path / "m.idx").write_bytes(index[:34] + struct.pack("<2i", 1, 2) + struct.pack("<2q", 0, 2) + index[-24:])
+    (tmp_path / "m.idx").write_bytes(
+        index[:34] + struct.pack("<2i", 1, 2) + struct.pack("<2q", 0, 2) + index[-24:]
+    )
     made.append(open_files(tmp_path / "m.bin"))
     assert docs_of(made[-1]) == [[1], [2, 3]]
     assert len({source.fingerprint for source in made}) == 4
-    assert len({source.shard_identity(0) for source in made if "a.bin" in source.files[0].path}) == 2
+    assert (
+        len({source.shard_identity(0) for source in made if "a.bin" in source.files[0].path}) == 2
+    )
     with pytest.raises(SourceError, match=r"m\.idx: changed after the source was made"):
         docs_of(made[-2])
     np.array([1, EOS, 3, EOS, 4], np.uint16).tofile(tmp_path / "a.bin")
-    assert open_files(tmp_path / "a.bin", token_files=TokenFilesConfig(dtype="uint16", separator_id=EOS)).fingerprint != made[0].fingerprint
+    assert (
+        open_files(
+            tmp_path / "a.bin", token_files=TokenFilesConfig(dtype="uint16", separator_id=EOS)
+        ).fingerprint
+        != made[0].fingerprint
+    )
 
 
 def idx(
-    sizes: list[int], pointers: list[int], docs: list[int], *, magic: bytes = b"MMIDIDX\x00\x00", version: int = 1, code: int = 8
+    sizes: list[int],
+    pointers: list[int],
+    docs: list[int],
+    *,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 8,
 ) -> bytes:
     n = len(sizes)
     return (
@@ -159,7 +210,11 @@ def idx(
         (idx([2], [0], [0, 1]) + b"x", "it may be of a multimodal dataset"),
         (idx([2], [0], [1, 1]), "m.idx: its documents do not cover its sequences in order"),
         (
-            b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1, 2) + struct.pack("<i", 9) + struct.pack("<q", 0) + struct.pack("<2q", 0, 1),
+            b"MMIDIDX\x00\x00"
+            + struct.pack("<QBQQ", 1, 8, 1, 2)
+            + struct.pack("<i", 9)
+            + struct.pack("<q", 0)
+            + struct.pack("<2q", 0, 1),
             "m.bin: 4 bytes, ",
         ),
     ],
@@ -182,13 +237,35 @@ def test_bad_token_files(tmp_path: Path) -> None:
     np.save(tmp_path / "good.npy", np.arange(10, dtype=np.uint16))
     good = (tmp_path / "good.npy").read_bytes()
     refused("a.bin", b"", "is empty (0 bytes)", dtype="uint16", separator_id=1)
-    refused("a.bin", b"abcd", "raw tokens do not say their dtype. Give token_files=TokenFilesConfig(dtype='uint16', ...).", separator_id=1)
-    refused("a.bin", b"abc", "3 bytes are no whole number of uint16 tokens. Check dtype", dtype="uint16", separator_id=1)
-    refused("a.bin", b"abcd", "one long row of tokens does not say where documents end. Give token_files", dtype="uint16")
+    refused(
+        "a.bin",
+        b"abcd",
+        "raw tokens do not say their dtype. Give token_files=TokenFilesConfig(dtype='uint16', ...).",
+        separator_id=1,
+    )
+    refused(
+        "a.bin",
+        b"abc",
+        "3 bytes are no whole number of uint16 tokens. Check dtype",
+        dtype="uint16",
+        separator_id=1,
+    )
+    refused(
+        "a.bin",
+        b"abcd",
+        "one long row of tokens does not say where documents end. Give token_files",
+        dtype="uint16",
+    )
     refused("a.npy", b"abcd", "not an .npy file: it begins with b'abcd'", separator_id=1)
     refused("a.npy", good[:-1], "147 bytes, its header says 148: truncated", separator_id=1)
     refused("a.npy", good[:20], "damaged .npy header", separator_id=1)
-    refused("a.npy", good, "says itself that it holds uint16. Leave dtype out", dtype="uint16", separator_id=1)
+    refused(
+        "a.npy",
+        good,
+        "says itself that it holds uint16. Leave dtype out",
+        dtype="uint16",
+        separator_id=1,
+    )
     for array, message in (
         (np.zeros(3), "an array of <f8 is no array of tokens"),
         (np.zeros(3, ">i4"), "an array of >i4 is no array of tokens"),
@@ -198,15 +275,28 @@ def test_bad_token_files(tmp_path: Path) -> None:
         np.save(tmp_path / "b.npy", array)
         refused("b.npy", (tmp_path / "b.npy").read_bytes(), message)
     np.save(tmp_path / "c.npy", np.zeros((2, 3), np.uint8))
-    refused("c.npy", (tmp_path / "c.npy").read_bytes(), "separator_id has no effect: its array has two dimensions", separator_id=1)
+    refused(
+        "c.npy",
+        (tmp_path / "c.npy").read_bytes(),
+        "separator_id has no effect: its array has two dimensions",
+        separator_id=1,
+    )
     write_megatron(tmp_path / "m", [[1]])
-    refused("m.bin", (tmp_path / "m.bin").read_bytes(), "dtype has no effect: an .idx lies beside it", dtype="uint16")
+    refused(
+        "m.bin",
+        (tmp_path / "m.bin").read_bytes(),
+        "dtype has no effect: an .idx lies beside it",
+        dtype="uint16",
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"separator_id": 1, "document_tokens": 2}, "document_tokens: has no effect beside separator_id"),
+        (
+            {"separator_id": 1, "document_tokens": 2},
+            "document_tokens: has no effect beside separator_id",
+        ),
         ({"separator_id": -1}, "separator_id: -1 is too small. Give at least 0."),
         ({"document_tokens": 0}, "document_tokens: 0 is too small. Give at least 1."),
         ({"dtype": "float32"}, "dtype: 'float32' is not an option"),
@@ -223,23 +313,42 @@ def test_layouts_are_for_token_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x\n")
     with pytest.raises(ConfigError, match="token_files: has no effect on txt files"):
         open_files(tmp_path / "a.txt", token_files=TokenFilesConfig())
-    with pytest.raises(ConfigError, match=r"token_files: has no effect: these are no files of tokens\. Set type='tokens'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"token_files: has no effect: these are no files of tokens\. Set type='tokens'",
+    ):
         DatasetConfig(data_files="a.txt", token_files=TokenFilesConfig())
     (tmp_path / "b.bin").write_bytes(b"weights")
-    assert open_files(tmp_path).shards[0].name.endswith("a.txt")  # a folder of text may hold a .bin of anything
+    # a folder of text may hold a .bin of anything
+    assert open_files(tmp_path).shards[0].name.endswith("a.txt")
 
 
 def test_tokens_pass_through_a_pipeline(tmp_path: Path) -> None:
-    """Made by one pipeline, written as Megatron does, and packed by another: the batches are those of the text itself."""
+    """Made by one pipeline, written as Megatron does, and packed by another: the batches are those
+    of the text itself.
+    """
     from easypipe import LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, train_bpe
     from laws import assert_same_batches
 
     texts = {"text": [f"some words of document {i} " * (i % 7 + 1) for i in range(60)]}
     tokenizer = str(train_bpe(texts["text"], 300, ["<eos>"], tmp_path / "tokenizer"))
-    common: dict[str, Any] = {"default_tokenizer": tokenizer, "seed": 1, "cache_dir": str(tmp_path / "cache")}
+    common: dict[str, Any] = {
+        "default_tokenizer": tokenizer,
+        "seed": 1,
+        "cache_dir": str(tmp_path / "cache"),
+    }
     stages = {"pack": PackStageConfig(seq_length=64), "load": LoadStageConfig(batch_size=2)}
-    text = Pipeline.from_config(PipelineConfig(datasets=[{"name": "d", "data_files": texts}], **common, **stages))
+    text = Pipeline.from_config(
+        PipelineConfig(datasets=[{"name": "d", "data_files": texts}], **common, **stages)
+    )
     tokenized = text.copy().source().tokenize().get_data()["d"]
     write_megatron(tmp_path / "m", tokenized)
-    tokens = Pipeline.from_config(PipelineConfig(datasets=[{"name": "d", "data_files": str(tmp_path / "m.bin")}], **common, **stages))
-    assert_same_batches(text.source().tokenize().pack().load().build(), tokens.source().tokenize().pack().load().build())
+    tokens = Pipeline.from_config(
+        PipelineConfig(
+            datasets=[{"name": "d", "data_files": str(tmp_path / "m.bin")}], **common, **stages
+        )
+    )
+    assert_same_batches(
+        text.source().tokenize().pack().load().build(),
+        tokens.source().tokenize().pack().load().build(),
+    )

@@ -1,4 +1,6 @@
-"""Run by test_cache_admin.py: a second process that prepares a dataset slowly, or holds one open, and tells what it does on stdout."""
+"""Run by test_cache_admin.py: a second process that prepares a dataset slowly, or holds one open,
+and tells what it does on stdout.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,18 @@ class Slow(WithIdentity):
 
 
 def main(tokenizer: str, cache_dir: str, what: str) -> None:
-    """what: "prepare" prepares and leaves; "hold" prepares, says "open" and keeps the cache open until stdin ends."""
+    """what: "prepare" prepares and leaves; "hold" prepares, says "open" and keeps the cache open
+    until stdin ends.
+    """
     loaded = load_tokenizer(tokenizer)
     counter = CountingTokenizer(loaded)
-    cache = prepare(Slow(*(texts(60, seed=s) for s in range(2))), loaded, dataset="slow", cache_dir=Path(cache_dir), num_workers=1)
+    cache = prepare(
+        Slow(*(texts(60, seed=s) for s in range(2))),
+        loaded,
+        dataset="slow",
+        cache_dir=Path(cache_dir),
+        num_workers=1,
+    )
     print(f"open {cache.fingerprint} {counter.texts}", flush=True)
     if what == "hold":
         sys.stdin.read()

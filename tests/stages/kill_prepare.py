@@ -1,4 +1,6 @@
-"""Run by test_cache_writer.py: prepares a dataset, and dies at the step of the storage door that it is told."""
+"""Run by test_cache_writer.py: prepares a dataset, and dies at the step of the storage door that it
+is told.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from token_support import WithIdentity, texts
 
 
 def main(tokenizer: str, cache: str, die_at: int) -> None:
-    """die_at: which call of the fault hook, from 1, ends the process as `kill -9` would; 0: none."""
+    """die_at: which call of the fault hook, from 1, ends the process as `kill -9` would; 0:
+    none.
+    """
     calls = 0
 
     def hook(step: str, path: str) -> None:
@@ -27,7 +31,9 @@ def main(tokenizer: str, cache: str, die_at: int) -> None:
 
     storage.set_fault_hook(hook)
     source = WithIdentity(texts(40), texts(30, seed=1))
-    made = prepare(source, load_tokenizer(tokenizer), dataset="d", cache_dir=Path(cache), num_workers=1)
+    made = prepare(
+        source, load_tokenizer(tokenizer), dataset="d", cache_dir=Path(cache), num_workers=1
+    )
     print(json.dumps({"steps": calls, "fingerprint": made.fingerprint}))
 
 

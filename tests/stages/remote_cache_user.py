@@ -1,4 +1,6 @@
-"""Run by test_remote_cache.py: one of several machines that prepare the same dataset into one bucket at once."""
+"""Run by test_remote_cache.py: one of several machines that prepare the same dataset into one
+bucket at once.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +20,12 @@ if __name__ == "__main__":
     folder = RemoteFolder(url, Path(local), options=json.loads(options))
     cache = prepare(source, load_tokenizer(tokenizer), dataset="d", cache_dir=folder)
     cache.verify()
-    print(json.dumps({"manifest": str(cache.path), "fingerprint": cache.fingerprint, "tokens": cache.tokens(3).tolist()}))
+    print(
+        json.dumps(
+            {
+                "manifest": str(cache.path),
+                "fingerprint": cache.fingerprint,
+                "tokens": cache.tokens(3).tolist(),
+            }
+        )
+    )

@@ -1,4 +1,6 @@
-"""Run by test_save.py: one of two processes that save into one folder. Says "ready", then waits for the file `go` to write."""
+"""Run by test_save.py: one of two processes that save into one folder. Says "ready", then waits for
+the file `go` to write.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def main(folder: str, out: str, options: str, tokenizer: str, seed: int, overwri
     go, deadline = Path(folder) / "go", time.monotonic() + 60
 
     def hook(step: str, path: str) -> None:
-        while step == "write" and "part-" in path and not go.exists() and time.monotonic() < deadline:
+        while (
+            step == "write" and "part-" in path and not go.exists() and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
 
     storage.set_fault_hook(hook)
@@ -27,7 +31,9 @@ def main(folder: str, out: str, options: str, tokenizer: str, seed: int, overwri
         .tokenize()
         .mix({"weights": {"code": 0.7, "docs": 0.3}, "stop_strategy": "all_exhausted"})
     )
-    save = SaveStageConfig(output_dir=out, num_shards=4, overwrite=overwrite, storage_options=json.loads(options))
+    save = SaveStageConfig(
+        output_dir=out, num_shards=4, overwrite=overwrite, storage_options=json.loads(options)
+    )
     pipeline.pack(PackStageConfig(seq_length=64)).save(save)
     print("ready", flush=True)
     try:

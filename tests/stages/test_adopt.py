@@ -1,4 +1,6 @@
-"""Tokens that were made elsewhere: mixed and packed like others, refused where they cannot be what they say."""
+"""Tokens that were made elsewhere: mixed and packed like others, refused where they cannot be what
+they say.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 
 import laws
-from easypipe import ConfigError, DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, SourceError, TokenizerConfig
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    SourceError,
+    TokenizerConfig,
+)
 from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK
 from easypipe.stages.tokens import require_documents
 from pipelines import config, tokenizer
@@ -27,9 +37,19 @@ def ids(source: object) -> list[list[int]]:
     return [cache.tokens(i).tolist() for i in range(cache.num_docs)]
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.list_(pa.int64()), pa.large_list(pa.uint16()), pa.list_(pa.int32(), 3)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.int32()),
+        pa.list_(pa.int64()),
+        pa.large_list(pa.uint16()),
+        pa.list_(pa.int32(), 3),
+    ],
+)
 def test_every_list_of_integers(tmp_path: Path, kind: pa.DataType) -> None:
-    pq.write_table(pa.table({INPUT_IDS: pa.array([[1, 2, 3], [4, 5, 6]], kind)}), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.table({INPUT_IDS: pa.array([[1, 2, 3], [4, 5, 6]], kind)}), tmp_path / "x.parquet"
+    )
     source = pipeline(tmp_path, str(tmp_path / "x.parquet")).pack(PACK).get_data()["x"]
     assert ids(source) == [[1, 2, 3], [4, 5, 6]]
     laws.assert_stateless_reads(source)
@@ -60,7 +80,9 @@ def test_the_adopted_source_keeps_the_law_and_says_what_its_cache_says(tmp_path:
     assert cache.read(0, 0, 40).equals(source.read(0, 0, 40))
 
 
-def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(tmp_path: Path) -> None:
+def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(
+    tmp_path: Path,
+) -> None:
     rows = [{INPUT_IDS: [1, 2, 3]}]
     assert ids(pipeline(tmp_path, rows).pack(PACK).get_data()["x"]) == [[1, 2, 3]]
     [file] = (tmp_path / "cache" / "tokens").rglob("*.arrow")
@@ -74,12 +96,24 @@ def test_the_cache_is_opened_where_it_stands_and_made_again_where_it_is_damaged(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({INPUT_IDS: [1, 320]}, r"row 1, column 'input_ids': token 320 is outside the vocabulary of 320 of .* Name the tokenizer"),
+        (
+            {INPUT_IDS: [1, 320]},
+            r"row 1, column 'input_ids': token 320 is outside the vocabulary of 320 of .* Name the tokenizer",
+        ),
         ({INPUT_IDS: [1, -1]}, r"row 1, column 'input_ids': token -1 is outside the vocabulary"),
         ({INPUT_IDS: None}, r"row 1, column 'input_ids': null instead of tokens"),
-        ({INPUT_IDS: [1, 2], LABELS: [2, -100]}, r"row 1, column 'labels': token 0 has label 2, its id is 1"),
-        ({INPUT_IDS: [1, 2], LOSS_MASK: [1]}, r"row 1, column 'loss_mask': another length than input_ids"),
-        ({INPUT_IDS: [1, 2], ATTENTION_MASK: [1, 0]}, r"row 1, column 'attention_mask': the row is padded. Save the tokens without"),
+        (
+            {INPUT_IDS: [1, 2], LABELS: [2, -100]},
+            r"row 1, column 'labels': token 0 has label 2, its id is 1",
+        ),
+        (
+            {INPUT_IDS: [1, 2], LOSS_MASK: [1]},
+            r"row 1, column 'loss_mask': another length than input_ids",
+        ),
+        (
+            {INPUT_IDS: [1, 2], ATTENTION_MASK: [1, 0]},
+            r"row 1, column 'attention_mask': the row is padded. Save the tokens without",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, row: dict, message: str) -> None:
@@ -91,8 +125,13 @@ def test_what_is_refused(tmp_path: Path, row: dict, message: str) -> None:
 
 def test_tokens_that_nobody_claims(tmp_path: Path) -> None:
     dataset = DatasetConfig(name="x", data_files=[{INPUT_IDS: [1, 2]}])
-    with pytest.raises(ConfigError, match=r"datasets.x.tokenizer: nobody knows whose tokens these are. Name the tokenizer"):
-        Pipeline(config(tmp_path, datasets=[dataset], default_tokenizer=None)).source().tokenize().pack(PACK)
+    with pytest.raises(
+        ConfigError,
+        match=r"datasets.x.tokenizer: nobody knows whose tokens these are. Name the tokenizer",
+    ):
+        Pipeline(
+            config(tmp_path, datasets=[dataset], default_tokenizer=None)
+        ).source().tokenize().pack(PACK)
 
 
 def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Path) -> None:
@@ -102,17 +141,36 @@ def test_saved_tokens_can_be_limited_and_their_type_is_not_another(tmp_path: Pat
     limited = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().pack(PACK)
     assert limited.ledger().find("tokenize", "x", "rows").out == {"written": 4}
     other = DatasetConfig(name="x", data_files=tmp_path / "out", type="csv")
-    with pytest.raises(ConfigError, match=r"datasets.x.type: 'csv', but .* was saved as parquet. Leave it out."):
+    with pytest.raises(
+        ConfigError, match=r"datasets.x.type: 'csv', but .* was saved as parquet. Leave it out."
+    ):
         Pipeline(config(tmp_path, datasets=[other])).source()
 
 
-def test_tokens_that_were_made_before_are_padded_as_the_tokenizer_says_that_the_config_names(tmp_path: Path) -> None:
+def test_tokens_that_were_made_before_are_padded_as_the_tokenizer_says_that_the_config_names(
+    tmp_path: Path,
+) -> None:
     rows = [{"input_ids": list(range(3 + i % 5))} for i in range(12)]
-    options = TokenizerConfig(name_or_path=tokenizer(), max_length=9, padding="max_length", return_attention_mask=True)
-    for given in ({"default_tokenizer": options}, {"datasets": [DatasetConfig(name="d", data_files=rows, tokenizer=options)]}):
-        values = config(tmp_path, **({"datasets": [DatasetConfig(name="d", data_files=rows)]} | given))
+    options = TokenizerConfig(
+        name_or_path=tokenizer(), max_length=9, padding="max_length", return_attention_mask=True
+    )
+    for given in (
+        {"default_tokenizer": options},
+        {"datasets": [DatasetConfig(name="d", data_files=rows, tokenizer=options)]},
+    ):
+        values = config(
+            tmp_path, **({"datasets": [DatasetConfig(name="d", data_files=rows)]} | given)
+        )
         batch = next(iter(Pipeline(values).source().load(LoadStageConfig(batch_size=4)).build()))
         assert batch["input_ids"].shape == (4, 9)
         assert (batch["attention_mask"] == (batch["segment_ids"] > 0)).all()
-        packed = next(iter(Pipeline(values).source().pack(PackStageConfig(seq_length=6)).load(LoadStageConfig(batch_size=4)).build()))
+        packed = next(
+            iter(
+                Pipeline(values)
+                .source()
+                .pack(PackStageConfig(seq_length=6))
+                .load(LoadStageConfig(batch_size=4))
+                .build()
+            )
+        )
         assert packed["attention_mask"].shape == (4, 6)

@@ -1,4 +1,6 @@
-"""Checking and auditing look at huge documents by samples of bytes: the reference tokenizer never sees one whole."""
+"""Checking and auditing look at huge documents by samples of bytes: the reference tokenizer never
+sees one whole.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from hypothesis import strategies as st
 from easypipe.core.errors import TokenizerError
 from easypipe.stages import token_rows
 from easypipe.stages.text_rows import Texts
-from easypipe.stages.token_rows import PIECE_BYTES, WHOLE_BYTES, encode_spans, encode_texts, sample_of
+from easypipe.stages.token_rows import (
+    PIECE_BYTES,
+    WHOLE_BYTES,
+    encode_spans,
+    encode_texts,
+    sample_of,
+)
 from easypipe.transforms import fast
 from easypipe.transforms.tokenizer import Tokenizer
 from strategies import examples
@@ -29,7 +37,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         own = getattr(Tokenizer, name)
 
         def spy(self: Any, texts: Any, own: Any = own, **options: Any) -> Any:
-            sizes.extend(len(text.encode()) for text in ([texts] if isinstance(texts, str) else texts))
+            sizes.extend(
+                len(text.encode()) for text in ([texts] if isinstance(texts, str) else texts)
+            )
             return own(self, texts, **options)
 
         monkeypatch.setattr(Tokenizer, name, spy)
@@ -37,7 +47,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def long_text(**more: Any) -> Texts:
-    return Texts(texts=pa.array([LONG], pa.large_string()), rows=np.zeros(1, np.int64), rejects=(), **more)
+    return Texts(
+        texts=pa.array([LONG], pa.large_string()), rows=np.zeros(1, np.int64), rejects=(), **more
+    )
 
 
 @pytest.mark.parametrize("spans", [False, True])
@@ -56,7 +68,9 @@ def test_a_huge_document_is_audited_in_pieces(monkeypatch: pytest.MonkeyPatch, s
 
 
 @pytest.mark.parametrize("where", ["beginning", "everywhere"])
-def test_wrong_tokens_of_a_huge_document_are_found(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_wrong_tokens_of_a_huge_document_are_found(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     tokenizer, own = small_tokenizer(), fast.FastEngine.encode
     assert tokenizer.backend.name == "gigatoken"
 
@@ -74,10 +88,17 @@ def test_wrong_tokens_of_a_huge_document_are_found(monkeypatch: pytest.MonkeyPat
         encode_texts(long_text(), tokenizer, batch_size=8, at="a", audit_key="k")
 
 
-@given(texts=st.lists(st.text(max_size=30), max_size=8), most_rows=st.integers(1, 9), most_bytes=st.integers(4, 80))
+@given(
+    texts=st.lists(st.text(max_size=30), max_size=8),
+    most_rows=st.integers(1, 9),
+    most_bytes=st.integers(4, 80),
+)
 @examples(80)
-def test_a_sample_is_what_texts_begin_with(texts: list[str], most_rows: int, most_bytes: int) -> None:
-    column = pa.array(["x" * 9, *texts], pa.large_string()).slice(1)  # a buffer that begins elsewhere
+def test_a_sample_is_what_texts_begin_with(
+    texts: list[str], most_rows: int, most_bytes: int
+) -> None:
+    # a buffer that begins elsewhere
+    column = pa.array(["x" * 9, *texts], pa.large_string()).slice(1)
     found = sample_of(column, most_rows, most_bytes).to_pylist()
     assert len(found) <= most_rows
     if texts and len(texts[0].encode()) > most_bytes:

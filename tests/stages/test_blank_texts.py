@@ -33,7 +33,13 @@ def tokens(folder: Path, rows: Any, *, tokenizer: Path | None = None, **options:
 
 
 @examples(40)
-@given(st.lists(st.one_of(st.none(), st.text(" \t\n\x0b\x1f\x85\u00a0\u2003\u2028\u3000\u200bé日a", max_size=5))))
+@given(
+    st.lists(
+        st.one_of(
+            st.none(), st.text(" \t\n\x0b\x1f\x85\u00a0\u2003\u2028\u3000\u200bé日a", max_size=5)
+        )
+    )
+)
 def test_text_is_what_strip_leaves(texts: list[str | None]) -> None:
     expected = [bool(text and text.strip()) for text in texts]
     for kind in (pa.string(), pa.large_string()):
@@ -43,7 +49,11 @@ def test_text_is_what_strip_leaves(texts: list[str | None]) -> None:
 
 def test_every_character_of_white_space() -> None:
     every = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-    assert [c for c, kept in zip(every, has_text(pa.array(every)).tolist(), strict=True) if kept != bool(c.strip())] == []
+    assert [
+        c
+        for c, kept in zip(every, has_text(pa.array(every)).tolist(), strict=True)
+        if kept != bool(c.strip())
+    ] == []
 
 
 @pytest.mark.parametrize("on_error", ["error", "skip", "quarantine"])
@@ -64,7 +74,10 @@ def test_null_keeps_the_policy(tmp_path: Path) -> None:
 
 
 def test_a_dataset_of_nothing_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="not one of 2 rows became a document: empty 2; the first is d, row 0: an empty text"):
+    with pytest.raises(
+        SourceError,
+        match="not one of 2 rows became a document: empty 2; the first is d, row 0: an empty text",
+    ):
         tokens(tmp_path, {"text": ["", " "]}).materialize()
 
 
@@ -78,7 +91,12 @@ def test_prompts_templates_and_conversations(tmp_path: Path) -> None:
         cache = tokens(tmp_path, rows, prompt=prompt, tokenizer=chat_tokenizer()).materialize()
         assert cache.ledger.find("tokenize", "d", "rows").out == {"written": 1, "empty": 1}, prompt
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    said = tokens(tmp_path, [{"messages": talk}, {"messages": []}], content_field="messages", tokenizer=chat_tokenizer())
+    said = tokens(
+        tmp_path,
+        [{"messages": talk}, {"messages": []}],
+        content_field="messages",
+        tokenizer=chat_tokenizer(),
+    )
     assert said.materialize().ledger.find("tokenize", "d", "rows").out == {"written": 1, "empty": 1}
 
 
@@ -86,8 +104,17 @@ def test_streaming(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     config = PipelineConfig(
-        datasets=(DatasetConfig(name="d", data_files=str(path)),), default_tokenizer=str(small_tokenizer_folder()), streaming=True
+        datasets=(DatasetConfig(name="d", data_files=str(path)),),
+        default_tokenizer=str(small_tokenizer_folder()),
+        streaming=True,
     )
-    loader = Pipeline(config).source().tokenize().pack({"seq_length": 8}).load({"batch_size": 1, "num_epochs": 1}).build()
+    loader = (
+        Pipeline(config)
+        .source()
+        .tokenize()
+        .pack({"seq_length": 8})
+        .load({"batch_size": 1, "num_epochs": 1})
+        .build()
+    )
     list(loader)
     assert loader.ledger().find("stream", "d", "rows").out == {"documents": 3, "empty": 3}

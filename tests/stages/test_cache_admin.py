@@ -29,9 +29,17 @@ TESTS = Path(__file__).parents[1]
 
 
 def start(cache_dir: Path, what: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(TESTS / "stages" / "cache_users.py"), str(small_tokenizer_folder()), str(cache_dir), what]
+    command = [
+        sys.executable,
+        str(TESTS / "stages" / "cache_users.py"),
+        str(small_tokenizer_folder()),
+        str(cache_dir),
+        what,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def wait_for(process: subprocess.Popen[str], word: str) -> str:
@@ -44,14 +52,18 @@ def wait_for(process: subprocess.Popen[str], word: str) -> str:
 
 def put(cache_dir: Path, name: str, *, rows: int = 40, seed: int = 0, days_ago: float = 0) -> Path:
     """Prepares a dataset and closes it; `days_ago` turns its clock back."""
-    path = prepare(ShardedTexts(texts(rows, seed=seed)), small_tokenizer(), dataset=name, cache_dir=cache_dir).path
+    path = prepare(
+        ShardedTexts(texts(rows, seed=seed)), small_tokenizer(), dataset=name, cache_dir=cache_dir
+    ).path
     os.utime(path, (time.time() - days_ago * 86_400,) * 2)
     gc.collect()
     return path
 
 
 def left(cache_dir: Path) -> list[str]:
-    return sorted(path.relative_to(cache_dir).parts[0] for path in cache_dir.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(cache_dir).parts[0] for path in cache_dir.rglob("*") if path.is_file()
+    )
 
 
 def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +72,13 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = TokenCache(put(tmp_path, "new", rows=25, seed=1))
     listing = list_cache(tmp_path)
     new, old = sorted(listing.datasets, key=lambda one: one.dataset)
-    assert (new.dataset, new.rows, new.documents, new.tokens, new.in_use) == ("new", 25, 25, reader.total_tokens, True)
+    assert (new.dataset, new.rows, new.documents, new.tokens, new.in_use) == (
+        "new",
+        25,
+        25,
+        reader.total_tokens,
+        True,
+    )
     assert (old.dataset, old.in_use) == ("old", False)
     assert 2.9 < old.age_s / 86_400 < 3.1
     tokens = [path for path in (tmp_path / "tokens").rglob("*") if path.is_file()]
@@ -71,11 +89,22 @@ def test_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 d" in text
     assert "in use" in text
     assert main(["cache", "list", "--cache-dir", str(tmp_path), "--json"]) == 0
-    assert {one["dataset"] for one in json.loads(capsys.readouterr().out)["datasets"]} == {"old", "new"}
+    assert {one["dataset"] for one in json.loads(capsys.readouterr().out)["datasets"]} == {
+        "old",
+        "new",
+    }
 
 
-def test_clear_removes_everything_and_a_dry_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = Pipeline.from_config(config(tmp_path)).source().tokenize().mix({"stop_strategy": "all_exhausted"}).pack({"seq_length": 32})
+def test_clear_removes_everything_and_a_dry_run_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = (
+        Pipeline.from_config(config(tmp_path))
+        .source()
+        .tokenize()
+        .mix({"stop_strategy": "all_exhausted"})
+        .pack({"seq_length": 32})
+    )
     pipeline.ledger()
     del pipeline
     gc.collect()
@@ -88,7 +117,9 @@ def test_clear_removes_everything_and_a_dry_run_nothing(tmp_path: Path, capsys: 
     assert main(["cache", "clear", "--cache-dir", str(cache)]) == 0
     assert capsys.readouterr().out == said.replace("would remove", "removed")
     assert set(left(cache)) <= {"locks", "proofs"}
-    Pipeline.from_config(config(tmp_path)).source().tokenize().mix({"stop_strategy": "all_exhausted"}).ledger()
+    Pipeline.from_config(config(tmp_path)).source().tokenize().mix(
+        {"stop_strategy": "all_exhausted"}
+    ).ledger()
     assert all(one.ok for one in verify(cache))
 
 
@@ -140,7 +171,9 @@ def test_what_another_process_reads_stays(tmp_path: Path) -> None:
         wait_for(process, "open")
         cleared = clear_cache(tmp_path)
         assert (cleared.removed, cleared.kept) == (("idle",), ("slow",))
-        assert [(one.dataset, one.in_use) for one in list_cache(tmp_path).datasets] == [("slow", True)]
+        assert [(one.dataset, one.in_use) for one in list_cache(tmp_path).datasets] == [
+            ("slow", True)
+        ]
     finally:
         rest, _ = process.communicate(timeout=60)
     assert (process.returncode, rest) == (0, "still True\n")
@@ -173,7 +206,9 @@ def test_two_that_prepare_the_same_share_the_work(tmp_path: Path) -> None:
     said = [process.communicate(timeout=120)[0].splitlines()[-1].split() for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert said[0][1] == said[1][1]
-    assert sorted(int(words[2]) for words in said) == [0, 120], "one encoded everything, the other waited and found it"
+    assert sorted(int(words[2]) for words in said) == [0, 120], (
+        "one encoded everything, the other waited and found it"
+    )
     assert all(one.ok for one in verify(tmp_path))
 
 
@@ -205,7 +240,10 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
         assert locks.try_hold(path, exclusive=False) is None
         with pytest.raises(StallError, match=r"waited 0\.05 s for the one above"):
             locks.hold(path, exclusive=True, what="the one above", timeout_s=0.05)
-    with locks.hold(path, exclusive=False, what="nobody"), locks.hold(path, exclusive=False, what="nobody"):
+    with (
+        locks.hold(path, exclusive=False, what="nobody"),
+        locks.hold(path, exclusive=False, what="nobody"),
+    ):
         assert locks.try_hold(path, exclusive=True) is None
     locks.remove(path)
     assert locks.try_hold(path, exclusive=True) is not None
@@ -217,7 +255,9 @@ def test_one_prepares_alone(tmp_path: Path) -> None:
         assert locks.try_hold(locks.writer_lock(tmp_path, "key"), exclusive=False) is None
 
 
-def test_a_lock_on_a_file_that_was_removed_before_it_was_locked_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_file_that_was_removed_before_it_was_locked_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, opened, removals = tmp_path / "a.lock", locks._open, [tmp_path / "a.lock"]
 
     def removed_once(path: Path) -> int:
@@ -231,7 +271,9 @@ def test_a_lock_on_a_file_that_was_removed_before_it_was_locked_is_none(tmp_path
         assert locks.try_hold(path, exclusive=True) is None
 
 
-def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = put(tmp_path, "a")
     for lock in (tmp_path / locks.FOLDER).iterdir():
         lock.unlink()
@@ -247,16 +289,27 @@ def test_a_cache_that_cannot_be_written_is_still_read(tmp_path: Path, monkeypatc
 
 
 def test_a_cache_in_a_bucket_is_listed_and_cleared(
-    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = f"{store.new()}/cache"
     folder = RemoteFolder(url, tmp_path / "local", options=store.options)
     rows = [texts(20), texts(20, seed=1), texts(20, seed=2)]
     for name, shards, touched in (("a", rows[:2], (0, 1)), ("b", rows[1:], (1, 2))):
-        prepare(WithIdentity(*shards, touched=touched), small_tokenizer(), dataset=name, cache_dir=folder)
+        prepare(
+            WithIdentity(*shards, touched=touched),
+            small_tokenizer(),
+            dataset=name,
+            cache_dir=folder,
+        )
     before = store.files(url)
     listing = list_cache(folder)
-    assert [(one.dataset, one.rows, one.in_use) for one in sorted(listing.datasets, key=lambda one: one.dataset)] == [
+    assert [
+        (one.dataset, one.rows, one.in_use)
+        for one in sorted(listing.datasets, key=lambda one: one.dataset)
+    ] == [
         ("a", 40, False),
         ("b", 40, False),
     ]
@@ -276,7 +329,11 @@ def test_a_cache_in_a_bucket_is_listed_and_cleared(
     monkeypatch.setattr(cache_admin, "YOUNG_S", -1.0)
     clear_cache(folder)
     assert store.files(url) == {}
-    monkeypatch.setattr(cache_commands, "cache_folder", lambda given: RemoteFolder(given, tmp_path / "local", options=store.options))
+    monkeypatch.setattr(
+        cache_commands,
+        "cache_folder",
+        lambda given: RemoteFolder(given, tmp_path / "local", options=store.options),
+    )
     assert main(["cache", "list", "--cache-dir", url]) == 0
     assert main(["cache", "clear", "--cache-dir", url]) == 0
     assert f"removed 0 datasets: 0 files, 0.0 MB: {url}" in capsys.readouterr().out

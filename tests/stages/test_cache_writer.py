@@ -26,7 +26,14 @@ from easypipe.stages.cache_writer import prepare
 from easypipe.stages.ranges import cut
 from laws import assert_conserved, assert_no_new_threads, assert_stateless_reads
 from strategies import examples
-from token_support import CountingTokenizer, ShardedTexts, WithIdentity, small_tokenizer, small_tokenizer_folder, texts
+from token_support import (
+    CountingTokenizer,
+    ShardedTexts,
+    WithIdentity,
+    small_tokenizer,
+    small_tokenizer_folder,
+    texts,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -44,7 +51,9 @@ def facts(cache: TokenCache) -> dict:
 
 @examples(25)
 @given(strategies.shards())
-def test_tokens_order_ledger_and_reads(tmp_path_factory: pytest.TempPathFactory, tables: list[pa.Table]) -> None:
+def test_tokens_order_ledger_and_reads(
+    tmp_path_factory: pytest.TempPathFactory, tables: list[pa.Table]
+) -> None:
     shards = [table.column("text").to_pylist() for table in tables]
     source, tokenizer = ShardedTexts(*shards, cuts=4), small_tokenizer()
     folder = tmp_path_factory.mktemp("cache")
@@ -69,8 +78,18 @@ def test_the_same_whatever_the_workers(tmp_path: Path, workers: int, batch_size:
     source, tokenizer = ShardedTexts(texts(95), texts(7, seed=3)), small_tokenizer()
     counter = CountingTokenizer(tokenizer)
     before = set(threading.enumerate())
-    cache = prepare(source, tokenizer, dataset="d", cache_dir=tmp_path, num_workers=workers, batch_size=batch_size)
-    assert cache.fingerprint == prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path / "other").fingerprint
+    cache = prepare(
+        source,
+        tokenizer,
+        dataset="d",
+        cache_dir=tmp_path,
+        num_workers=workers,
+        batch_size=batch_size,
+    )
+    assert (
+        cache.fingerprint
+        == prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path / "other").fingerprint
+    )
     assert counter.calls == (102 if batch_size == 1 else 11)
     assert_no_new_threads(before)
 
@@ -82,7 +101,10 @@ def test_special_tokens_and_truncation_are_counted(tmp_path: Path) -> None:
     entry = cache.ledger.find("tokenize", "d", "tokens")
     full = [len(small_tokenizer().reference_encode(text)) for text in rows]
     assert entry.into["encoded"] == sum(full)
-    assert entry.out == {"stored": sum(min(4, n) for n in full), "truncated": sum(max(0, n - 4) for n in full)}
+    assert entry.out == {
+        "stored": sum(min(4, n) for n in full),
+        "truncated": sum(max(0, n - 4) for n in full),
+    }
 
 
 @pytest.mark.shared
@@ -90,7 +112,9 @@ def test_bos_is_counted_and_eos_is_seen(tmp_path: Path, shared_data: Path) -> No
     from easypipe.transforms.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "mistral_v1"))
-    cache = prepare(ShardedTexts(["one", "two</s>", "three"]), tokenizer, dataset="d", cache_dir=tmp_path)
+    cache = prepare(
+        ShardedTexts(["one", "two</s>", "three"]), tokenizer, dataset="d", cache_dir=tmp_path
+    )
     assert cache.ledger.find("tokenize", "d", "tokens").into["special"] == 3
     assert cache.has_eos(np.arange(3)).tolist() == [False, True, False]
     assert (cache.eos_token_id, cache.vocab_size, cache.buffers().id_bytes) == (2, 32000, 2)
@@ -98,9 +122,17 @@ def test_bos_is_counted_and_eos_is_seen(tmp_path: Path, shared_data: Path) -> No
 
 def test_progress_comes_in_order(tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
-    prepare(ShardedTexts(texts(35)), small_tokenizer(), dataset="d", cache_dir=tmp_path, progress=events.append)
+    prepare(
+        ShardedTexts(texts(35)),
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path,
+        progress=events.append,
+    )
     assert [event.done for event in events] == [10, 20, 30, 35]
-    assert {(event.stage, event.dataset, event.total, event.unit) for event in events} == {("tokenize", "d", 35, "rows")}
+    assert {(event.stage, event.dataset, event.total, event.unit) for event in events} == {
+        ("tokenize", "d", 35, "rows")
+    }
 
 
 # Going on
@@ -119,28 +151,45 @@ def test_a_finished_cache_opens_at_once(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_touched_file_is_read_and_not_tokenized_again(tmp_path: Path) -> None:
-    prepare(WithIdentity(texts(40), texts(20, seed=1)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    prepare(
+        WithIdentity(texts(40), texts(20, seed=1)),
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path,
+    )
     tokenizer = small_tokenizer()
     counter = CountingTokenizer(tokenizer)
     source = WithIdentity(texts(40), texts(20, seed=1), touched=(1, 0))
     cache = prepare(source, tokenizer, dataset="d", cache_dir=tmp_path)
     assert {shard for shard, _, _ in source.reads} == {0}
     assert counter.texts == 0
-    assert (facts(cache)["ranges_found_by_content"], facts(cache)["ranges_reused"], facts(cache)["ranges_written"]) == (4, 2, 0)
+    assert (
+        facts(cache)["ranges_found_by_content"],
+        facts(cache)["ranges_reused"],
+        facts(cache)["ranges_written"],
+    ) == (4, 2, 0)
     cache.verify()
 
 
 def test_a_changed_file_is_tokenized_where_it_changed(tmp_path: Path) -> None:
     rows = texts(40)
-    before = prepare(WithIdentity(rows, texts(20, seed=1)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    before = prepare(
+        WithIdentity(rows, texts(20, seed=1)), small_tokenizer(), dataset="d", cache_dir=tmp_path
+    )
     tokenizer = small_tokenizer()
     counter = CountingTokenizer(tokenizer)
     changed = [*rows[:15], "another text", *rows[16:]]
-    cache = prepare(WithIdentity(changed, texts(20, seed=1), touched=(1, 0)), tokenizer, dataset="d", cache_dir=tmp_path)
+    cache = prepare(
+        WithIdentity(changed, texts(20, seed=1), touched=(1, 0)),
+        tokenizer,
+        dataset="d",
+        cache_dir=tmp_path,
+    )
     assert counter.texts == 10  # one range of ten rows
     assert cache.fingerprint != before.fingerprint
     assert documents(cache)[15] == tokenizer.reference_encode("another text")
-    assert documents(before)[15] == tokenizer.reference_encode(rows[15])  # open caches keep what they had
+    # open caches keep what they had
+    assert documents(before)[15] == tokenizer.reference_encode(rows[15])
 
 
 def test_other_options_are_another_cache(tmp_path: Path) -> None:
@@ -156,11 +205,23 @@ STEPS = 60  # of seven ranges: four for each token file, each record, and the ma
 
 
 def assert_goes_on(cache_dir: Path, killed_at: int, fingerprint: str) -> int:
-    """Returns how many of the seven ranges the killed process had committed: no text of theirs is tokenized again."""
-    committed = sum(1 for file in cache_dir.glob("tokens/*/*.arrow") if not file.name.startswith(storage.TEMPORARY))
+    """Returns how many of the seven ranges the killed process had committed: no text of theirs is
+    tokenized again.
+    """
+    committed = sum(
+        1
+        for file in cache_dir.glob("tokens/*/*.arrow")
+        if not file.name.startswith(storage.TEMPORARY)
+    )
     tokenizer = small_tokenizer()
     counter = CountingTokenizer(tokenizer)
-    cache = prepare(WithIdentity(texts(40), texts(30, seed=1)), tokenizer, dataset="d", cache_dir=cache_dir, num_workers=1)
+    cache = prepare(
+        WithIdentity(texts(40), texts(30, seed=1)),
+        tokenizer,
+        dataset="d",
+        cache_dir=cache_dir,
+        num_workers=1,
+    )
     cache.verify()
     assert cache.fingerprint == fingerprint
     assert counter.texts == 70 - 10 * committed, f"killed at step {killed_at}"
@@ -170,21 +231,33 @@ def assert_goes_on(cache_dir: Path, killed_at: int, fingerprint: str) -> int:
 
 @pytest.mark.slow
 def test_killed_at_any_point_it_goes_on(tmp_path: Path) -> None:
-    """A process ends as by `kill -9` before a step of a commit; the next one tokenizes only what was not committed."""
+    """A process ends as by `kill -9` before a step of a commit; the next one tokenizes only what
+    was not committed.
+    """
 
     def run(die_at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(Path(__file__).with_name("kill_prepare.py")), str(small_tokenizer_folder())]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("kill_prepare.py")),
+            str(small_tokenizer_folder()),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}
         command += [str(tmp_path / str(die_at)), str(die_at)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=120, env=environment
+        )
 
     points = [0, 1, 2, 3, 4, 7, 30, 58, 60]
     with ThreadPoolExecutor(2) as pool:
         done = dict(zip(points, pool.map(run, points), strict=True))
-    assert {point: process.returncode for point, process in done.items()} == {point: 77 if point else 0 for point in points}
+    assert {point: process.returncode for point, process in done.items()} == {
+        point: 77 if point else 0 for point in points
+    }
     whole = json.loads(done[0].stdout)
     assert whole["steps"] == STEPS
-    committed = [assert_goes_on(tmp_path / str(point), point, whole["fingerprint"]) for point in points[1:]]
+    committed = [
+        assert_goes_on(tmp_path / str(point), point, whole["fingerprint"]) for point in points[1:]
+    ]
     assert (committed[0], committed[-1]) == (0, 7)
 
 
@@ -192,7 +265,12 @@ def test_stopped_at_every_step_it_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     class Stop(BaseException):
         """As Ctrl-C is."""
 
-    fingerprint = prepare(WithIdentity(texts(40), texts(30, seed=1)), small_tokenizer(), dataset="d", cache_dir=tmp_path / "0").fingerprint
+    fingerprint = prepare(
+        WithIdentity(texts(40), texts(30, seed=1)),
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path / "0",
+    ).fingerprint
     for point in range(1, STEPS + 1):
         calls = 0
 
@@ -205,12 +283,17 @@ def test_stopped_at_every_step_it_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
         storage.set_fault_hook(hook)
         source, tokenizer = WithIdentity(texts(40), texts(30, seed=1)), small_tokenizer()
         with monkeypatch.context() as patch:
-            patch.setattr(cache_writer, "ThreadPoolExecutor", OneByOne)  # so that nothing follows the step at which it stops
+            # so that nothing follows the step at which it stops
+            patch.setattr(cache_writer, "ThreadPoolExecutor", OneByOne)
             with pytest.raises(Stop):
-                prepare(source, tokenizer, dataset="d", cache_dir=tmp_path / str(point), num_workers=1)
+                prepare(
+                    source, tokenizer, dataset="d", cache_dir=tmp_path / str(point), num_workers=1
+                )
         storage.set_fault_hook(None)
         committed = assert_goes_on(tmp_path / str(point), point, fingerprint)
-        assert committed == min(7, (point + 4) // 8), "the fourth step of a token file comes after its rename"
+        assert committed == min(7, (point + 4) // 8), (
+            "the fourth step of a token file comes after its rename"
+        )
 
 
 class OneByOne:
@@ -239,7 +322,13 @@ def test_a_failing_disk_is_told_and_nothing_is_torn(tmp_path: Path, step: str) -
     storage.set_fault_hook(hook)
     with pytest.raises(StorageError, match="no space left on device") as caught:
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path)
-    assert any("while tokenizing dataset 'd', shard-0, rows 0:10" in note for note in caught.value.__notes__) or step
+    assert (
+        any(
+            "while tokenizing dataset 'd', shard-0, rows 0:10" in note
+            for note in caught.value.__notes__
+        )
+        or step
+    )
     storage.set_fault_hook(None)
     cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path)
     assert documents(cache) == [small_tokenizer().reference_encode(text) for text in texts(40)]
@@ -257,7 +346,12 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(small_tokenizer_folder()), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    both = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(2)
+    ]
     results = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
     assert results[0][0] == results[1][0]
@@ -265,7 +359,9 @@ def test_two_at_once_do_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_token_file_that_is_gone_or_cut_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_file_that_is_gone_or_cut_is_made_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     source = WithIdentity(texts(40))
     first = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path)
     victim = tmp_path / "tokens" / first.manifest.parts[2].file
@@ -283,10 +379,17 @@ def test_a_flipped_bit_is_not_taken_over(tmp_path: Path) -> None:
     first = prepare(WithIdentity(texts(40)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
     victim = tmp_path / "tokens" / first.manifest.parts[2].file
     data = bytearray(victim.read_bytes())
-    data[first.tokens(20).ctypes.data - first.buffers().ids_address[2].item() + data.find(first.tokens(20).tobytes())] ^= 1
+    data[
+        first.tokens(20).ctypes.data
+        - first.buffers().ids_address[2].item()
+        + data.find(first.tokens(20).tobytes())
+    ] ^= 1
     storage.commit_bytes(victim, bytes(data))
-    # The touched file is read again; its tokens are found by content, seen to be damaged, and made again.
-    again = prepare(WithIdentity(texts(40), touched=(1,)), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    # The touched file is read again; its tokens are found by content, seen to be damaged, and made
+    # again.
+    again = prepare(
+        WithIdentity(texts(40), touched=(1,)), small_tokenizer(), dataset="d", cache_dir=tmp_path
+    )
     assert facts(again)["ranges_written"] == 1
     assert again.fingerprint == first.fingerprint
     again.verify()
@@ -305,30 +408,57 @@ def test_a_bad_row_stops_and_is_named(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "shard-1, row 13, column 'text': null: no value. Correct the row, or set on_error to 'skip' or 'quarantine'."
     )
-    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")  # the advice works
+    # the advice works
+    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
     assert cache.num_docs == 45
     with pytest.raises(SourceError, match="row 13"):  # a finished cache that skipped is no excuse
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path)
 
 
 def test_bad_rows_are_counted_by_reason_and_keep_their_numbers(tmp_path: Path) -> None:
-    cache = prepare(ShardedTexts(BAD, cuts=2), small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
+    cache = prepare(
+        ShardedTexts(BAD, cuts=2),
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path,
+        on_error="skip",
+    )
     assert cache.ledger.find("tokenize", "d", "rows").out == {"written": 3, "empty": 2, "null": 1}
-    assert [cache.where(doc) for doc in range(3)] == [("shard-0", 0), ("shard-0", 3), ("shard-0", 5)]
+    assert [cache.where(doc) for doc in range(3)] == [
+        ("shard-0", 0),
+        ("shard-0", 3),
+        ("shard-0", 5),
+    ]
     assert_conserved(cache.ledger)
     assert_stateless_reads(cache)
     assert cache.quarantine is None
 
 
 def test_quarantined_rows_are_written_with_their_place(tmp_path: Path) -> None:
-    broken = pa.Array.from_buffers(pa.large_string(), 2, [None, pa.py_buffer(np.array([0, 2, 4])), pa.py_buffer(b"ok\xff\xfe")])
-    data = pa.table({"text": pa.chunked_array([pa.array([None, "", "good"], pa.large_string()), broken])})
-    cache = prepare(InMemoryShardedSource(data), small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="quarantine")
+    broken = pa.Array.from_buffers(
+        pa.large_string(), 2, [None, pa.py_buffer(np.array([0, 2, 4])), pa.py_buffer(b"ok\xff\xfe")]
+    )
+    data = pa.table(
+        {"text": pa.chunked_array([pa.array([None, "", "good"], pa.large_string()), broken])}
+    )
+    cache = prepare(
+        InMemoryShardedSource(data),
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path,
+        on_error="quarantine",
+    )
     assert cache.quarantine is not None
     lines = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
     assert lines == [
         {"file": "memory", "row": 0, "reason": "null", "detail": "no value", "raw": "null"},
-        {"file": "memory", "row": 4, "reason": "invalid_utf8", "detail": "not UTF-8", "raw": '"\\\\xff\\\\xfe"'},
+        {
+            "file": "memory",
+            "row": 4,
+            "reason": "invalid_utf8",
+            "detail": "not UTF-8",
+            "raw": '"\\\\xff\\\\xfe"',
+        },
     ]
     assert cache.num_docs == 2
 
@@ -337,7 +467,14 @@ def test_what_a_file_refuses_is_quarantined_as_it_stands_there(tmp_path: Path) -
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n\n{bad\n{"text": null}\n{"text": 5}\n{"text": "fine"}\n')
     source = open_files(path, on_error="quarantine")
-    cache = prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path / "cache", on_error="quarantine", max_bad_rows=3)
+    cache = prepare(
+        source,
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=tmp_path / "cache",
+        on_error="quarantine",
+        max_bad_rows=3,
+    )
     assert cache.quarantine is not None
     lines = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
     assert [(line["file"], line["row"], line["reason"], line["raw"]) for line in lines] == [
@@ -346,7 +483,13 @@ def test_what_a_file_refuses_is_quarantined_as_it_stands_there(tmp_path: Path) -
         (str(path), 4, "not_a_string", '{"text": 5}'),
     ]
     # The blank line is counted and not charged: it is no bad row.
-    assert cache.ledger.find("tokenize", "d", "rows").out == {"written": 2, "blank_line": 1, "not_a_string": 1, "null": 1, "unparsable": 1}
+    assert cache.ledger.find("tokenize", "d", "rows").out == {
+        "written": 2,
+        "blank_line": 1,
+        "not_a_string": 1,
+        "null": 1,
+        "unparsable": 1,
+    }
     assert cache.where(1) == (str(path), 5)
 
 
@@ -354,8 +497,15 @@ def test_what_a_file_refuses_is_quarantined_as_it_stands_there(tmp_path: Path) -
 def test_a_text_without_tokens_is_a_bad_row(tmp_path: Path, shared_data: Path) -> None:
     from easypipe.transforms.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "torchtitan_tiny"))  # drops what it does not know
-    cache = prepare(ShardedTexts(["abc", "é", "日本", "def"]), tokenizer, dataset="d", cache_dir=tmp_path, on_error="skip")
+    # drops what it does not know
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "torchtitan_tiny"))
+    cache = prepare(
+        ShardedTexts(["abc", "é", "日本", "def"]),
+        tokenizer,
+        dataset="d",
+        cache_dir=tmp_path,
+        on_error="skip",
+    )
     assert cache.ledger.find("tokenize", "d", "rows").out == {"written": 2, "no_tokens": 2}
     assert (cache.lengths(np.arange(2)) > 0).all()
 
@@ -364,11 +514,29 @@ def test_a_text_without_tokens_is_a_bad_row(tmp_path: Path, shared_data: Path) -
 def test_the_budget_is_charged_in_shard_order(tmp_path: Path, workers: int) -> None:
     source = ShardedTexts([*texts(25), None], [None, *texts(3), None, None], cuts=2)
     with pytest.raises(BudgetError) as caught:
-        prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip", max_bad_rows=2, num_workers=workers)
+        prepare(
+            source,
+            small_tokenizer(),
+            dataset="d",
+            cache_dir=tmp_path,
+            on_error="skip",
+            max_bad_rows=2,
+            num_workers=workers,
+        )
     assert str(caught.value) == (
         "shard-1, row 4, column 'text': bad row number 3 (null: no value), and max_bad_rows is 2. Correct the rows, or raise max_bad_rows."
     )
-    assert prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip", max_bad_rows=4).num_docs == 28
+    assert (
+        prepare(
+            source,
+            small_tokenizer(),
+            dataset="d",
+            cache_dir=tmp_path,
+            on_error="skip",
+            max_bad_rows=4,
+        ).num_docs
+        == 28
+    )
     with pytest.raises(ConfigError, match="max_bad_rows: has no effect while on_error is 'error'"):
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, max_bad_rows=4)
 
@@ -377,14 +545,26 @@ def test_missing_and_wrong_columns(tmp_path: Path) -> None:
     source = ShardedTexts(texts(3))
     with pytest.raises(SourceError) as caught:
         prepare(source, small_tokenizer(), dataset="d", content_field="txt", cache_dir=tmp_path)
-    assert str(caught.value) == "dataset 'd', column 'txt': no such column (have: text, n). Did you mean 'text'?"
+    assert (
+        str(caught.value)
+        == "dataset 'd', column 'txt': no such column (have: text, n). Did you mean 'text'?"
+    )
     with pytest.raises(SourceError) as caught:
         prepare(source, small_tokenizer(), dataset="d", content_field="n", cache_dir=tmp_path)
     assert str(caught.value) == (
         "dataset 'd', column 'n': holds int64, not text; columns of text (have: text). Set content_field to one of them."
     )
-    with pytest.raises(SourceError, match=r"became a document: null 3; the first is memory, row 0: no value\. Check the column"):
-        prepare(InMemoryShardedSource({"text": [None] * 3}), small_tokenizer(), dataset="d", cache_dir=tmp_path, on_error="skip")
+    with pytest.raises(
+        SourceError,
+        match=r"became a document: null 3; the first is memory, row 0: no value\. Check the column",
+    ):
+        prepare(
+            InMemoryShardedSource({"text": [None] * 3}),
+            small_tokenizer(),
+            dataset="d",
+            cache_dir=tmp_path,
+            on_error="skip",
+        )
 
 
 def test_an_error_on_a_worker_keeps_its_place_and_leaves_no_thread(tmp_path: Path) -> None:
@@ -396,7 +576,9 @@ def test_an_error_on_a_worker_keeps_its_place_and_leaves_no_thread(tmp_path: Pat
 
     before = set(threading.enumerate())
     with pytest.raises(SourceError, match="broken") as caught:
-        prepare(Breaking(texts(200)), small_tokenizer(), dataset="d", cache_dir=tmp_path, num_workers=3)
+        prepare(
+            Breaking(texts(200)), small_tokenizer(), dataset="d", cache_dir=tmp_path, num_workers=3
+        )
     assert caught.value.__notes__ == ["while tokenizing dataset 'd', shard-0, rows 20:30"]
     assert_no_new_threads(before)
 
@@ -404,7 +586,9 @@ def test_an_error_on_a_worker_keeps_its_place_and_leaves_no_thread(tmp_path: Pat
 # The audit
 
 
-def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from easypipe.transforms.fast import FastEngine
 
     class Errs(FastEngine):
@@ -419,7 +603,8 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(tmp_path: 
     monkeypatch.setattr(cache_writer, "SAMPLE_ROWS", 8)
     source = WithIdentity(texts(15), texts(40, seed=1), cuts=40)
     with pytest.raises(
-        TokenizerError, match=r"shard-1, row \d+: tokenizer .*: gigatoken does not give the tokens of `tokenizers`\. Run again"
+        TokenizerError,
+        match=r"shard-1, row \d+: tokenizer .*: gigatoken does not give the tokens of `tokenizers`\. Run again",
     ):
         prepare(source, small_tokenizer(), dataset="d", cache_dir=tmp_path, num_workers=1)
     monkeypatch.undo()
@@ -428,7 +613,9 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(tmp_path: 
     cache = prepare(source, tokenizer, dataset="d", cache_dir=tmp_path)
     assert tokenizer.backend.name == "tokenizers"
     assert counter.texts == 55
-    assert documents(cache) == [tokenizer.reference_encode(text) for text in [*texts(15), *texts(40, seed=1)]]
+    assert documents(cache) == [
+        tokenizer.reference_encode(text) for text in [*texts(15), *texts(40, seed=1)]
+    ]
 
 
 # Cutting
@@ -440,8 +627,14 @@ def test_a_backend_that_errs_is_found_by_the_audit_and_not_used_again(tmp_path: 
         (Shard(name="s", num_rows=0), []),
         (Shard(name="s", num_rows=1, num_bytes=10**10), [(0, 1)]),
         (Shard(name="s", num_rows=100, cuts=(0, 7, 30, 33, 66, 90), num_bytes=100 << 20), None),
-        (Shard(name="s", num_rows=200_000), [(0, 65536), (65536, 131072), (131072, 196608), (196608, 200_000)]),
-        (Shard(name="s", num_rows=90, cuts=(0, 29, 61), num_bytes=12 << 20), [(0, 29), (29, 61), (61, 90)]),
+        (
+            Shard(name="s", num_rows=200_000),
+            [(0, 65536), (65536, 131072), (131072, 196608), (196608, 200_000)],
+        ),
+        (
+            Shard(name="s", num_rows=90, cuts=(0, 29, 61), num_bytes=12 << 20),
+            [(0, 29), (29, 61), (61, 90)],
+        ),
     ],
 )
 def test_ranges_cover_every_row_once(shard: Shard, ranges: list[tuple[int, int]] | None) -> None:

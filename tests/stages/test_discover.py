@@ -1,4 +1,6 @@
-"""discover: what stands in files, folders, the Hub and memory, without loading it; and configs that read what was found."""
+"""discover: what stands in files, folders, the Hub and memory, without loading it; and configs that
+read what was found.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ import yaml
 
 import easypipe
 from chat_support import CHATML, chat_tokenizer
-from easypipe import DatasetConfig, Discovery, Pipeline, PipelineConfig, PromptEngine, TokenFilesConfig, discover, tokenize_and_save
+from easypipe import (
+    DatasetConfig,
+    Discovery,
+    Pipeline,
+    PipelineConfig,
+    PromptEngine,
+    TokenFilesConfig,
+    discover,
+    tokenize_and_save,
+)
 from easypipe.cli import main
 from easypipe.core.config import from_dict
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError
@@ -38,7 +49,9 @@ def first_row(dataset: DatasetConfig) -> dict[str, Any]:
 
 
 def assert_reads(found: Discovery) -> None:
-    """What is proposed for every part is a config that reads its rows, from Python and from the YAML."""
+    """What is proposed for every part is a config that reads its rows, from Python and from the
+    YAML.
+    """
     for part in found.parts:
         proposal = part.propose()
         read = [proposal.config]
@@ -52,7 +65,9 @@ def assert_reads(found: Discovery) -> None:
 
 
 def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
-    jsonl(tmp_path / "qa_train.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(30)])
+    jsonl(
+        tmp_path / "qa_train.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(30)]
+    )
     jsonl(tmp_path / "qa_val.jsonl", [{"question": f"q{i}", "answer": f"a{i}"} for i in range(5)])
     jsonl(tmp_path / "chat.jsonl", [{"messages": TALK}] * 4)
     jsonl(tmp_path / "chat2.jsonl", [{"messages": TALK, "source": "x"}] * 4)
@@ -80,7 +95,9 @@ def test_globs_hive_and_compressed(tmp_path: Path) -> None:
     for lang in ("de", "en"):
         folder = tmp_path / "hive" / f"lang={lang}"
         folder.mkdir(parents=True)
-        pq.write_table(pa.table({"text": [f"{lang} {i}" for i in range(10)]}), folder / "part.parquet")
+        pq.write_table(
+            pa.table({"text": [f"{lang} {i}" for i in range(10)]}), folder / "part.parquet"
+        )
     found = discover(str(tmp_path / "hive"))
     [part] = found.parts
     assert [column.name for column in part.columns or ()] == ["text", "lang"]
@@ -93,7 +110,12 @@ def test_globs_hive_and_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.txt", "rows.json"])
 def test_a_terabyte_is_not_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    start = {"jsonl": '{"text": "a"}\n' * 9, "csv": "text\n" + "a\n" * 9, "txt": "a\n" * 9, "json": "[" + '{"text": "a"},' * 9}
+    start = {
+        "jsonl": '{"text": "a"}\n' * 9,
+        "csv": "text\n" + "a\n" * 9,
+        "txt": "a\n" * 9,
+        "json": "[" + '{"text": "a"},' * 9,
+    }
     with path.open("wb") as file:
         file.write(start[path.suffix[1:]].encode())
         file.truncate(1 << 40)
@@ -131,25 +153,40 @@ def test_saved_folders_and_tokens(tmp_path: Path) -> None:
 
 def test_folders_of_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"instruction": f"do {i}", "input": "", "output": str(i)} for i in range(20)])
-    datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(tmp_path / "dict")
+    rows = datasets.Dataset.from_list(
+        [{"instruction": f"do {i}", "input": "", "output": str(i)} for i in range(20)]
+    )
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(
+        tmp_path / "dict"
+    )
     rows.save_to_disk(tmp_path / "one")
     found = discover(tmp_path / "dict")
-    assert [(part.split, part.num_rows, part.rows_from, part.kind.name) for part in found.parts] == [
+    assert [
+        (part.split, part.num_rows, part.rows_from, part.kind.name) for part in found.parts
+    ] == [
         ("train", 20, "footer", "alpaca"),
         ("test", 3, "footer", "alpaca"),
     ]
     assert_reads(found)
     assert [part.num_rows for part in discover(tmp_path / "one").parts] == [20]
     in_memory = discover(datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}))
-    assert [(part.split, part.num_rows, part.rows_from) for part in in_memory.parts] == [("train", 20, "memory"), ("test", 3, "memory")]
+    assert [(part.split, part.num_rows, part.rows_from) for part in in_memory.parts] == [
+        ("train", 20, "memory"),
+        ("test", 3, "memory"),
+    ]
     assert_reads(in_memory)
     assert_reads(discover(rows))
 
 
 def test_rows_in_memory() -> None:
-    talk = {"chat": json.dumps(TALK), "id": "x"}  # JSON in text is known by what stands in the rows, however many are shown
-    assert discover([talk], sample_rows=0).propose(columns={"messages": "chat"}).fields["content_field"] == "chat"
+    # JSON in text is known by what stands in the rows, however many are shown
+    talk = {"chat": json.dumps(TALK), "id": "x"}
+    assert (
+        discover([talk], sample_rows=0)
+        .propose(columns={"messages": "chat"})
+        .fields["content_field"]
+        == "chat"
+    )
     for data in ([{"text": "a"}] * 3, {"text": ["a"] * 3}, pa.table({"text": ["a"] * 3})):
         found = discover(data)
         assert [(part.num_rows, part.kind.name) for part in found.parts] == [(3, "text")]
@@ -159,7 +196,9 @@ def test_rows_in_memory() -> None:
 
 
 def test_the_hub(hub_mirror: WebServer) -> None:  # noqa: F811
-    lines = "".join(json.dumps({"question": f"q {i}", "answer": "a " * 400}) + "\n" for i in range(20_000)).encode()
+    lines = "".join(
+        json.dumps({"question": f"q {i}", "answer": "a " * 400}) + "\n" for i in range(20_000)
+    ).encode()
     main = [{"split": name, "path": f"main/{name}.jsonl"} for name in ("train", "test")]
     card = {
         "configs": [
@@ -219,7 +258,10 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     [part] = discover(tmp_path / "some.jsonl").parts
     assert len(part.sample) == 2
     assert any("1 of the first 64 rows are bad; row 1: unparsable" in note for note in part.notes)
-    for options, message in (({"subset": "x"}, "datasets of the Hub alone"), ({"sample_rows": -1}, "Give 0 or more")):
+    for options, message in (
+        ({"subset": "x"}, "datasets of the Hub alone"),
+        ({"sample_rows": -1}, "Give 0 or more"),
+    ):
         with pytest.raises(ConfigError, match=message):
             discover(tmp_path / "good.jsonl", **options)
     with pytest.raises(ConfigError, match="says nothing about rows in memory"):
@@ -233,7 +275,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_hostile_dataset_does_not_steer_the_terminal(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", [{"text": "\x1b[2J\u202e\x9b1m", "\x1b]0;owned\x07": "a"}])
+    path = jsonl(
+        tmp_path / "rows.jsonl", [{"text": "\x1b[2J\u202e\x9b1m", "\x1b]0;owned\x07": "a"}]
+    )
     shown = str(discover(path))
     assert not set(shown) & set("\x1b\x07\x9b\u202e")
     assert "\\u{1b}]0;owned" in shown
@@ -244,7 +288,13 @@ def test_credentials_are_not_written(tmp_path: Path) -> None:
     found = discover(path, storage_options={"token": "hush"})
     proposal = found.propose()
     assert proposal.config.storage_options == {"token": "hush"}
-    for shown in (str(found), repr(found), json.dumps(found.to_json()), proposal.yaml(), repr(proposal)):
+    for shown in (
+        str(found),
+        repr(found),
+        json.dumps(found.to_json()),
+        proposal.yaml(),
+        repr(proposal),
+    ):
         assert "hush" not in shown
     assert "storage_options: as you gave them" in proposal.yaml()
 
@@ -267,14 +317,25 @@ def test_an_arrow_stream_elsewhere_is_not_read_through(tmp_path: Path) -> None:
 def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "q", "solution": "s", "answer": "a"}])
     found = discover(path)
-    with pytest.raises(ConfigError, match=r"'solution' and 'answer' fit 'completion' equally well.*Say which one is meant"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'solution' and 'answer' fit 'completion' equally well.*Say which one is meant",
+    ):
         found.propose()
     assert found.propose(columns={"completion": "answer"}).fields["completion_field"] == "answer"
-    assert found.propose(kind="text", columns={"text": "solution"}).fields["content_field"] == "solution"
+    assert (
+        found.propose(kind="text", columns={"text": "solution"}).fields["content_field"]
+        == "solution"
+    )
     unknown = discover(jsonl(tmp_path / "ab.jsonl", [{"a": "x", "b": "y"}]))
-    with pytest.raises(ConfigError, match=r"no columns among them \(have: a, b\)\. Name them: kind='text'"):
+    with pytest.raises(
+        ConfigError, match=r"no columns among them \(have: a, b\)\. Name them: kind='text'"
+    ):
         unknown.propose()
-    with pytest.raises(ConfigError, match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Name them: kind='prompt_completion', columns=\{'prompt': ..., 'completion': ...\}\.$",
+    ):
         unknown.propose(kind="prompt_completion")
     assert unknown.propose(kind="text", columns={"text": "a"}).fields["content_field"] == "a"
 
@@ -284,7 +345,10 @@ def test_nothing_is_mapped_silently(tmp_path: Path) -> None:
     [
         {"prompt": "p ", "chosen": "c", "rejected": "r"},
         {"chosen": "p: c", "rejected": "p: r"},
-        {side: [{"role": "user", "content": "p"}, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")},
+        {
+            side: [{"role": "user", "content": "p"}, {"role": "assistant", "content": side}]
+            for side in ("chosen", "rejected")
+        },
     ],
     ids=["prompt", "text", "messages"],
 )
@@ -300,26 +364,39 @@ def test_pairs_are_proposed_as_pairs(tmp_path: Path, row: dict[str, Any]) -> Non
 
 
 def test_pairs_without_their_prompt_are_refused(tmp_path: Path) -> None:
-    row = {"prompt": "p", **{side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}}
+    row = {
+        "prompt": "p",
+        **{side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")},
+    }
     with pytest.raises(ConfigError, match="begin with the answer"):
         discover(jsonl(tmp_path / "pairs.jsonl", [row] * 3)).propose()
 
 
 def test_who_speaks_is_not_guessed(tmp_path: Path) -> None:
     def talk(first: str, second: str) -> dict[str, Any]:
-        return {"conversations": [{"from": first, "value": "hi"}, {"from": second, "value": "hello"}]}
+        return {
+            "conversations": [{"from": first, "value": "hi"}, {"from": second, "value": "hello"}]
+        }
 
     known = discover(jsonl(tmp_path / "known.jsonl", [talk("human", "gpt")] * 4))
     assert_reads(known)
     other = discover(jsonl(tmp_path / "other.jsonl", [talk("human", "bot")] * 4))
-    with pytest.raises(ConfigError, match=r"nobody knows who 'bot' are.*Say it: roles=\{'bot': 'assistant'\}"):
+    with pytest.raises(
+        ConfigError, match=r"nobody knows who 'bot' are.*Say it: roles=\{'bot': 'assistant'\}"
+    ):
         other.propose()
     said = other.propose(roles={"bot": "assistant"})
     for proposal in (known.propose(), said):
         dataset = yaml.safe_load(proposal.yaml())["datasets"][0]
         dataset["prompt"]["template"] = "chatml"
-        [segment] = easypipe.preview({"datasets": [dataset], "default_tokenizer": tokenizer()}, 1).samples[0].segments
-        assert [piece.text for piece in segment.pieces or () if not piece.masked] == ["hello<|im_end|>"]
+        [segment] = (
+            easypipe.preview({"datasets": [dataset], "default_tokenizer": tokenizer()}, 1)
+            .samples[0]
+            .segments
+        )
+        assert [piece.text for piece in segment.pieces or () if not piece.masked] == [
+            "hello<|im_end|>"
+        ]
     with pytest.raises(ConfigError, match="roles: mean nothing to plain text"):
         discover([{"text": "a"}]).propose(roles={"bot": "assistant"})
 
@@ -333,7 +410,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "equally well" in out
     assert main(["discover", str(path), "--column", "completion=answer"]) == 0
     assert (
-        yaml.safe_load(capsys.readouterr().out.partition("To read")[2].partition(":\n")[2])["datasets"][0]["completion_field"] == "answer"
+        yaml.safe_load(capsys.readouterr().out.partition("To read")[2].partition(":\n")[2])[
+            "datasets"
+        ][0]["completion_field"]
+        == "answer"
     )
     assert main(["discover", str(path), "--json"]) == 3
     shown = json.loads(capsys.readouterr().out)
@@ -349,7 +429,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_files_of_chat() -> None:
     found = discover(CHAT)
     told = {part.kind.name: part for part in found.parts}
-    assert {name: part.num_rows for name, part in told.items()} == {"alpaca": 2000, "prompt_completion": 3000, "messages": 155}
+    assert {name: part.num_rows for name, part in told.items()} == {
+        "alpaca": 2000,
+        "prompt_completion": 3000,
+        "messages": 155,
+    }
     assert told["messages"].kind.roles == ("user", "assistant", "tool", "system")
     assert told["messages"].kind.tools
     assert_reads(found)
@@ -367,10 +451,26 @@ def _bytes_read() -> int:
 PROSE = "A line of text that was\nwrapped at some width.\n\n" * 9
 FILES: dict[str, tuple[dict[str, str], str, str]] = {
     "lines": ({"a.txt": "one\ntwo\nthree\n"}, "line", "no blank lines stand between its lines"),
-    "single lines": ({f"{i}.txt": f"only {i}\n" for i in range(5)}, "line", "no file has several lines of text"),
-    "spaced lines": ({"a.txt": "one\n\ntwo\n\nthree\n\nfour\n"}, "line", "each paragraph is a line"),
-    "one book": ({"a.txt": PROSE}, "paragraph", "blank lines stand between runs of 2.0 lines on average"),
-    "many texts": ({f"{i}.txt": PROSE for i in range(6)}, "file", "6 files of about 432 bytes, with several paragraphs each"),
+    "single lines": (
+        {f"{i}.txt": f"only {i}\n" for i in range(5)},
+        "line",
+        "no file has several lines of text",
+    ),
+    "spaced lines": (
+        {"a.txt": "one\n\ntwo\n\nthree\n\nfour\n"},
+        "line",
+        "each paragraph is a line",
+    ),
+    "one book": (
+        {"a.txt": PROSE},
+        "paragraph",
+        "blank lines stand between runs of 2.0 lines on average",
+    ),
+    "many texts": (
+        {f"{i}.txt": PROSE for i in range(6)},
+        "file",
+        "6 files of about 432 bytes, with several paragraphs each",
+    ),
 }
 
 
@@ -388,7 +488,11 @@ def test_the_unit_of_text_files_is_told_and_why(tmp_path: Path, name: str) -> No
     assert why in proposal.reasons[0]
     assert f"proposed {proposal.reasons[0]}" in str(found)
     assert_reads(found)
-    read = Pipeline(PipelineConfig(datasets=(proposal.config,), seed=1)).source().get_data()["dataset1"]
+    read = (
+        Pipeline(PipelineConfig(datasets=(proposal.config,), seed=1))
+        .source()
+        .get_data()["dataset1"]
+    )
     assert sum(shard.num_rows for shard in read.shards) == part.num_rows
     assert part.sample[0]["text"] == read.read(0, 0, 1).column("text").to_pylist()[0]
 
@@ -399,42 +503,79 @@ def test_what_is_merely_the_only_text_is_not_proposed_as_the_text(tmp_path: Path
         [{"category": "writing", "turns": ["a", "b"], "question_id": i} for i in range(3)],
     ):
         found = discover(jsonl(tmp_path / "rows.jsonl", rows))
-        with pytest.raises(ConfigError, match=r"train: no columns among them .*Name them: kind='text'"):
+        with pytest.raises(
+            ConfigError, match=r"train: no columns among them .*Name them: kind='text'"
+        ):
             found.propose()
         column = next(iter(rows[0]))
         assert found.propose(kind="text", columns={"text": column}).config.content_field == column
-    assert discover([{"blurb": "a text"}]).propose().config.content_field == "blurb"  # there is nothing else
+    # there is nothing else
+    assert discover([{"blurb": "a text"}]).propose().config.content_field == "blurb"
 
 
 def test_proposals_are_tried_on_the_first_rows(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "what is this?", "image": None}, {"type": "image", "text": None, "image": "x.png"}]
-    talks = [{"messages": [{"role": "user", "content": parts}, TALK[1] | {"content": [parts[0]]}]} for _ in range(5)]
+    parts = [
+        {"type": "text", "text": "what is this?", "image": None},
+        {"type": "image", "text": None, "image": "x.png"},
+    ]
+    talks = [
+        {"messages": [{"role": "user", "content": parts}, TALK[1] | {"content": [parts[0]]}]}
+        for _ in range(5)
+    ]
     found = discover(jsonl(tmp_path / "images.jsonl", talks))
-    with pytest.raises(ConfigError, match="but 5 of the first 5 rows cannot be read so: multimodal 5; row 0: message 0 holds a part"):
+    with pytest.raises(
+        ConfigError,
+        match="but 5 of the first 5 rows cannot be read so: multimodal 5; row 0: message 0 holds a part",
+    ):
         found.propose()
     assert "refused  5 of the first 5 rows" in str(found)
     assert "proposed messages" not in str(found)
-    some = discover([{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]).propose()
-    assert "# 1 of the first 2 rows cannot be read so: null 1; row 1: column 'completion' has no text" in some.yaml()
-    assert "# all of the first 2 rows can be read so" in discover([{"text": "a"}, {"text": "b"}]).propose().yaml()
+    some = discover(
+        [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]
+    ).propose()
+    assert (
+        "# 1 of the first 2 rows cannot be read so: null 1; row 1: column 'completion' has no text"
+        in some.yaml()
+    )
+    assert (
+        "# all of the first 2 rows can be read so"
+        in discover([{"text": "a"}, {"text": "b"}]).propose().yaml()
+    )
 
 
 def test_the_case_of_roles_does_not_matter(tmp_path: Path) -> None:
     for keys in (("from", "value"), ("role", "content")):
-        turns = [{keys[0]: who, keys[1]: said} for who, said in (("System", "Be brief."), ("User", "hi"), ("Assistant", "hello"))]
+        turns = [
+            {keys[0]: who, keys[1]: said}
+            for who, said in (("System", "Be brief."), ("User", "hi"), ("Assistant", "hello"))
+        ]
         proposal = discover([{"conversations": turns}]).propose()
         assert proposal.config.prompt is not None
         engine = PromptEngine(chat_tokenizer(), proposal.config.prompt)
         assert "<|im_start|>assistant\nhello" in engine.render({"conversations": turns}).text
-    strangers = [{"conversations": [{"from": "Visitor", "value": "hi"}, {"from": "Host", "value": "hello"}]}]
-    with pytest.raises(ConfigError, match=r"Say it: roles=\{'Visitor': 'user', 'Host': 'assistant'\}"):
+    strangers = [
+        {"conversations": [{"from": "Visitor", "value": "hi"}, {"from": "Host", "value": "hello"}]}
+    ]
+    with pytest.raises(
+        ConfigError, match=r"Say it: roles=\{'Visitor': 'user', 'Host': 'assistant'\}"
+    ):
         discover(strangers).propose()
-    assert not discover(strangers).propose(roles={"Visitor": "user", "Host": "assistant"}).trial.reasons
+    assert (
+        not discover(strangers)
+        .propose(roles={"Visitor": "user", "Host": "assistant"})
+        .trial.reasons
+    )
 
 
 def test_pairs_whose_prompt_stands_beside_them_are_not_proposed_without_it() -> None:
     pair = {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [TALK[1] | {"content": "go away"}]}
-    with pytest.raises(ConfigError, match=r"the prompt stands in a column of its own\. Put it in front of both"):
+    with pytest.raises(
+        ConfigError, match=r"the prompt stands in a column of its own\. Put it in front of both"
+    ):
         discover([pair] * 3).propose()
-    whole = {"prompt": "hi", "chosen": TALK, "rejected": [TALK[0], TALK[1] | {"content": "go away"}]}
+    whole = {
+        "prompt": "hi",
+        "chosen": TALK,
+        "rejected": [TALK[0], TALK[1] | {"content": "go away"}],
+    }
     assert discover([whole] * 3).propose().config.prompt.input_columns == ("chosen",)

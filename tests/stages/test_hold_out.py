@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from easypipe import ConfigError, DatasetConfig, ModelConfig, Pipeline, PipelineConfig, RunConfig, Trainer, TrainingConfig
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    ModelConfig,
+    Pipeline,
+    PipelineConfig,
+    RunConfig,
+    Trainer,
+    TrainingConfig,
+)
 from easypipe.cli.prepare import data_of
 from easypipe.jobs import prepare_data
 from pipelines import jsonl, texts, tokenizer
@@ -17,20 +26,28 @@ from pipelines import jsonl, texts, tokenizer
 
 def read(folder: Path, hold_out: dict[str, Any] | None = None, **options: Any) -> list[str]:
     dataset = DatasetConfig(name="d", data_files=str(folder / "*.jsonl"), hold_out=hold_out)  # type: ignore[arg-type]
-    (source,) = Pipeline(PipelineConfig(datasets=(dataset,), seed=1, **options)).source().get_data().values()
+    (source,) = (
+        Pipeline(PipelineConfig(datasets=(dataset,), seed=1, **options))
+        .source()
+        .get_data()
+        .values()
+    )
     return [row["text"] for name in source.shard_names for row in source.open_shard(name)]  # type: ignore[attr-defined]
 
 
 def test_the_two_sides_are_disjoint_and_stable(tmp_path: Path) -> None:
     every = texts(800, 3)
     jsonl(tmp_path / "a.jsonl", [{"text": text, "n": i} for i, text in enumerate(every)])
-    rest, held = (read(tmp_path, {"fraction": 0.2, "seed": 7, "held": held}) for held in (False, True))
+    rest, held = (
+        read(tmp_path, {"fraction": 0.2, "seed": 7, "held": held}) for held in (False, True)
+    )
     assert sorted(rest + held) == sorted(every)
     assert not set(rest) & set(held)
     assert 100 < len(held) < 220
     assert set(read(tmp_path, {"fraction": 0.2, "seed": 8, "held": True})) != set(held)
     more = texts(300, 5)
-    jsonl(tmp_path / "0.jsonl", [{"text": text} for text in [*more, held[0]]])  # before the others, and with a row of theirs
+    # before the others, and with a row of theirs
+    jsonl(tmp_path / "0.jsonl", [{"text": text} for text in [*more, held[0]]])
     (tmp_path / "a.jsonl").rename(tmp_path / "z.jsonl")
     assert set(held) <= set(read(tmp_path, {"fraction": 0.2, "seed": 7, "held": True}))
     assert held[0] not in read(tmp_path, {"fraction": 0.2, "seed": 7})
@@ -41,13 +58,21 @@ def test_the_two_sides_are_disjoint_and_stable(tmp_path: Path) -> None:
 
 def run(tmp_path: Path, held_out: dict[str, Any]) -> dict[str, Any]:
     file = jsonl(tmp_path / "data" / "a.jsonl", [{"text": text} for text in texts(300, 3)])
-    data = {"datasets": [{"data_files": str(file)}], "default_tokenizer": tokenizer(), "seed": 1, "cache_dir": str(tmp_path / "cache")}
+    data = {
+        "datasets": [{"data_files": str(file)}],
+        "default_tokenizer": tokenizer(),
+        "seed": 1,
+        "cache_dir": str(tmp_path / "cache"),
+    }
     return {"data": data | {"pack": {"seq_length": 64}}, "train": {}, "eval": {"held": held_out}}
 
 
 def test_a_run_holds_out_rows_of_its_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared = prepare_data(*data_of(run(tmp_path, {"from": "data", "fraction": 0.1, "seed": 7})))
-    rows = [prepared.report.ledger.find("tokenize", name, "rows").out for name in ("dataset1", "eval.held.dataset1")]
+    rows = [
+        prepared.report.ledger.find("tokenize", name, "rows").out
+        for name in ("dataset1", "eval.held.dataset1")
+    ]
     assert rows[0]["written"] + rows[1]["written"] == 300
     assert rows[0]["filtered"] == rows[1]["written"] > 10
     assert "trained on too" not in caplog.text
@@ -58,10 +83,18 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     values = run(tmp_path, held_out)
     wanted = data_of(values)
     [dataset] = values["data"].pop("datasets")
-    data = PipelineConfig(datasets=(DatasetConfig(**dataset, save_path=str(tmp_path / "saved")),), **values["data"])
-    made = RunConfig(data=data, train=TrainingConfig(output_dir=str(tmp_path / "run"), steps=1), eval={"held": held_out})  # type: ignore[dict-item]
+    data = PipelineConfig(
+        datasets=(DatasetConfig(**dataset, save_path=str(tmp_path / "saved")),), **values["data"]
+    )
+    made = RunConfig(
+        data=data,
+        train=TrainingConfig(output_dir=str(tmp_path / "run"), steps=1),
+        eval={"held": held_out},
+    )  # type: ignore[dict-item]
     assert made.eval == wanted[1]
-    assert [one.hold_out for one in made.data.datasets] == [one.hold_out for one in wanted[0].datasets]
+    assert [one.hold_out for one in made.data.datasets] == [
+        one.hold_out for one in wanted[0].datasets
+    ]
     assert made.data.datasets[0].save_path is not None
     assert dataclasses.replace(made, model=made.model) == made
     with pytest.raises(ConfigError, match=r"data\.datasets\[0\]\.hold_out: is set by eval\.held"):
@@ -80,7 +113,9 @@ def test_a_run_made_in_python_holds_out_as_its_file_does(tmp_path: Path) -> None
     assert 0 < len(trainer.evals[0].loader) < len(trainer.train)
 
 
-def test_evaluating_on_trained_rows_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluating_on_trained_rows_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     values = run(tmp_path, {})
     values["eval"]["held"] = {"datasets": json.loads(json.dumps(values["data"]["datasets"]))}
     prepare_data(*data_of(values))

@@ -1,4 +1,6 @@
-"""Rows that are left out on purpose are counted, not kept: memory does not grow with how many there are."""
+"""Rows that are left out on purpose are counted, not kept: memory does not grow with how many there
+are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ ROWS = 40_000
 
 def test_benign_rows_of_one_reason_are_one_reject() -> None:
     bad = Reject(row=4, reason="null")
-    rejects = [Reject(row=9, reason="empty", benign=True), bad, Reject(row=2, reason="empty", benign=True, count=3)]
+    rejects = [
+        Reject(row=9, reason="empty", benign=True),
+        bad,
+        Reject(row=2, reason="empty", benign=True, count=3),
+    ]
     assert counted(rejects) == (Reject(row=2, reason="empty", benign=True, count=4), bad)
 
 
@@ -30,10 +36,18 @@ def prepared(folder: Path, kind: str, rows: int, *, streaming: bool) -> Any:
     if kind == "parquet":
         pq.write_table(pa.table({"text": ["one text", *[""] * rows, "two texts"]}), path)
     else:
-        head, row = {"jsonl": ("", '{"text": "%s"}'), "txt": ("", "%s"), "csv": ("text\n", "%s")}[kind]
+        head, row = {"jsonl": ("", '{"text": "%s"}'), "txt": ("", "%s"), "csv": ("text\n", "%s")}[
+            kind
+        ]
         path.write_text(head + row % "one text" + "\n" * rows + "\n" + row % "two texts" + "\n")
-    more: dict[str, Any] = {"load": {"batch_size": 1}, "streaming": True, "num_streams": 1} if streaming else {}
-    pipeline = Pipeline(config(folder, datasets=[DatasetConfig(name="d", data_files=str(path))], **more)).source().tokenize()
+    more: dict[str, Any] = (
+        {"load": {"batch_size": 1}, "streaming": True, "num_streams": 1} if streaming else {}
+    )
+    pipeline = (
+        Pipeline(config(folder, datasets=[DatasetConfig(name="d", data_files=str(path))], **more))
+        .source()
+        .tokenize()
+    )
     if not streaming:
         source: Any = pipeline.get_data()["d"]
         return source.materialize().ledger.find("tokenize", "d", "rows")
@@ -58,8 +72,12 @@ def test_rows_that_are_left_out_cost_no_memory(tmp_path: Path, kind: str, stream
 
 
 def test_streaming_knows_the_columns_behind_a_first_line_that_is_long(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "' + "a b " * (400 << 10) + '"}\n{"text": "short"}\n')
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "' + "a b " * (400 << 10) + '"}\n{"text": "short"}\n'
+    )
     more: dict[str, Any] = {"load": {"batch_size": 1}, "streaming": True, "num_streams": 1}
     datasets = [DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"))]
-    loader = Pipeline(config(tmp_path, datasets=datasets, **more)).source().tokenize().load().build()
+    loader = (
+        Pipeline(config(tmp_path, datasets=datasets, **more)).source().tokenize().load().build()
+    )
     assert len(list(loader)) == 2

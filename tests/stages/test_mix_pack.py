@@ -1,4 +1,6 @@
-"""Mixed and packed rows as sources: the laws, the conservation of documents and tokens, and every refusal with its cure."""
+"""Mixed and packed rows as sources: the laws, the conservation of documents and tokens, and every
+refusal with its cure.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def test_packed_rows_keep_the_laws(tmp_path: Path, strategy: str) -> None:
     source = pipeline.get_data()["mixed"]
     laws.assert_stateless_reads(source, cuts=(1, 5, 17))
     batch = source.read(0, 0, source.shards[0].num_rows)
-    rows = {name: np.stack(batch.column(name).to_numpy(zero_copy_only=False)).astype(np.int32) for name in batch.schema.names}
+    rows = {
+        name: np.stack(batch.column(name).to_numpy(zero_copy_only=False)).astype(np.int32)
+        for name in batch.schema.names
+    }
     laws.assert_rows_well_formed(rows, pad_token_id=source.pad_token_id)
     laws.assert_conserved(pipeline.ledger())
     slots = pipeline.ledger().find("pack", "mixed", "slots")
@@ -65,7 +70,9 @@ def test_every_document_once_with_its_own_tokens_and_origin(tmp_path: Path) -> N
     source = mixed(tmp_path).get_data()["mixed"]
     rows = pa.Table.from_batches([source.read(0, 0, source.shards[0].num_rows)]).to_pylist()
     known = load_tokenizer(tokenizer())
-    expected = Counter(("code", t) for t in texts(60, 3)) + Counter(("docs", t) for t in texts(90, 5, 25))
+    expected = Counter(("code", t) for t in texts(60, 3)) + Counter(
+        ("docs", t) for t in texts(90, 5, 25)
+    )
     assert Counter((row[SOURCE], known.decode(row[INPUT_IDS])) for row in rows) == expected
 
 
@@ -82,7 +89,8 @@ def test_a_block_holds_whole_shares(tmp_path: Path) -> None:
     assert [origins[i : i + 10].count("code") for i in range(0, 80, 10)] == [7] * 8
     assert block_weights({"a": 1.0, "b": 1.0, "c": 1.0}, 10) == (4, 3, 3)
     with pytest.raises(
-        ConfigError, match=r"block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of at least 1000,"
+        ConfigError,
+        match=r"block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of at least 1000,",
     ):
         MixStageConfig(weights={"a": 999, "b": 1}, block_size=10)
     assert MixStageConfig(weights={"a": 999, "b": 1}, block_size=1000).block_size == 1000
@@ -104,7 +112,11 @@ def test_equal_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
 def test_eos_is_added_once(tmp_path: Path) -> None:
     """A text that ends with the EOS token keeps one, the others get one."""
     rows = jsonl(tmp_path / "x.jsonl", [{"text": "plain"}, {"text": "ends already<|endoftext|>"}])
-    pipeline = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="x", data_files=rows)])).source().tokenize()
+    pipeline = (
+        Pipeline(config(tmp_path, datasets=[DatasetConfig(name="x", data_files=rows)]))
+        .source()
+        .tokenize()
+    )
     pipeline.pack(PackStageConfig(seq_length=32))
     source = pipeline.get_data()["x"]
     row = source.read(0, 0, 1).to_pylist()[0]
@@ -130,7 +142,9 @@ def test_plan_checkpoints_are_kept_and_give_the_same_rows(tmp_path: Path) -> Non
 
 
 def test_checkpoints_that_were_found_later_are_kept_too(tmp_path: Path) -> None:
-    first, again = (mixed(tmp_path).pack(PackStageConfig(seq_length=64)).get_data()["mixed"] for _ in range(2))
+    first, again = (
+        mixed(tmp_path).pack(PackStageConfig(seq_length=64)).get_data()["mixed"] for _ in range(2)
+    )
     plan = first.plan()
     first.mixture.remember(plan)
     assert plan.num_rows
@@ -140,12 +154,16 @@ def test_checkpoints_that_were_found_later_are_kept_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("oversize", ["split", "error"])
-def test_the_first_batch_needs_one_window_however_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oversize: str) -> None:
+def test_the_first_batch_needs_one_window_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oversize: str
+) -> None:
     """All are looked at before it only where a document that is longer than a row is an error."""
     monkeypatch.setattr("easypipe.stages.mixture.window_docs", lambda *_: 8)
     planned: list[int] = []
     window = Planner.window
-    monkeypatch.setattr(Planner, "window", lambda self, state: (planned.append(state.index), window(self, state))[1])
+    monkeypatch.setattr(
+        Planner, "window", lambda self, state: (planned.append(state.index), window(self, state))[1]
+    )
     loader = (
         mixed(tmp_path)
         .pack(PackStageConfig(seq_length=512, oversize=oversize))
@@ -159,7 +177,13 @@ def test_the_first_batch_needs_one_window_however_many_there_are(tmp_path: Path,
 
 
 def test_pack_without_mix_packs_each_dataset(tmp_path: Path) -> None:
-    data = Pipeline(config(tmp_path)).source().tokenize().pack(PackStageConfig(seq_length=64)).get_data()
+    data = (
+        Pipeline(config(tmp_path))
+        .source()
+        .tokenize()
+        .pack(PackStageConfig(seq_length=64))
+        .get_data()
+    )
     assert sorted(data) == ["code", "docs"]
     for source in data.values():
         laws.assert_stateless_reads(source)
@@ -186,12 +210,17 @@ def test_long_documents(tmp_path: Path, oversize: str) -> None:
 def test_an_unknown_dataset_in_the_weights(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         mixed(tmp_path, weights={"cod": 0.7, "docs": 0.3})
-    assert str(caught.value) == "mix.weights.cod: no dataset named 'cod' (have: code, docs). Did you mean 'code'?"
+    assert (
+        str(caught.value)
+        == "mix.weights.cod: no dataset named 'cod' (have: code, docs). Did you mean 'code'?"
+    )
     mixed(tmp_path, weights={"code": 0.7, "docs": 0.3})
 
 
 def test_a_dataset_without_a_weight(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mix.weights: no weight for dataset 'docs' \(have: code\)"):
+    with pytest.raises(
+        ConfigError, match=r"mix.weights: no weight for dataset 'docs' \(have: code\)"
+    ):
         mixed(tmp_path, weights={"code": 1.0})
 
 
@@ -202,7 +231,10 @@ def test_weights_that_are_none(weight: float) -> None:
 
 
 def test_stages_in_an_order_that_cannot_run(tmp_path: Path) -> None:
-    with pytest.raises(StageOrderError, match=r"^Call tokenize\(\) before mix\(\): dataset 'code' has no column 'input_ids'"):
+    with pytest.raises(
+        StageOrderError,
+        match=r"^Call tokenize\(\) before mix\(\): dataset 'code' has no column 'input_ids'",
+    ):
         Pipeline(config(tmp_path)).source().mix()
     with pytest.raises(StageOrderError, match=r"^Call tokenize\(\) before pack\(\)"):
         Pipeline(config(tmp_path)).source().pack()
@@ -217,9 +249,17 @@ def test_two_tokenizers_in_one_mixture(tmp_path: Path) -> None:
     pipeline = Pipeline(config(tmp_path, datasets=[code, other])).source().tokenize()
     with pytest.raises(ConfigError) as caught:
         pipeline.copy().mix()
-    for part in ("'code'", "'docs'", tokenizer(), tokenizer(300), "mix.allow_mixed_tokenizers=True"):
+    for part in (
+        "'code'",
+        "'docs'",
+        tokenizer(),
+        tokenizer(300),
+        "mix.allow_mixed_tokenizers=True",
+    ):
         assert part in str(caught.value)
-    mixture = pipeline.mix(MixStageConfig(allow_mixed_tokenizers=True, stop_strategy="all_exhausted")).get_data()["mixed"]
+    mixture = pipeline.mix(
+        MixStageConfig(allow_mixed_tokenizers=True, stop_strategy="all_exhausted")
+    ).get_data()["mixed"]
     assert mixture.read(0, 0, 10).num_rows == 10
 
 
@@ -229,7 +269,10 @@ def test_documents_of_two_tokenizers_end_each_with_its_own_eos(
     tmp_path: Path, strategy: str, streaming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     code, docs = two_datasets(tmp_path / "data")
-    other = [train_bpe(texts(60, 1, 9), 320, ["<|other|>", "<|end|>"], tmp_path / name) for name in ("x", "y")]
+    other = [
+        train_bpe(texts(60, 1, 9), 320, ["<|other|>", "<|end|>"], tmp_path / name)
+        for name in ("x", "y")
+    ]
     for folder, token in zip(other, ("<|end|>", "<|other|>"), strict=True):
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     own = {"code": load_tokenizer(tokenizer()), "docs": load_tokenizer(str(other[0]))}
@@ -237,17 +280,28 @@ def test_documents_of_two_tokenizers_end_each_with_its_own_eos(
     assert eos["code"] != eos["docs"]
     datasets = [code, dataclasses.replace(docs, tokenizer=own["docs"].config)]
     mix = MixStageConfig(allow_mixed_tokenizers=True, stop_strategy="all_exhausted")
-    pipeline = Pipeline(config(tmp_path, datasets=datasets, streaming=streaming)).source().tokenize().mix(mix)
+    pipeline = (
+        Pipeline(config(tmp_path, datasets=datasets, streaming=streaming))
+        .source()
+        .tokenize()
+        .mix(mix)
+    )
     assert "datasets 'code' and 'docs' have different tokenizers" in caplog.text
     assert "each document ends with its own tokenizer's EOS" in caplog.text
     pipeline.pack(PackStageConfig(seq_length=48, strategy=strategy))
     load = LoadStageConfig(batch_size=4, num_epochs=1, drop_last=False, prefetch_enabled=False)
     seen = set()
     for batch in pipeline.copy().load(load).build():
-        for ids, segments in zip(np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS]), strict=True):
-            seen |= {tuple(ids[segments == number].tolist()) for number in range(1, segments.max() + 1)}
+        for ids, segments in zip(
+            np.asarray(batch[INPUT_IDS]), np.asarray(batch[SEGMENT_IDS]), strict=True
+        ):
+            seen |= {
+                tuple(ids[segments == number].tolist()) for number in range(1, segments.max() + 1)
+            }
     written = {"code": texts(60, 3), "docs": texts(90, 5, 25)}
-    documents = {(*own[name].reference_encode(text), eos[name]) for name in own for text in written[name]}
+    documents = {
+        (*own[name].reference_encode(text), eos[name]) for name in own for text in written[name]
+    }
     if strategy == "greedy":
         assert {document for document in documents if len(document) <= 48} <= seen
     for name in own:
@@ -257,22 +311,44 @@ def test_documents_of_two_tokenizers_end_each_with_its_own_eos(
         plain = pipeline.get_data()["mixed"].fingerprint
         again = dataclasses.replace(docs, tokenizer=str(other[1]))
         twin = Pipeline(config(tmp_path, datasets=[code, again])).source().tokenize().mix(mix)
-        assert twin.pack(PackStageConfig(seq_length=48, strategy=strategy)).get_data()["mixed"].fingerprint != plain
+        assert (
+            twin.pack(PackStageConfig(seq_length=48, strategy=strategy))
+            .get_data()["mixed"]
+            .fingerprint
+            != plain
+        )
 
 
-def test_num_packers_of_another_strategy_is_said_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = mixed(tmp_path).pack(PackStageConfig(seq_length=64, strategy="greedy")).get_data()["mixed"]
+def test_num_packers_of_another_strategy_is_said_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = (
+        mixed(tmp_path).pack(PackStageConfig(seq_length=64, strategy="greedy")).get_data()["mixed"]
+    )
     assert "num_packers" not in caplog.text
-    same = mixed(tmp_path).pack(PackStageConfig(seq_length=64, strategy="greedy", num_packers=4)).get_data()["mixed"]
+    same = (
+        mixed(tmp_path)
+        .pack(PackStageConfig(seq_length=64, strategy="greedy", num_packers=4))
+        .get_data()["mixed"]
+    )
     assert "pack.num_packers has no effect on strategy 'greedy': it is of 'pool'" in caplog.text
     assert same.fingerprint == plain.fingerprint
 
 
 def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pack.eos_token_id: 5, but the tokenizer .* ends documents with 0. Leave it out, or give 0."):
+    with pytest.raises(
+        ConfigError,
+        match=r"pack.eos_token_id: 5, but the tokenizer .* ends documents with 0. Leave it out, or give 0.",
+    ):
         mixed(tmp_path).pack(PackStageConfig(seq_length=64, eos_token_id=5))
     for eos in (None, 0):
-        assert mixed(tmp_path).pack(PackStageConfig(seq_length=64, eos_token_id=eos)).get_data()["mixed"].eos_token_id == 0
+        assert (
+            mixed(tmp_path)
+            .pack(PackStageConfig(seq_length=64, eos_token_id=eos))
+            .get_data()["mixed"]
+            .eos_token_id
+            == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +357,10 @@ def test_eos_that_is_not_the_tokenizers(tmp_path: Path) -> None:
         ({"seq_length": 0}, "seq_length: 0 is no row length"),
         ({"strategy": "pool", "num_packers": 0}, "num_packers: 0 open rows hold nothing"),
         ({"strategy": "best"}, "strategy: 'best' is not an option"),
-        ({"shuffle_buffer_factor": 10, "shuffle_packed": False}, "shuffle_buffer_factor: has no effect without shuffle_packed"),
+        (
+            {"shuffle_buffer_factor": 10, "shuffle_packed": False},
+            "shuffle_buffer_factor: has no effect without shuffle_packed",
+        ),
     ],
 )
 def test_pack_options(values: dict, message: str) -> None:
@@ -291,22 +370,37 @@ def test_pack_options(values: dict, message: str) -> None:
 
 
 def test_pad_outside_the_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pack.pad_token_id: 99999 lies outside the vocabulary of 320"):
+    with pytest.raises(
+        ConfigError, match=r"pack.pad_token_id: 99999 lies outside the vocabulary of 320"
+    ):
         mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=99999))
 
 
 def test_rows_that_are_padded_with_another_token_are_others(tmp_path: Path) -> None:
-    packs = (mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=pad)) for pad in (1, 2))
+    packs = (
+        mixed(tmp_path).pack(PackStageConfig(seq_length=64, pad_token_id=pad)) for pad in (1, 2)
+    )
     assert len({pack.get_data()["mixed"].fingerprint for pack in packs}) == 2
 
 
 def test_loss_masks_travel_with_their_tokens(tmp_path: Path) -> None:
-    rows = [{INPUT_IDS: list(range(1, n + 1)), LOSS_MASK: [i % 2 for i in range(n)]} for n in (5, 9, 3, 12)]
+    rows = [
+        {INPUT_IDS: list(range(1, n + 1)), LOSS_MASK: [i % 2 for i in range(n)]}
+        for n in (5, 9, 3, 12)
+    ]
     dataset = DatasetConfig(name="chat", data_files=rows, tokenizer=tokenizer())
-    source = Pipeline(config(tmp_path, datasets=[dataset])).source().tokenize().pack(PackStageConfig(seq_length=16)).get_data()["chat"]
+    source = (
+        Pipeline(config(tmp_path, datasets=[dataset]))
+        .source()
+        .tokenize()
+        .pack(PackStageConfig(seq_length=16))
+        .get_data()["chat"]
+    )
     laws.assert_stateless_reads(source)
     for row in source.read(0, 0, source.shards[0].num_rows).to_pylist():
-        for token, mask, segment, position in zip(row[INPUT_IDS], row[LOSS_MASK], row[SEGMENT_IDS], row[POSITION_IDS], strict=True):
+        for token, mask, segment, position in zip(
+            row[INPUT_IDS], row[LOSS_MASK], row[SEGMENT_IDS], row[POSITION_IDS], strict=True
+        ):
             if segment and token:  # not the EOS, whose id is 0
                 assert mask == position % 2
 
@@ -321,7 +415,13 @@ def test_loss_masks_travel_with_their_tokens(tmp_path: Path) -> None:
     strategy=st.sampled_from(["greedy", "pool", "first_fit"]),
 )
 def test_conservation(
-    tmp_path_factory: pytest.TempPathFactory, code: int, docs: int, share: float, seq_length: int, stop: str, strategy: str
+    tmp_path_factory: pytest.TempPathFactory,
+    code: int,
+    docs: int,
+    share: float,
+    seq_length: int,
+    stop: str,
+    strategy: str,
 ) -> None:
     datasets = [
         DatasetConfig(name="code", data_files=[{"text": text} for text in texts(code, 3)]),
@@ -334,12 +434,16 @@ def test_conservation(
     laws.assert_conserved(pipeline.ledger())
     source = pipeline.get_data()["mixed"]
     segments = source.read(0, 0, source.shards[0].num_rows).column(SEGMENT_IDS).flatten().to_numpy()
-    assert pipeline.ledger().find("pack", "mixed", "slots").out.get("tokens", 0) == np.count_nonzero(segments)
+    assert pipeline.ledger().find("pack", "mixed", "slots").out.get(
+        "tokens", 0
+    ) == np.count_nonzero(segments)
 
 
 @pytest.mark.parametrize("num_epochs", [1, None])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(tmp_path: Path, streaming: bool, num_epochs: int | None) -> None:
+def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(
+    tmp_path: Path, streaming: bool, num_epochs: int | None
+) -> None:
     datasets = [DatasetConfig(name="d", data_files=[{"text": "word " * 50}] * 5)]
     pack = PackStageConfig(seq_length=16, oversize="drop")
     wrong = r"pack\.oversize: of 5 documents none fits a row of 16 tokens\. Raise pack\.seq_length, or set pack\.oversize to 'split' or"
@@ -347,7 +451,12 @@ def test_where_drop_leaves_nothing_the_length_of_rows_is_to_blame(tmp_path: Path
 
     def packed() -> Pipeline:
         more = {"streaming": True, "num_streams": 1} if streaming else {}
-        return Pipeline(config(tmp_path, datasets=datasets, pack=pack, load=load, **more)).source().tokenize().pack()
+        return (
+            Pipeline(config(tmp_path, datasets=datasets, pack=pack, load=load, **more))
+            .source()
+            .tokenize()
+            .pack()
+        )
 
     with pytest.raises(PlanError, match=wrong):
         next(iter(packed().load().build()))

@@ -1,4 +1,6 @@
-"""Schedules, caps, token shares and provenance through the pipeline: the laws, what each option does, and every refusal with its cure."""
+"""Schedules, caps, token shares and provenance through the pipeline: the laws, what each option
+does, and every refusal with its cure.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from easypipe.core.schema import SEGMENT_IDS, SOURCE
 from pipelines import config, texts
 from strategies import examples
 
-HALF_WAY = [{"step": 0, "weights": {"code": 1, "docs": 0}}, {"step": 20, "weights": {"code": 0, "docs": 1}}]
+HALF_WAY = [
+    {"step": 0, "weights": {"code": 1, "docs": 0}},
+    {"step": 20, "weights": {"code": 0, "docs": 1}},
+]
 LOAD = LoadStageConfig(batch_size=3, prefetch_enabled=False)
 
 
@@ -48,20 +53,29 @@ def origins(pipeline: Pipeline, batches: int) -> np.ndarray:
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7])
 def test_weights_change_at_the_batch_of_the_step(tmp_path: Path, batch_size: int) -> None:
-    points = [{"step": 5, "weights": {"code": 0, "docs": 1}}, {"step": 8, "weights": {"code": 1, "docs": 0}}]
+    points = [
+        {"step": 5, "weights": {"code": 0, "docs": 1}},
+        {"step": 8, "weights": {"code": 1, "docs": 0}},
+    ]
     pipeline = mixed(tmp_path, weights={"code": 1, "docs": 1e-9}, weight_schedule=points)
     drawn = origins(pipeline.load(LoadStageConfig(batch_size=batch_size)), 12)
     assert [set(row) for row in drawn.tolist()] == [{0}] * 5 + [{1}] * 3 + [{0}] * 4
     grown = mixed(tmp_path, weights={"code": 1, "docs": 1e-9}, weight_schedule=points)
-    loader = grown.load(LoadStageConfig(batch_size=batch_size, batch_size_schedule=[[2, 4], [6, 2]])).loader()
+    loader = grown.load(
+        LoadStageConfig(batch_size=batch_size, batch_size_schedule=[[2, 4], [6, 2]])
+    ).loader()
     first = 2 * batch_size + 3 * 4
     rows = loader.rows.plan.pieces(np.arange(first + 4 + 2 * 2 + 9)).dataset
-    assert np.flatnonzero(np.diff(rows)).tolist() == [first - 1, first + 4 + 2 * 2 - 1], "steps are of the batches that grew"
+    assert np.flatnonzero(np.diff(rows)).tolist() == [first - 1, first + 4 + 2 * 2 - 1], (
+        "steps are of the batches that grew"
+    )
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_weights_go_over(tmp_path: Path, kind: str) -> None:
-    pipeline = mixed(tmp_path, weight_schedule=HALF_WAY, weight_schedule_type=kind).load(LoadStageConfig(batch_size=50))
+    pipeline = mixed(tmp_path, weight_schedule=HALF_WAY, weight_schedule_type=kind).load(
+        LoadStageConfig(batch_size=50)
+    )
     share = origins(pipeline, 25).mean(axis=1)
     known = WeightScheduler(HALF_WAY, kind)  # pyright: ignore[reportArgumentType]
     for step in range(25):
@@ -69,18 +83,35 @@ def test_weights_go_over(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_batch_size_comes_from_load_whoever_names_it(tmp_path: Path) -> None:
-    """load(), the config's load and mix.batch_size give the same plan; another one gives another."""
+    """load(), the config's load and mix.batch_size give the same plan; another one gives
+    another.
+    """
     load = LoadStageConfig(batch_size=4)
     called = mixed(tmp_path, weight_schedule=HALF_WAY).load(load).loader()
     named = mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).load(load).loader()
-    configured = Pipeline(config(tmp_path, load=load)).source().tokenize().mix({"weight_schedule": HALF_WAY})
-    assert called.rows.plan.fingerprint == named.rows.plan.fingerprint == configured.load().loader().rows.plan.fingerprint
-    assert configured.get_data()["mixed"].mixture.plan(None).fingerprint == called.rows.plan.fingerprint
+    configured = (
+        Pipeline(config(tmp_path, load=load)).source().tokenize().mix({"weight_schedule": HALF_WAY})
+    )
+    assert (
+        called.rows.plan.fingerprint
+        == named.rows.plan.fingerprint
+        == configured.load().loader().rows.plan.fingerprint
+    )
+    assert (
+        configured.get_data()["mixed"].mixture.plan(None).fingerprint
+        == called.rows.plan.fingerprint
+    )
     other = mixed(tmp_path, weight_schedule=HALF_WAY).load(LoadStageConfig(batch_size=5)).loader()
     assert other.rows.plan.fingerprint != called.rows.plan.fingerprint
-    with pytest.raises(ConfigError, match=r"mix.batch_size: 4, but load\(\) makes batches of 5 rows. Leave mix.batch_size out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mix.batch_size: 4, but load\(\) makes batches of 5 rows. Leave mix.batch_size out",
+    ):
         mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).load(LoadStageConfig(batch_size=5))
-    with pytest.raises(ConfigError, match=r"mix.weight_schedule: .* how many rows one has. Set load.batch_size .* or set mix.batch_size"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mix.weight_schedule: .* how many rows one has. Set load.batch_size .* or set mix.batch_size",
+    ):
         _ = mixed(tmp_path, weight_schedule=HALF_WAY).get_data()["mixed"].fingerprint
     assert mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).get_data()["mixed"].fingerprint
 
@@ -102,11 +133,20 @@ EVERYTHING = {
 @pytest.mark.parametrize("stop", ["restart", "first_exhausted", "all_exhausted"])
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 @pytest.mark.parametrize("pack", [None, 64])
-def test_exact_resume_at_every_batch(tmp_path: Path, stop: str, unit: str, pack: int | None) -> None:
-    load = LoadStageConfig(batch_size=12, prefetch_enabled=False, num_epochs=1 if stop == "restart" else None)
+def test_exact_resume_at_every_batch(
+    tmp_path: Path, stop: str, unit: str, pack: int | None
+) -> None:
+    load = LoadStageConfig(
+        batch_size=12, prefetch_enabled=False, num_epochs=1 if stop == "restart" else None
+    )
     known = mixed(tmp_path, pack=pack, stop_strategy=stop, unit=unit, **EVERYTHING).load(load)
     batches = len(known.loader())  # caps end every one of them
-    laws.assert_exact_resume(lambda: known.copy().loader(), min(batches, 25), hops=(1, 2), stops=range(0, min(batches, 25), 3))
+    laws.assert_exact_resume(
+        lambda: known.copy().loader(),
+        min(batches, 25),
+        hops=(1, 2),
+        stops=range(0, min(batches, 25), 3),
+    )
     laws.assert_exact_resume(lambda: known.copy().loader(), 6)
 
 
@@ -123,14 +163,23 @@ def test_reads_are_stateless_and_nothing_is_lost(tmp_path: Path, stop: str) -> N
 @given(
     code=st.integers(1, 40),
     docs=st.integers(1, 40),
-    weights=st.tuples(*[st.sampled_from([0, 1, 7, 1e-6, 1e6])] * 4).filter(lambda w: w[0] + w[1] > 0 and w[2] + w[3] > 0),
+    weights=st.tuples(*[st.sampled_from([0, 1, 7, 1e-6, 1e6])] * 4).filter(
+        lambda w: w[0] + w[1] > 0 and w[2] + w[3] > 0
+    ),
     kind=st.sampled_from(["step", "linear", "cosine"]),
     stop=st.sampled_from(["restart", "first_exhausted", "all_exhausted"]),
     unit=st.sampled_from(["rows", "tokens"]),
     caps=st.tuples(st.integers(1, 3), st.integers(1, 3)),
 )
 def test_conservation(
-    tmp_path_factory: pytest.TempPathFactory, code: int, docs: int, weights: tuple, kind: str, stop: str, unit: str, caps: tuple
+    tmp_path_factory: pytest.TempPathFactory,
+    code: int,
+    docs: int,
+    weights: tuple,
+    kind: str,
+    stop: str,
+    unit: str,
+    caps: tuple,
 ) -> None:
     datasets = [
         DatasetConfig(name="code", data_files=[{"text": text} for text in texts(code, 3)]),
@@ -140,9 +189,21 @@ def test_conservation(
         {"step": 0, "weights": {"code": weights[0], "docs": weights[1]}},
         {"step": 6, "weights": {"code": weights[2], "docs": weights[3]}},
     ]
-    pipeline = Pipeline(config(tmp_path_factory.mktemp("conservation"), datasets=datasets)).source().tokenize()
-    options = {"weight_schedule": points, "weight_schedule_type": kind, "stop_strategy": stop, "unit": unit, "batch_size": 2}
-    pipeline.mix(options | {"max_epochs": dict(zip(("code", "docs"), caps, strict=True))}).pack(PackStageConfig(seq_length=32))
+    pipeline = (
+        Pipeline(config(tmp_path_factory.mktemp("conservation"), datasets=datasets))
+        .source()
+        .tokenize()
+    )
+    options = {
+        "weight_schedule": points,
+        "weight_schedule_type": kind,
+        "stop_strategy": stop,
+        "unit": unit,
+        "batch_size": 2,
+    }
+    pipeline.mix(options | {"max_epochs": dict(zip(("code", "docs"), caps, strict=True))}).pack(
+        PackStageConfig(seq_length=32)
+    )
     books = pipeline.ledger()
     laws.assert_conserved(books)
     if stop != "first_exhausted":
@@ -154,7 +215,9 @@ def test_conservation(
 
 
 def test_a_capped_dataset_leaves_and_the_others_go_on(tmp_path: Path) -> None:
-    pipeline = mixed(tmp_path, weights={"code": 3, "docs": 1}, max_epochs={"code": 2}).load(LoadStageConfig(batch_size=10))
+    pipeline = mixed(tmp_path, weights={"code": 3, "docs": 1}, max_epochs={"code": 2}).load(
+        LoadStageConfig(batch_size=10)
+    )
     drawn = origins(pipeline, 50).reshape(-1)
     assert (drawn == 0).sum() == 2 * 60, "no document of code comes a third time"
     last = int(np.flatnonzero(drawn == 0)[-1])
@@ -172,16 +235,28 @@ def test_a_mixture_of_capped_datasets_ends(tmp_path: Path) -> None:
     assert len(loader) == (2 * 60 + 90) // 10 == sum(1 for _ in loader)
     saved = pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", format="jsonl")).build()
     assert sum(folder.num_rows for folder in saved.folders) == 210
-    with pytest.raises(ConfigError, match=r"load.num_epochs: 2, but 'mixed' is drawn once, until mix.max_epochs ends it"):
-        mixed(tmp_path, max_epochs={"code": 2, "docs": 1}).load(LoadStageConfig(num_epochs=2)).loader()
+    with pytest.raises(
+        ConfigError,
+        match=r"load.num_epochs: 2, but 'mixed' is drawn once, until mix.max_epochs ends it",
+    ):
+        mixed(tmp_path, max_epochs={"code": 2, "docs": 1}).load(
+            LoadStageConfig(num_epochs=2)
+        ).loader()
 
 
 @pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
 def test_caps_count_over_all_epochs(tmp_path: Path, stop: str) -> None:
-    """From the second epoch on docs is out; the third has code alone; the run ends there, whatever num_epochs says."""
+    """From the second epoch on docs is out; the third has code alone; the run ends there, whatever
+    num_epochs says.
+    """
     pipeline = mixed(tmp_path, stop_strategy=stop, max_epochs={"code": 3, "docs": 1})
     for epochs in (5, None):
-        plan = pipeline.copy().load(LoadStageConfig(batch_size=4, num_epochs=epochs)).loader().rows.plan
+        plan = (
+            pipeline.copy()
+            .load(LoadStageConfig(batch_size=4, num_epochs=epochs))
+            .loader()
+            .rows.plan
+        )
         parts = plan.tally().datasets
         assert (parts["code"].draws, parts["docs"].passes) == (180, 1)
         assert parts["docs"].draws == (90 if stop == "all_exhausted" else 60)
@@ -191,12 +266,18 @@ def test_caps_count_over_all_epochs(tmp_path: Path, stop: str) -> None:
 
 
 def test_shares_of_tokens(tmp_path: Path) -> None:
-    """code's documents are longer; by tokens, half of the tokens come from each, within the longest document."""
+    """code's documents are longer; by tokens, half of the tokens come from each, within the longest
+    document.
+    """
     for unit in ("rows", "tokens"):
-        plan = mixed(tmp_path, unit=unit, weights={"code": 1, "docs": 1}).load(LOAD).loader().rows.plan
+        plan = (
+            mixed(tmp_path, unit=unit, weights={"code": 1, "docs": 1}).load(LOAD).loader().rows.plan
+        )
         pieces = plan.pieces(np.arange(400))
         longest = int(pieces.length.max())
-        tokens = np.cumsum([np.where(pieces.dataset == i, pieces.length, 0) for i in (0, 1)], axis=1)
+        tokens = np.cumsum(
+            [np.where(pieces.dataset == i, pieces.length, 0) for i in (0, 1)], axis=1
+        )
         ahead = np.abs(tokens[0] - tokens[1]).max() / 2
         assert (ahead <= longest) == (unit == "tokens")
 
@@ -212,20 +293,33 @@ def test_provenance_survives_packing_and_saving(tmp_path: Path, format: str) -> 
     rows = source.shards[0].num_rows
     batch = source.read(0, 0, rows)
     assert batch.schema.names == [*plain.schema.names, SOURCE]
-    assert batch.drop_columns([SOURCE]).equals(plain.read(0, 0, rows)), "the other columns stay what they are"
+    assert batch.drop_columns([SOURCE]).equals(plain.read(0, 0, rows)), (
+        "the other columns stay what they are"
+    )
     assert source.fingerprint != plain.fingerprint
     pieces = source.plan().pieces(np.arange(rows))
     named = [["code", "docs"][i] for i in pieces.dataset]
     assert list(itertools.chain(*batch[SOURCE].to_pylist())) == named
-    assert [len(names) for names in batch[SOURCE].to_pylist()] == [max(row) for row in batch[SEGMENT_IDS].to_pylist()]
+    assert [len(names) for names in batch[SOURCE].to_pylist()] == [
+        max(row) for row in batch[SEGMENT_IDS].to_pylist()
+    ]
     loaded = pipeline.copy().load(LoadStageConfig(batch_size=4))
     assert SOURCE not in next(iter(loaded.build()))
     pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", format=format)).build()  # pyright: ignore[reportArgumentType]
-    again = Pipeline(config(tmp_path, datasets=[DatasetConfig(name="again", data_files=str(tmp_path / "out"))])).source()
+    again = Pipeline(
+        config(tmp_path, datasets=[DatasetConfig(name="again", data_files=str(tmp_path / "out"))])
+    ).source()
     saved = again.get_data()["again"]
-    found = [name for i, shard in enumerate(saved.shards) for name in saved.read(i, 0, shard.num_rows)[SOURCE].to_pylist()]
+    found = [
+        name
+        for i, shard in enumerate(saved.shards)
+        for name in saved.read(i, 0, shard.num_rows)[SOURCE].to_pylist()
+    ]
     assert list(itertools.chain(*found)) == named
-    assert next(iter(again.load(LoadStageConfig(batch_size=4)).build()))["input_ids"].shape == (4, 64)
+    assert next(iter(again.load(LoadStageConfig(batch_size=4)).build()))["input_ids"].shape == (
+        4,
+        64,
+    )
 
 
 # WeightScheduler.
@@ -239,12 +333,17 @@ def test_the_scheduler_gives_weights_by_step() -> None:
     assert WeightScheduler(points).get_weights(99) == {"code": 0.2, "text": 0.8}
     assert WeightScheduler(points, "linear").get_weights(50) == {"code": 0.35, "text": 0.65}
     assert WeightScheduler(points, "cosine").get_weights(50) == {"code": 0.35, "text": 0.65}
-    assert WeightScheduler(points, "cosine").get_weights(10)["code"] < WeightScheduler(points, "linear").get_weights(10)["code"]
+    assert (
+        WeightScheduler(points, "cosine").get_weights(10)["code"]
+        < WeightScheduler(points, "linear").get_weights(10)["code"]
+    )
     for kind in ("step", "linear", "cosine"):
         assert WeightScheduler(points, kind).get_weights(10**9) == {"code": 0.5, "text": 0.5}
         for step in (0, 1, 37, 99, 100):
             assert sum(WeightScheduler(points, kind).get_weights(step).values()) == pytest.approx(1)
-    with pytest.raises(ConfigError, match=r"type: 'wave' is not an option \(have: step, linear, cosine\)"):
+    with pytest.raises(
+        ConfigError, match=r"type: 'wave' is not an option \(have: step, linear, cosine\)"
+    ):
         WeightScheduler(points, "wave")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match=r"step: -1 is before the first step. Steps count from 0"):
         WeightScheduler(points).get_weights(-1)
@@ -259,19 +358,43 @@ def test_the_scheduler_gives_weights_by_step() -> None:
     ("values", "message"),
     [
         ({"weight_schedule": []}, "weight_schedule: there is no point"),
-        ({"weight_schedule": [{"step": -1, "weights": {"a": 1}}]}, "weight_schedule[0].step: -1 is before the first step"),
-        ({"weight_schedule": [{"step": 0, "weights": {"a": -1}}]}, "weight_schedule[0].weights.a: -1.0 is no weight"),
-        ({"weight_schedule": [{"step": 0, "weights": {"a": 0}}]}, "weight_schedule[0].weights: no dataset has any"),
         (
-            {"weight_schedule": [{"step": 5, "weights": {"a": 1}}, {"step": 5, "weights": {"a": 1}}]},
+            {"weight_schedule": [{"step": -1, "weights": {"a": 1}}]},
+            "weight_schedule[0].step: -1 is before the first step",
+        ),
+        (
+            {"weight_schedule": [{"step": 0, "weights": {"a": -1}}]},
+            "weight_schedule[0].weights.a: -1.0 is no weight",
+        ),
+        (
+            {"weight_schedule": [{"step": 0, "weights": {"a": 0}}]},
+            "weight_schedule[0].weights: no dataset has any",
+        ),
+        (
+            {
+                "weight_schedule": [
+                    {"step": 5, "weights": {"a": 1}},
+                    {"step": 5, "weights": {"a": 1}},
+                ]
+            },
             "weight_schedule[1].step: 5 does not come after 5. Order the points by step.",
         ),
         (
-            {"weight_schedule": [{"step": 0, "weights": {"code": 1}}, {"step": 5, "weights": {"cod": 1}}]},
+            {
+                "weight_schedule": [
+                    {"step": 0, "weights": {"code": 1}},
+                    {"step": 5, "weights": {"cod": 1}},
+                ]
+            },
             "weight_schedule[1].weights.cod: weight_schedule[0] has no weight for 'cod' (have: code). Did you mean 'code'?",
         ),
         (
-            {"weight_schedule": [{"step": 0, "weights": {"a": 1, "b": 1}}, {"step": 5, "weights": {"a": 1}}]},
+            {
+                "weight_schedule": [
+                    {"step": 0, "weights": {"a": 1, "b": 1}},
+                    {"step": 5, "weights": {"a": 1}},
+                ]
+            },
             "weight_schedule[1].weights: no weight for 'b' (have: a). Give it one; 0 leaves it out.",
         ),
         (
@@ -282,13 +405,25 @@ def test_the_scheduler_gives_weights_by_step() -> None:
             {"weight_schedule": [{"step": 0, "weights": {"a": 999, "b": 1}}], "block_size": 10},
             "weight_schedule[0].block_size: in a block of 10 documents 'b' has 0.01, which is none. Use blocks of at least 1000",
         ),
-        ({"weight_schedule_type": "linear"}, "weight_schedule_type: has no effect without weight_schedule"),
-        ({"weight_schedule_type": "wave"}, "weight_schedule_type: 'wave' is not an option (have: step, linear, cosine)"),
+        (
+            {"weight_schedule_type": "linear"},
+            "weight_schedule_type: has no effect without weight_schedule",
+        ),
+        (
+            {"weight_schedule_type": "wave"},
+            "weight_schedule_type: 'wave' is not an option (have: step, linear, cosine)",
+        ),
         ({"batch_size": 8}, "batch_size: has no effect without weight_schedule"),
         ({"batch_size": 0, "weight_schedule": HALF_WAY}, "batch_size: 0 rows are no batch"),
         ({"unit": "bytes"}, "unit: 'bytes' is not an option (have: rows, tokens)"),
-        ({"unit": "tokens", "block_size": 10}, "block_size: counts documents, and unit is 'tokens'. Leave one of them out."),
-        ({"max_epochs": {"a": 0}}, "max_epochs.a: 0 is no pass. Give at least 1, or leave the dataset out."),
+        (
+            {"unit": "tokens", "block_size": 10},
+            "block_size: counts documents, and unit is 'tokens'. Leave one of them out.",
+        ),
+        (
+            {"max_epochs": {"a": 0}},
+            "max_epochs.a: 0 is no pass. Give at least 1, or leave the dataset out.",
+        ),
     ],
 )
 def test_options_that_are_refused(values: dict, message: str) -> None:
@@ -298,23 +433,50 @@ def test_options_that_are_refused(values: dict, message: str) -> None:
 
 
 def test_names_that_no_dataset_has(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mix.max_epochs.cod: no dataset named 'cod' \(have: code, docs\). Did you mean 'code'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mix.max_epochs.cod: no dataset named 'cod' \(have: code, docs\). Did you mean 'code'\?",
+    ):
         mixed(tmp_path, max_epochs={"cod": 2})
-    with pytest.raises(ConfigError, match=r"mix.weight_schedule\[0\].weights: no weight for dataset 'docs' \(have: code\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mix.weight_schedule\[0\].weights: no weight for dataset 'docs' \(have: code\)",
+    ):
         mixed(tmp_path, weight_schedule=[{"step": 0, "weights": {"code": 1}}])
-    with pytest.raises(ConfigError, match=r"mix.weight_schedule\[0\].weights.text: no dataset named 'text'"):
-        Pipeline(config(tmp_path, mix={"weight_schedule": [{"step": 0, "weights": {"code": 1, "docs": 1, "text": 1}}]}))
+    with pytest.raises(
+        ConfigError, match=r"mix.weight_schedule\[0\].weights.text: no dataset named 'text'"
+    ):
+        Pipeline(
+            config(
+                tmp_path,
+                mix={
+                    "weight_schedule": [{"step": 0, "weights": {"code": 1, "docs": 1, "text": 1}}]
+                },
+            )
+        )
 
 
-def test_weights_beside_a_schedule_from_the_start_are_said_to_do_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_beside_a_schedule_from_the_start_are_said_to_do_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "easypipe"):
-        first = mixed(tmp_path, weight_schedule=HALF_WAY, weights={"code": 9, "docs": 1}, batch_size=4).get_data()["mixed"]
-    assert "mix.weights: has no effect, because weight_schedule has a point at step 0" in caplog.text
-    assert first.fingerprint == mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).get_data()["mixed"].fingerprint
+        first = mixed(
+            tmp_path, weight_schedule=HALF_WAY, weights={"code": 9, "docs": 1}, batch_size=4
+        ).get_data()["mixed"]
+    assert (
+        "mix.weights: has no effect, because weight_schedule has a point at step 0" in caplog.text
+    )
+    assert (
+        first.fingerprint
+        == mixed(tmp_path, weight_schedule=HALF_WAY, batch_size=4).get_data()["mixed"].fingerprint
+    )
 
 
 def test_blocks_under_a_schedule(tmp_path: Path) -> None:
     """Shares of 2/3 in blocks of 10 are 7 documents."""
     points = [{"step": 0, "weights": {"code": 2, "docs": 1}}]
-    drawn = origins(mixed(tmp_path, weight_schedule=points, block_size=10).load(LoadStageConfig(batch_size=10)), 30)
+    drawn = origins(
+        mixed(tmp_path, weight_schedule=points, block_size=10).load(LoadStageConfig(batch_size=10)),
+        30,
+    )
     assert (drawn == 0).sum(axis=1).tolist() == [7] * 30

@@ -1,4 +1,6 @@
-"""Rows with a preferred answer and another one: from files to batches of pairs, and into a run that prefers."""
+"""Rows with a preferred answer and another one: from files to batches of pairs, and into a run that
+prefers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from hypothesis import strategies as st
 
 import laws
 from chat_support import CHATML, chat_tokenizer
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, SaveStageConfig, load_tokenizer
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    SaveStageConfig,
+    load_tokenizer,
+)
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import INPUT_IDS, LABELS, LOSS_MASK, SEGMENT_BREAK, SEGMENT_IDS
 from easypipe.stages.config import MixStageConfig
@@ -23,40 +33,66 @@ from easypipe.transforms.prompts import PromptConfig
 from pipelines import jsonl
 from strategies import examples
 
-PLAIN = PromptConfig(format_type="prompt_completion", label_column="chosen", rejected_column="rejected")
-TALK = PromptConfig(input_columns=("chosen",), rejected_column="rejected", template=CHATML, train_on="last_assistant")
+PLAIN = PromptConfig(
+    format_type="prompt_completion", label_column="chosen", rejected_column="rejected"
+)
+TALK = PromptConfig(
+    input_columns=("chosen",),
+    rejected_column="rejected",
+    template=CHATML,
+    train_on="last_assistant",
+)
 PACK = PackStageConfig(seq_length=64, strategy="first_fit", oversize="drop")
 
 
 def rows(count: int = 12) -> list[dict[str, str]]:
-    return [{"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}!", "rejected": f"{n}, I think"} for n in range(count)]
+    return [
+        {"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}!", "rejected": f"{n}, I think"}
+        for n in range(count)
+    ]
 
 
 def talks(count: int = 6) -> list[dict[str, Any]]:
     def talk(n: int, answer: str) -> list[dict[str, str]]:
-        return [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": answer}]
+        return [
+            {"role": "user", "content": f"What is {n}?"},
+            {"role": "assistant", "content": answer},
+        ]
 
-    return [{"chosen": talk(n, f"It is {n}."), "rejected": talk(n, "No idea.")} for n in range(count)]
+    return [
+        {"chosen": talk(n, f"It is {n}."), "rejected": talk(n, "No idea.")} for n in range(count)
+    ]
 
 
 def pipeline(folder: Path, data: Any, prompt: PromptConfig = PLAIN, **options: Any) -> Pipeline:
     given = {"pack": PACK, "load": LoadStageConfig(batch_size=4, drop_last=False), "save": None}
     stages = {name: options.pop(name, value) for name, value in given.items()}
-    dataset = DatasetConfig(**{"name": "pairs", "data_files": data, "tokenizer": chat_tokenizer(), "prompt": prompt} | options)
-    return Pipeline.from_config(PipelineConfig(datasets=[dataset], seed=3, cache_dir=folder, **stages))
+    dataset = DatasetConfig(
+        **{"name": "pairs", "data_files": data, "tokenizer": chat_tokenizer(), "prompt": prompt}
+        | options
+    )
+    return Pipeline.from_config(
+        PipelineConfig(datasets=[dataset], seed=3, cache_dir=folder, **stages)
+    )
 
 
-def tokenized(folder: Path, data: Any, prompt: PromptConfig = PLAIN, **options: Any) -> TokenizedShardedSource:
+def tokenized(
+    folder: Path, data: Any, prompt: PromptConfig = PLAIN, **options: Any
+) -> TokenizedShardedSource:
     source = pipeline(folder, data, prompt, **options).source().tokenize().get_data()["pairs"]
     assert isinstance(source, TokenizedShardedSource)
     return source
 
 
-@pytest.mark.parametrize(("prompt", "data"), [(PLAIN, rows()), (TALK, talks())], ids=["columns", "messages"])
+@pytest.mark.parametrize(
+    ("prompt", "data"), [(PLAIN, rows()), (TALK, talks())], ids=["columns", "messages"]
+)
 def test_a_document_is_both_answers_as_the_engine_writes_them(tmp_path, prompt, data):
     batch = tokenized(tmp_path, data, prompt).read(0, 0, len(data))
     engine = PromptEngine(chat_tokenizer(), prompt)
-    for row, ids, mask in zip(data, batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True):
+    for row, ids, mask in zip(
+        data, batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True
+    ):
         better, worse = engine.encode_pair(row)
         assert ids == [*better[INPUT_IDS], *worse[INPUT_IDS]]
         assert mask == [*better[LOSS_MASK], SEGMENT_BREAK, *worse[LOSS_MASK][1:]]
@@ -70,7 +106,10 @@ def test_batches_have_the_pairs_of_all_rows_and_the_ledger_closes(tmp_path):
         labels, segments = (np.asarray(batch[name]) for name in (LABELS, SEGMENT_IDS))
         for r in range(len(labels)):
             for first in range(1, segments[r].max() + 1, 2):
-                trained = [tokenizer.decode(labels[r][(segments[r] == s) & (labels[r] >= 0)].tolist()) for s in (first, first + 1)]
+                trained = [
+                    tokenizer.decode(labels[r][(segments[r] == s) & (labels[r] >= 0)].tolist())
+                    for s in (first, first + 1)
+                ]
                 seen.append(tuple(text.strip().removesuffix("<|im_end|>") for text in trained))
     assert sorted(seen) == sorted((row["chosen"], row["rejected"]) for row in rows())
     laws.assert_conserved(run.ledger())
@@ -86,10 +125,17 @@ def test_reading_in_parts_changes_nothing(tmp_path_factory, cut):
 
 
 def test_an_answer_that_is_no_sample_takes_the_other_one_with_it(tmp_path):
-    data = [*rows(4), {"prompt": "a", "chosen": "b", "rejected": ""}, {"prompt": "a", "chosen": "", "rejected": "c"}]
+    data = [
+        *rows(4),
+        {"prompt": "a", "chosen": "b", "rejected": ""},
+        {"prompt": "a", "chosen": "", "rejected": "c"},
+    ]
     source = tokenized(tmp_path, data, on_error="skip")
     scanned = source.scan(0, 0, 6)
-    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [(4, "nothing_to_train"), (5, "nothing_to_train")]
+    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [
+        (4, "nothing_to_train"),
+        (5, "nothing_to_train"),
+    ]
     assert "rejected" in scanned.rejects[0].detail
     assert scanned.batch.num_rows == 4
     laws.assert_conserved(source.materialize().ledger)
@@ -104,17 +150,45 @@ def test_lengths_hold_for_each_answer_and_leave_out_pairs(tmp_path):
     dropped = tokenized(tmp_path / "dropped", data, length=LengthPolicy(policy="drop"), **options)
     assert dropped.scan(0, 0, 4).batch.num_rows == 3
     counts = dropped.materialize().manifest.counts
-    alone = tokenized(tmp_path / "alone", rows(3), length=LengthPolicy(policy="drop"), **options).materialize().manifest.counts
-    assert (counts.tokens, counts.encoded, counts.truncated) == (alone.tokens, alone.encoded, alone.truncated)
+    alone = (
+        tokenized(tmp_path / "alone", rows(3), length=LengthPolicy(policy="drop"), **options)
+        .materialize()
+        .manifest.counts
+    )
+    assert (counts.tokens, counts.encoded, counts.truncated) == (
+        alone.tokens,
+        alone.encoded,
+        alone.truncated,
+    )
 
 
 def test_packed_pairs_are_saved_and_loaded_again(tmp_path):
     save = SaveStageConfig(output_dir=tmp_path / "saved")
     run = pipeline(tmp_path / "cache", str(jsonl(tmp_path / "rows.jsonl", rows())), save=save)
     run.source().tokenize().pack().save().build()
-    want = [batch[LABELS] for batch in pipeline(tmp_path / "cache", str(tmp_path / "rows.jsonl")).source().tokenize().pack().load().build()]
-    packed = next(iter(Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=str(tmp_path / "saved"))])).source().get_data().values()))
-    masks = np.concatenate([packed.read(i, 0, shard.num_rows).column(LOSS_MASK).values.to_numpy() for i, shard in enumerate(packed.shards)])
+    want = [
+        batch[LABELS]
+        for batch in pipeline(tmp_path / "cache", str(tmp_path / "rows.jsonl"))
+        .source()
+        .tokenize()
+        .pack()
+        .load()
+        .build()
+    ]
+    packed = next(
+        iter(
+            Pipeline(PipelineConfig(datasets=[DatasetConfig(data_files=str(tmp_path / "saved"))]))
+            .source()
+            .get_data()
+            .values()
+        )
+    )
+    masks = np.concatenate(
+        [
+            packed.read(i, 0, shard.num_rows).column(LOSS_MASK).values.to_numpy()
+            for i, shard in enumerate(packed.shards)
+        ]
+    )
     assert set(masks.tolist()) == {0, 1}
     assert sum(int((np.asarray(labels) >= 0).sum()) for labels in want) == int(masks.sum())
 
@@ -133,16 +207,42 @@ def test_what_would_part_a_pair_is_refused(tmp_path, change, message):
 
 def test_pairs_are_refused_where_they_cannot_be(tmp_path):
     with pytest.raises(ConfigError, match=r"length.policy: 'split' would part"):
-        tokenized(tmp_path, rows(), length=LengthPolicy(policy="split"), tokenizer_kwargs={"max_length": 9})
+        tokenized(
+            tmp_path,
+            rows(),
+            length=LengthPolicy(policy="split"),
+            tokenizer_kwargs={"max_length": 9},
+        )
     with pytest.raises(ConfigError, match="rejected_column: there is no label"):
         PromptConfig(format_type="custom", template="{a}", rejected_column="b")
     with pytest.raises(ConfigError, match="rejected_column: 'chosen' stands twice"):
-        PromptConfig(format_type="prompt_completion", label_column="chosen", rejected_column="chosen")
-    with pytest.raises(ConfigError, match=r"datasets\[0\].prompt.rejected_column: is not there in streaming"):
-        Pipeline.from_config(PipelineConfig(datasets=[DatasetConfig(data_files=rows(), prompt=PLAIN)], streaming=True))
+        PromptConfig(
+            format_type="prompt_completion", label_column="chosen", rejected_column="chosen"
+        )
+    with pytest.raises(
+        ConfigError, match=r"datasets\[0\].prompt.rejected_column: is not there in streaming"
+    ):
+        Pipeline.from_config(
+            PipelineConfig(
+                datasets=[DatasetConfig(data_files=rows(), prompt=PLAIN)], streaming=True
+            )
+        )
     with pytest.raises(ConfigError, match="save: pairs of answers have no columns"):
-        pipeline(tmp_path, rows(), save=SaveStageConfig(output_dir=tmp_path / "x")).source().tokenize().save().build()
-    both = [DatasetConfig(name="pairs", data_files=rows(), prompt=PLAIN), DatasetConfig(name="text", data_files=[{"text": "a b"}])]
-    mixed = PipelineConfig(datasets=both, default_tokenizer=chat_tokenizer(), mix=MixStageConfig(), seed=1, cache_dir=tmp_path)
-    with pytest.raises(ConfigError, match="mix: dataset 'pairs' holds pairs of answers, and 'text' does not"):
+        pipeline(
+            tmp_path, rows(), save=SaveStageConfig(output_dir=tmp_path / "x")
+        ).source().tokenize().save().build()
+    both = [
+        DatasetConfig(name="pairs", data_files=rows(), prompt=PLAIN),
+        DatasetConfig(name="text", data_files=[{"text": "a b"}]),
+    ]
+    mixed = PipelineConfig(
+        datasets=both,
+        default_tokenizer=chat_tokenizer(),
+        mix=MixStageConfig(),
+        seed=1,
+        cache_dir=tmp_path,
+    )
+    with pytest.raises(
+        ConfigError, match="mix: dataset 'pairs' holds pairs of answers, and 'text' does not"
+    ):
         Pipeline.from_config(mixed).source().tokenize().mix()

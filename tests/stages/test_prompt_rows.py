@@ -1,4 +1,6 @@
-"""Conversations and prompts with completions: from rows to labels, with every token accounted for."""
+"""Conversations and prompts with completions: from rows to labels, with every token accounted
+for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from hypothesis import strategies as st
 
 import laws
 import strategies
-from chat_support import CHATML, MARKED, SHARED, chat_tokenizer, needs_shared, talk, talks, without_template
+from chat_support import (
+    CHATML,
+    MARKED,
+    SHARED,
+    chat_tokenizer,
+    needs_shared,
+    talk,
+    talks,
+    without_template,
+)
 from easypipe import (
     DatasetConfig,
     LengthPolicy,
@@ -37,7 +48,15 @@ from strategies import examples
 
 
 def dataset(data: Any, **options: Any) -> DatasetConfig:
-    return DatasetConfig(**{"name": "chat", "data_files": data, "tokenizer": chat_tokenizer(), "content_field": "messages"} | options)
+    return DatasetConfig(
+        **{
+            "name": "chat",
+            "data_files": data,
+            "tokenizer": chat_tokenizer(),
+            "content_field": "messages",
+        }
+        | options
+    )
 
 
 def tokenized(folder: Path, data: Any, **options: Any) -> TokenizedShardedSource:
@@ -49,26 +68,43 @@ def tokenized(folder: Path, data: Any, **options: Any) -> TokenizedShardedSource
 
 def documents(source: TokenizedShardedSource) -> list[tuple[list[int], list[int]]]:
     batch = source.read(0, 0, source.shards[0].num_rows or 0)
-    return list(zip(batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True))
+    return list(
+        zip(batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), strict=True)
+    )
 
 
 def targets(document: tuple[list[int], list[int]]) -> str:
-    return load_tokenizer(chat_tokenizer()).decode([i for i, flag in zip(*document, strict=True) if flag])
+    return load_tokenizer(chat_tokenizer()).decode(
+        [i for i, flag in zip(*document, strict=True) if flag]
+    )
 
 
 def reasons(source: TokenizedShardedSource) -> dict[int, str]:
-    return {reject.row: reject.reason for reject in source.scan(0, 0, source.shards[0].num_rows or 0).rejects}
+    return {
+        reject.row: reject.reason
+        for reject in source.scan(0, 0, source.shards[0].num_rows or 0).rejects
+    }
 
 
 def batches(
-    folder: Path, data: Any, *, pack: PackStageConfig | None, streaming: bool = False, **options: Any
+    folder: Path,
+    data: Any,
+    *,
+    pack: PackStageConfig | None,
+    streaming: bool = False,
+    **options: Any,
 ) -> list[dict[str, np.ndarray]]:
     load = LoadStageConfig(batch_size=3, drop_last=False)
     more: dict[str, Any] = {"streaming": True, "num_streams": 1} if streaming else {}
-    config = PipelineConfig(datasets=[dataset(data, **options)], load=load, seed=3, cache_dir=folder, **more)
+    config = PipelineConfig(
+        datasets=[dataset(data, **options)], load=load, seed=3, cache_dir=folder, **more
+    )
     pipeline = Pipeline.from_config(config).source().tokenize()
     pipeline = pipeline.pack(pack) if pack is not None else pipeline
-    return [{name: np.asarray(values) for name, values in batch.items()} for batch in pipeline.load().build()]
+    return [
+        {name: np.asarray(values) for name, values in batch.items()}
+        for batch in pipeline.load().build()
+    ]
 
 
 def test_the_words_of_the_assistant_are_the_targets(tmp_path: Path) -> None:
@@ -78,9 +114,14 @@ def test_the_words_of_the_assistant_are_the_targets(tmp_path: Path) -> None:
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nthe quick<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n"
     assert tokenizer.decode(ids).startswith(expected)
     assert targets((ids, mask)) == "Four.<|im_end|>Yes<|im_end|>"
-    assert targets(documents(tokenized(tmp_path, rows, train_on="completion"))[0]) == "Yes<|im_end|>"
+    assert (
+        targets(documents(tokenized(tmp_path, rows, train_on="completion"))[0]) == "Yes<|im_end|>"
+    )
     assert targets(documents(tokenized(tmp_path, rows, train_on="all"))[0]) == tokenizer.decode(ids)
-    assert targets(documents(tokenized(tmp_path, rows, chat_template=MARKED))[0]) == "Four.<|im_end|>Yes<|im_end|>"
+    assert (
+        targets(documents(tokenized(tmp_path, rows, chat_template=MARKED))[0])
+        == "Four.<|im_end|>Yes<|im_end|>"
+    )
 
 
 def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
@@ -96,10 +137,18 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
 
 @examples(12)
 @given(st.data())
-def test_reads_are_stateless_and_equal_the_cache(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_reads_are_stateless_and_equal_the_cache(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     said = st.lists(st.one_of(strategies.texts(), st.none()), min_size=1, max_size=5)
-    rows = [{"messages": talk(*turns)} for turns in data.draw(st.lists(said, min_size=1, max_size=8))] + talks(2)
-    options = data.draw(st.sampled_from([{}, {"train_on": "all"}, {"train_on": "completion"}, {"chat_template": MARKED}]))
+    rows = [
+        {"messages": talk(*turns)} for turns in data.draw(st.lists(said, min_size=1, max_size=8))
+    ] + talks(2)
+    options = data.draw(
+        st.sampled_from(
+            [{}, {"train_on": "all"}, {"train_on": "completion"}, {"chat_template": MARKED}]
+        )
+    )
     source = tokenized(tmp_path_factory.mktemp("cache"), rows, on_error="skip", **options)
     laws.assert_stateless_reads(source, data.draw(strategies.row_cuts()))
     cache = source.materialize()
@@ -125,7 +174,9 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
         "nothing_to_train": '[{"role": "user", "content": "x"}]',
         "invalid_utf8": '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]',
     }
-    rows = [{"messages": value} for value in wrong.values()] + [{"messages": json.dumps(talk("a", "b"))}]
+    rows = [{"messages": value} for value in wrong.values()] + [
+        {"messages": json.dumps(talk("a", "b"))}
+    ]
     source = tokenized(tmp_path, rows, on_error="quarantine")
     assert list(reasons(source).values()) == list(wrong)
     cache = source.materialize()
@@ -134,33 +185,63 @@ def test_rows_that_are_no_conversation_are_rejected_by_name(tmp_path: Path) -> N
     assert ledger.out == {"written": 1, **dict.fromkeys(sorted(wrong), 1)}
     assert cache.quarantine is not None
     set_aside = [json.loads(line) for line in cache.quarantine.read_text().splitlines()]
-    assert [row["reason"] for row in set_aside] == [reason for reason in wrong if reason not in ("empty", "nothing_to_train")]
-    assert "part of type 'image_url'" in next(row["detail"] for row in set_aside if row["reason"] == "multimodal")
+    assert [row["reason"] for row in set_aside] == [
+        reason for reason in wrong if reason not in ("empty", "nothing_to_train")
+    ]
+    assert "part of type 'image_url'" in next(
+        row["detail"] for row in set_aside if row["reason"] == "multimodal"
+    )
 
 
 def test_a_bad_row_stops_where_errors_do_and_names_its_place(tmp_path: Path) -> None:
     path = jsonl(
-        tmp_path / "rows.jsonl", [*talks(2), {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "x"}]}]
+        tmp_path / "rows.jsonl",
+        [
+            *talks(2),
+            {
+                "messages": [
+                    {"role": "user", "content": None},
+                    {"role": "assistant", "content": "x"},
+                ]
+            },
+        ],
     )
-    with pytest.raises(SourceError, match=r"rows.jsonl, row 2, column 'messages': refused_by_template: .*on_error"):
+    with pytest.raises(
+        SourceError, match=r"rows.jsonl, row 2, column 'messages': refused_by_template: .*on_error"
+    ):
         tokenized(tmp_path / "cache", str(path)).materialize()
     benign = tokenized(tmp_path / "cache", [*talks(2), {"messages": talk("only a question")}])
     assert benign.materialize().num_docs == 2
 
 
 def test_a_hostile_template_stops_whatever_on_error_says(tmp_path: Path) -> None:
-    with pytest.raises(HostileTemplateError, match=r"row 0, column 'messages': .*too much") as caught:
-        tokenized(tmp_path, talks(2), chat_template="{% for i in range(10**9) %}{% endfor %}", on_error="skip").materialize()
+    with pytest.raises(
+        HostileTemplateError, match=r"row 0, column 'messages': .*too much"
+    ) as caught:
+        tokenized(
+            tmp_path,
+            talks(2),
+            chat_template="{% for i in range(10**9) %}{% endfor %}",
+            on_error="skip",
+        ).materialize()
     assert isinstance(caught.value, TokenizerError)
 
 
-def test_rows_are_known_by_their_numbers_where_several_processes_render_them(tmp_path: Path) -> None:
+def test_rows_are_known_by_their_numbers_where_several_processes_render_them(
+    tmp_path: Path,
+) -> None:
     rows = [{"messages": talk(f"row {i}", "fine")} for i in range(2100)]
     source = tokenized(tmp_path, rows)
     texts = source.form.read(source.source, 0, 0, len(rows))
-    assert all(f"row {i}<|im_end|>" in text for i, text in zip(texts.rows.tolist(), texts.texts.to_pylist(), strict=True))
+    assert all(
+        f"row {i}<|im_end|>" in text
+        for i, text in zip(texts.rows.tolist(), texts.texts.to_pylist(), strict=True)
+    )
     assert len(texts.texts) == len(rows)
-    hostile = "{% if messages[0].content == 'row 2050' %}{% for i in range(10**9) %}{% endfor %}{% endif %}" + CHATML
+    hostile = (
+        "{% if messages[0].content == 'row 2050' %}{% for i in range(10**9) %}{% endfor %}{% endif %}"
+        + CHATML
+    )
     with pytest.raises(HostileTemplateError, match=r"row 2050, column 'messages': .*too much"):
         tokenized(tmp_path, rows, chat_template=hostile).read(0, 0, len(rows))
 
@@ -176,7 +257,10 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
     def starts(**options: Any) -> list[bool]:
         found = documents(tokenized(tmp_path, rows, chat_template=template, **options))
-        return [decode(ids).startswith('[{"type": "function", "function": {"name": "f"}}]<|im_start|>') for ids, _ in found]
+        return [
+            decode(ids).startswith('[{"type": "function", "function": {"name": "f"}}]<|im_start|>')
+            for ids, _ in found
+        ]
 
     assert starts() == [True, False]
     assert starts(tools_field="functions") == [False, True]
@@ -185,27 +269,51 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
 
 
 def test_keys_that_arrow_filled_up_with_null_are_not_there(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% endif %}:{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    rows = [{"messages": [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]}]
+    template = "{% for m in messages %}{{ m.role }}{% if m.name is defined %}({{ m.name }}){% endif %}:{{ m.content }}<|im_end|>{% endfor %}"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a", "name": "Ann"},
+                {"role": "assistant", "content": "b"},
+            ]
+        }
+    ]
     ids, _ = documents(tokenized(tmp_path, rows, chat_template=template))[0]
-    assert load_tokenizer(chat_tokenizer()).decode(ids) == "user(Ann):a<|im_end|>assistant:b<|im_end|>"
+    assert (
+        load_tokenizer(chat_tokenizer()).decode(ids) == "user(Ann):a<|im_end|>assistant:b<|im_end|>"
+    )
 
 
 @needs_shared
 @pytest.mark.shared
 def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
-    """`apply_chat_template(tokenize=True, return_assistant_tokens_mask=True)` of a template with markers, row by row."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install easypipe[compare]")
-    lines = (SHARED / "chat" / "openai_messages_tools_150.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    """`apply_chat_template(tokenize=True, return_assistant_tokens_mask=True)` of a template with
+    markers, row by row.
+    """
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install easypipe[compare]"
+    )
+    lines = (
+        (SHARED / "chat" / "openai_messages_tools_150.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()[:30]
+    )
     rows = [json.loads(line) for line in lines]
-    rows += [{"messages": talk("naïve 日本 😀", "  ﬁrst 😀 \n", "a\u0301", "x")}, {"messages": talk("1", " ")}]
+    rows += [
+        {"messages": talk("naïve 日本 😀", "  ﬁrst 😀 \n", "a\u0301", "x")},
+        {"messages": talk("1", " ")},
+    ]
     template = (SHARED / "templates" / "qwen2_5_training.jinja").read_text(encoding="utf-8")
-    for name in ("gpt2", "mistral_v1", "olmo_neox"):  # torchtitan_tiny drops characters, and transformers then loses whole turns
+    # torchtitan_tiny drops characters, and transformers then loses whole turns
+    for name in ("gpt2", "mistral_v1", "olmo_neox"):
         folder = SHARED / "tokenizers" / name
-        reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        as_text = [{"messages": json.dumps(row["messages"]), "tools": json.dumps(row.get("tools"))} for row in rows]
+        reference = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json")
+        )
+        as_text = [
+            {"messages": json.dumps(row["messages"]), "tools": json.dumps(row.get("tools"))}
+            for row in rows
+        ]
         source = tokenized(tmp_path, as_text, tokenizer=str(folder), chat_template=template)
         for row, (ids, mask) in zip(rows, documents(source), strict=True):
             expected = reference.apply_chat_template(
@@ -223,22 +331,39 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path: Path) -> None:
 def test_values_that_json_does_not_know_reach_templates_as_text(tmp_path: Path) -> None:
     day = {"role": "user", "content": "a", "at": datetime.date(2026, 1, 31)}
     template = "{{ messages[0].at }}<|im_end|>{{ messages[1].content }}<|im_end|>"
-    ids, _ = documents(tokenized(tmp_path, [{"messages": [day, {"role": "assistant", "content": "b"}]}], chat_template=template))[0]
+    ids, _ = documents(
+        tokenized(
+            tmp_path,
+            [{"messages": [day, {"role": "assistant", "content": "b"}]}],
+            chat_template=template,
+        )
+    )[0]
     assert load_tokenizer(chat_tokenizer()).decode(ids) == "2026-01-31<|im_end|>b<|im_end|>"
 
 
 def test_prompts_and_completions(tmp_path: Path) -> None:
-    rows = [{"q": "the quick ", "a": "brown fox"}, {"q": "x", "a": ""}, {"q": "", "a": "Four."}, {"q": None, "a": "y"}, {"q": "", "a": ""}]
+    rows = [
+        {"q": "the quick ", "a": "brown fox"},
+        {"q": "x", "a": ""},
+        {"q": "", "a": "Four."},
+        {"q": None, "a": "y"},
+        {"q": "", "a": ""},
+    ]
     columns = {"prompt_field": "q", "completion_field": "a", "on_error": "skip"}
     source = tokenized(tmp_path, rows, **columns)
     found = documents(source)
-    # The token " brown" stands for the last character of the prompt and for the completion: it is a target.
+    # The token " brown" stands for the last character of the prompt and for the completion: it is a
+    # target.
     assert [targets(document) for document in found] == [" brown fox<|im_end|>", "Four.<|im_end|>"]
     assert reasons(source) == {1: "nothing_to_train", 3: "null", 4: "empty"}
     assert source.materialize().read(0, 0, 5).equals(source.read(0, 0, 5))
     laws.assert_stateless_reads(source)
     everything = documents(tokenized(tmp_path, rows, train_on="all", **columns))
-    assert [targets(document) for document in everything] == ["the quick brown fox<|im_end|>", "x<|im_end|>", "Four.<|im_end|>"]
+    assert [targets(document) for document in everything] == [
+        "the quick brown fox<|im_end|>",
+        "x<|im_end|>",
+        "Four.<|im_end|>",
+    ]
 
 
 def test_what_max_length_leaves_untrained_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -258,13 +383,28 @@ def test_what_max_length_leaves_untrained_is_dropped_and_counted(tmp_path: Path)
         assert (ids, mask) == (full_ids[:40], full_mask[:40])
 
 
-def test_the_cache_is_used_again_and_not_for_another_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_used_again_and_not_for_another_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = talks(12)
     first = tokenized(tmp_path, rows)
     path = first.materialize().path
     others = [{"train_on": "all"}, {"chat_template": MARKED}, {"template_date": "2026-01-31"}]
-    assert len({path, *(tokenized(tmp_path, rows, **options).materialize().path for options in others)}) == 4
-    assert len({first.fingerprint, *(tokenized(tmp_path, rows, **options).fingerprint for options in others)}) == 4
+    assert (
+        len(
+            {path, *(tokenized(tmp_path, rows, **options).materialize().path for options in others)}
+        )
+        == 4
+    )
+    assert (
+        len(
+            {
+                first.fingerprint,
+                *(tokenized(tmp_path, rows, **options).fingerprint for options in others),
+            }
+        )
+        == 4
+    )
 
     def never(*_: Any) -> None:
         raise AssertionError("rendered again")
@@ -273,14 +413,21 @@ def test_the_cache_is_used_again_and_not_for_another_template(tmp_path: Path, mo
     assert tokenized(tmp_path, rows).materialize().path == path
 
 
-def own_labels(documents: list[tuple[list[int], list[int]]], rows: Mapping[str, np.ndarray]) -> None:
-    """Every segment of packed rows is a document, whole; its labels are its targets, one slot earlier."""
+def own_labels(
+    documents: list[tuple[list[int], list[int]]], rows: Mapping[str, np.ndarray]
+) -> None:
+    """Every segment of packed rows is a document, whole; its labels are its targets, one slot
+    earlier.
+    """
     seen = []
     for r in range(len(rows[INPUT_IDS])):
         for segment in range(1, rows[SEGMENT_IDS][r].max() + 1):
             here = rows[SEGMENT_IDS][r] == segment
             seen.append((rows[INPUT_IDS][r][here].tolist(), rows[LABELS][r][here].tolist()))
-    expected = [(ids, [i if flag else -100 for i, flag in zip(ids[1:], mask[1:], strict=True)] + [-100]) for ids, mask in documents]
+    expected = [
+        (ids, [i if flag else -100 for i, flag in zip(ids[1:], mask[1:], strict=True)] + [-100])
+        for ids, mask in documents
+    ]
     assert sorted(seen) == sorted(expected)
 
 
@@ -298,9 +445,14 @@ def test_masks_reach_the_labels_through_packing(tmp_path: Path, strategy: Any) -
 
 @pytest.mark.parametrize("oversize", ["split", "truncate", "drop"])
 def test_the_ledger_knows_what_is_trained_and_what_is_masked(tmp_path: Path, oversize: Any) -> None:
-    """placed = targets + masked + segment starts, and the targets are the labels that a loader gives."""
+    """placed = targets + masked + segment starts, and the targets are the labels that a loader
+    gives.
+    """
     rows, text = exchanges(20), [{"text": "the quick brown fox " * n} for n in range(1, 12)]
-    datasets = [dataset(rows), DatasetConfig(name="text", data_files=text, tokenizer=chat_tokenizer())]
+    datasets = [
+        dataset(rows),
+        DatasetConfig(name="text", data_files=text, tokenizer=chat_tokenizer()),
+    ]
     pack = PackStageConfig(seq_length=60, oversize=oversize)
     mix = {"weights": {"chat": 0.5, "text": 0.5}, "stop_strategy": "all_exhausted"}
     load = LoadStageConfig(batch_size=2, drop_last=False)
@@ -325,7 +477,9 @@ def _mask_of(batch: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def exchanges(count: int) -> list[dict[str, Any]]:
     """A question and an answer each, so that no row of packing cuts them between turns."""
-    return [{"messages": talk("fox " * (1 + i % 5), f"{i} Four. " * (1 + i % 9))} for i in range(count)]
+    return [
+        {"messages": talk("fox " * (1 + i % 5), f"{i} Four. " * (1 + i % 9))} for i in range(count)
+    ]
 
 
 def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
@@ -333,7 +487,9 @@ def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
     whole = documents(tokenized(tmp_path, rows))
     assert min(len(mask) for _, mask in whole) < 60 < max(len(mask) for _, mask in whole)
     for oversize in ("split", "asked", "truncate", "drop"):
-        rule: dict[str, Any] = {"train_continued": True} if oversize == "asked" else {"oversize": oversize}
+        rule: dict[str, Any] = (
+            {"train_continued": True} if oversize == "asked" else {"oversize": oversize}
+        )
         found = batches(tmp_path, rows, pack=PackStageConfig(seq_length=60, **rule))
         labels = np.concatenate([batch[LABELS] for batch in found])
         if oversize == "asked":
@@ -341,7 +497,9 @@ def test_documents_longer_than_a_row_keep_their_masks(tmp_path: Path) -> None:
         else:  # what goes on in another row has no target there
             pieces = [mask[:60] for _, mask in whole if oversize != "drop" or len(mask) <= 60]
         assert (labels >= 0).sum() == sum(sum(piece[1:]) for piece in pieces), oversize
-        forward = batches(tmp_path, rows, pack=PackStageConfig(seq_length=60, **rule), streaming=True)
+        forward = batches(
+            tmp_path, rows, pack=PackStageConfig(seq_length=60, **rule), streaming=True
+        )
         assert sum((batch[LABELS] >= 0).sum() for batch in forward) == (labels >= 0).sum(), oversize
     for wrong in ({"strategy": "stream"}, {"oversize": "drop"}):
         with pytest.raises(ConfigError, match="train_continued: has no effect on"):
@@ -361,7 +519,12 @@ def test_saved_conversations_give_the_same_batches(tmp_path: Path, format: Any) 
     pack = PackStageConfig(seq_length=200, strategy="first_fit")
     straight = batches(tmp_path / "cache", rows, pack=pack, chat_template=MARKED)
     save = SaveStageConfig(output_dir=tmp_path / "saved", format=format)
-    config = PipelineConfig(datasets=[dataset(rows, chat_template=MARKED)], save=save, seed=3, cache_dir=tmp_path / "cache")
+    config = PipelineConfig(
+        datasets=[dataset(rows, chat_template=MARKED)],
+        save=save,
+        seed=3,
+        cache_dir=tmp_path / "cache",
+    )
     Pipeline.from_config(config).source().tokenize().save().build()
     again = batches(tmp_path / "other", str(tmp_path / "saved"), pack=pack, content_field="text")
     laws.assert_same_batches(straight, again)
@@ -372,10 +535,22 @@ def test_saved_conversations_give_the_same_batches(tmp_path: Path, format: Any) 
     [
         ({"prompt_field": "q"}, "completion_field: prompt_field needs it"),
         ({"completion_field": "a"}, "prompt_field: completion_field needs it"),
-        ({"prompt_field": "q", "completion_field": "q"}, "completion_field: is the prompt_field too"),
-        ({"prompt_field": "q", "completion_field": "a", "train_on": "assistant"}, "train_on: prompts have no assistant"),
-        ({"prompt_field": "q", "completion_field": "a", "chat_template": "{{ 1 }}"}, "chat_template: has no effect"),
-        ({"prompt_field": "q", "completion_field": "a", "tools_field": "t"}, "tools_field: has no effect"),
+        (
+            {"prompt_field": "q", "completion_field": "q"},
+            "completion_field: is the prompt_field too",
+        ),
+        (
+            {"prompt_field": "q", "completion_field": "a", "train_on": "assistant"},
+            "train_on: prompts have no assistant",
+        ),
+        (
+            {"prompt_field": "q", "completion_field": "a", "chat_template": "{{ 1 }}"},
+            "chat_template: has no effect",
+        ),
+        (
+            {"prompt_field": "q", "completion_field": "a", "tools_field": "t"},
+            "tools_field: has no effect",
+        ),
         ({"template_date": "yesterday"}, "template_date: 'yesterday' is no date"),
         ({"train_on": "user"}, "train_on: 'user' is not an option"),
     ],
@@ -387,7 +562,9 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], pr
 
 
 def test_options_about_messages_are_refused_for_other_columns(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"datasets\[0\].train_on: has no effect on column 'n', which holds int64"):
+    with pytest.raises(
+        ConfigError, match=r"datasets\[0\].train_on: has no effect on column 'n', which holds int64"
+    ):
         tokenized(tmp_path, [{"n": 1}], content_field="n", train_on="all")
     with pytest.raises(TokenizerError, match="has no chat template"):
         tokenized(tmp_path, talks(1), tokenizer=without_template(tmp_path / "bare"))
@@ -395,7 +572,9 @@ def test_options_about_messages_are_refused_for_other_columns(tmp_path: Path) ->
         tokenized(tmp_path, talks(1), chat_template="nowhere.jinja")
 
 
-def test_the_sft_example_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sft_example_runs_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ "SFT Training Pipeline" of the Pipeline API, on local files."""
     monkeypatch.chdir(tmp_path)
     for part in ("a", "b"):
@@ -431,7 +610,9 @@ def test_the_sft_example_runs_as_it_is_written(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("length", [None, LengthPolicy(), LengthPolicy(policy="trim_prompt_first")])
-def test_a_cut_conversation_ends_where_it_is_cut(tmp_path: Path, length: LengthPolicy | None) -> None:
+def test_a_cut_conversation_ends_where_it_is_cut(
+    tmp_path: Path, length: LengthPolicy | None
+) -> None:
     """An EOS behind half an answer would teach the model to stop there."""
     rows = [{"messages": talk("hello", "a long answer " * 20)}, {"messages": talk("hi", "yes")}]
     tokenizer = load_tokenizer(chat_tokenizer())
@@ -448,9 +629,11 @@ def test_a_cut_conversation_ends_where_it_is_cut(tmp_path: Path, length: LengthP
     ids, labels = (np.asarray(batch[name])[0].tolist() for name in (INPUT_IDS, LABELS))
     at = next(i for i in range(len(ids)) if ids[i : i + 60] == stored[0][0])
     segments = np.asarray(batch[SEGMENT_IDS])[0].tolist()
-    assert labels[at + 58] == ids[at + 59] != tokenizer.eos_token_id  # the last token that was kept is a target, and nothing is behind it
+    # the last token that was kept is a target, and nothing is behind it
+    assert labels[at + 58] == ids[at + 59] != tokenizer.eos_token_id
     assert segments[at + 59] != segments[at + 60]
     assert labels[at + 59] == -100
     ledger = packed.ledger()
     assert ledger.find("tokenize", "chat", "tokens").out["truncated"] > 0
-    assert "EOS" not in ledger.find("pack", "chat", "tokens").into  # the other document ends with its own
+    # the other document ends with its own
+    assert "EOS" not in ledger.find("pack", "chat", "tokens").into

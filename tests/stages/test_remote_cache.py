@@ -1,4 +1,6 @@
-"""Token caches in buckets: byte-equal batches however they are read, commits that others go on from, no more staged than allowed."""
+"""Token caches in buckets: byte-equal batches however they are read, commits that others go on
+from, no more staged than allowed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easypipe import CacheError, ConfigError, DatasetConfig, MixStageConfig, PackStageConfig, Pipeline, PipelineConfig, StorageError
+from easypipe import (
+    CacheError,
+    ConfigError,
+    DatasetConfig,
+    MixStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    StorageError,
+)
 from easypipe.core import remote, storage
 from easypipe.loader.documents import gather_documents
 from easypipe.pipeline import _Remade
@@ -49,22 +60,40 @@ def source() -> WithIdentity:
 def batches(tmp_path: Path, **options: Any) -> list[dict[str, np.ndarray]]:
     made = config(tmp_path, **options)
     mix = MixStageConfig(weights={"code": 0.6, "docs": 0.4}, stop_strategy="all_exhausted")
-    loader = Pipeline(made).source().tokenize().mix(mix).pack(PackStageConfig(seq_length=64)).load({"batch_size": 4})
-    return [{name: np.asarray(column) for name, column in batch.items()} for batch in loader.build()]
+    loader = (
+        Pipeline(made)
+        .source()
+        .tokenize()
+        .mix(mix)
+        .pack(PackStageConfig(seq_length=64))
+        .load({"batch_size": 4})
+    )
+    return [
+        {name: np.asarray(column) for name, column in batch.items()} for batch in loader.build()
+    ]
 
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_batches_are_those_of_a_local_cache(tmp_path: Path, store: Store, reading: str) -> None:
     here = batches(tmp_path)
     url = f"{store.new()}/cache"
-    cache = CacheConfig(reading=reading, storage_options=store.options, staging_dir=tmp_path / "staging")
+    cache = CacheConfig(
+        reading=reading, storage_options=store.options, staging_dir=tmp_path / "staging"
+    )
     made = {"cache_dir": url, "cache": cache}
     first = batches(tmp_path, **made)
     assert assert_same_batches(here, first) > 3
     files = store.files(url)
-    assert {name.partition("/")[0] for name in files} == {"configs", "manifests", "ranges", "tokens"}
+    assert {name.partition("/")[0] for name in files} == {
+        "configs",
+        "manifests",
+        "ranges",
+        "tokens",
+    }
     assert not any(SECRET.encode() in data for data in files.values())
-    assert not any((tmp_path / "staging").iterdir()), "what is staged goes with the process, whatever ends it"
+    assert not any((tmp_path / "staging").iterdir()), (
+        "what is staged goes with the process, whatever ends it"
+    )
     assert_same_batches(here, batches(tmp_path, **made))
 
 
@@ -83,19 +112,29 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[TokenCache, str]:
 
 
 def opened(url: str, tmp_path: Path, **options: Any) -> TokenCache:
-    return TokenCache(url, folder=RemoteFolder(url.rpartition("/manifests/")[0], tmp_path, **options))
+    return TokenCache(
+        url, folder=RemoteFolder(url.rpartition("/manifests/")[0], tmp_path, **options)
+    )
 
 
-@given(data=st.data(), reading=st.sampled_from(READINGS), room=st.sampled_from([1, 3 * BLOCK, 20 * BLOCK, 1 << 30]))
+@given(
+    data=st.data(),
+    reading=st.sampled_from(READINGS),
+    room=st.sampled_from([1, 3 * BLOCK, 20 * BLOCK, 1 << 30]),
+)
 @examples(40)
-def test_whatever_is_read_in_whatever_order(two: tuple[TokenCache, str], tmp_path_factory: Any, data: Any, reading: str, room: int) -> None:
+def test_whatever_is_read_in_whatever_order(
+    two: tuple[TokenCache, str], tmp_path_factory: Any, data: Any, reading: str, room: int
+) -> None:
     local, url = two
     cache = opened(url, tmp_path_factory.mktemp("read"), reading=reading, staging_bytes=room)
     assert cache.fingerprint == local.fingerprint
     everything = np.arange(local.num_docs)
     np.testing.assert_array_equal(cache.lengths(everything), local.lengths(everything))
     np.testing.assert_array_equal(cache.has_eos(everything), local.has_eos(everything))
-    for docs in data.draw(st.lists(st.lists(st.integers(0, local.num_docs - 1), max_size=9), max_size=6)):
+    for docs in data.draw(
+        st.lists(st.lists(st.integers(0, local.num_docs - 1), max_size=9), max_size=6)
+    ):
         asked = np.array(docs, np.int64)
         mine = gather_documents([cache], np.zeros(asked.size, np.int32), asked, with_mask=False)
         theirs = gather_documents([local], np.zeros(asked.size, np.int32), asked, with_mask=False)
@@ -112,10 +151,14 @@ def test_whatever_is_read_in_whatever_order(two: tuple[TokenCache, str], tmp_pat
 
 @pytest.mark.parametrize("reading", READINGS)
 def test_the_law_of_sources(two: tuple[TokenCache, str], tmp_path: Path, reading: str) -> None:
-    assert_stateless_reads(opened(two[1], tmp_path, reading=reading, staging_bytes=4 * BLOCK), [1, 10, 17, 59])
+    assert_stateless_reads(
+        opened(two[1], tmp_path, reading=reading, staging_bytes=4 * BLOCK), [1, 10, 17, 59]
+    )
 
 
-def test_staged_bytes_are_given_back_to_the_disk(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+def test_staged_bytes_are_given_back_to_the_disk(
+    two: tuple[TokenCache, str], tmp_path: Path
+) -> None:
     local, url = two
     cache = opened(url, tmp_path, reading="shards", staging_bytes=1, staging_dir=tmp_path)
     staging = cache.folder.staging  # type: ignore[union-attr]
@@ -126,11 +169,15 @@ def test_staged_bytes_are_given_back_to_the_disk(two: tuple[TokenCache, str], tm
             most = max(most, os.fstat(staging._file.fileno()).st_blocks * 512)
     whole = sum(part.num_bytes for part in local.manifest.parts)
     assert staging.fetched_bytes > whole, "each part came again and again"
-    assert most < index + 2 * max(part.num_bytes for part in local.manifest.parts) + 8 * BLOCK * len(local.manifest.parts)
+    assert most < index + 2 * max(
+        part.num_bytes for part in local.manifest.parts
+    ) + 8 * BLOCK * len(local.manifest.parts)
     assert os.fstat(staging._file.fileno()).st_blocks * 512 < whole / 2
 
 
-def test_reading_ranges_fetches_less_than_shards(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+def test_reading_ranges_fetches_less_than_shards(
+    two: tuple[TokenCache, str], tmp_path: Path
+) -> None:
     _, url = two
     fetched = {}
     for reading in READINGS:
@@ -141,7 +188,9 @@ def test_reading_ranges_fetches_less_than_shards(two: tuple[TokenCache, str], tm
     assert 0 < fetched["ranges"] < fetched["shards"] / 2
 
 
-def test_staging_dir_is_where_fetched_tokens_are(two: tuple[TokenCache, str], tmp_path: Path) -> None:
+def test_staging_dir_is_where_fetched_tokens_are(
+    two: tuple[TokenCache, str], tmp_path: Path
+) -> None:
     cache = opened(two[1], tmp_path, staging_dir=tmp_path / "fast")
     file = cache.folder.staging._file.fileno()  # type: ignore[union-attr]
     assert os.readlink(f"/proc/self/fd/{file}").startswith(str(tmp_path / "fast"))
@@ -150,7 +199,9 @@ def test_staging_dir_is_where_fetched_tokens_are(two: tuple[TokenCache, str], tm
         opened(two[1], tmp_path, staging_dir=tmp_path / "file")
 
 
-def test_a_batch_that_needs_more_room_is_named(two: tuple[TokenCache, str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_needs_more_room_is_named(
+    two: tuple[TokenCache, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cache = opened(two[1], tmp_path, staging_bytes=1)
     cache.tokens(0)
     assert "cache.staging_bytes=1: the batches under way need" in caplog.text
@@ -163,7 +214,9 @@ def test_threads_share_what_is_staged(two: tuple[TokenCache, str], tmp_path: Pat
 
     def work(salt: int) -> None:
         docs = np.random.default_rng(salt).permutation(local.num_docs).tolist()
-        wrong.extend(doc for doc in docs if not np.array_equal(cache.tokens(doc), local.tokens(doc)))
+        wrong.extend(
+            doc for doc in docs if not np.array_equal(cache.tokens(doc), local.tokens(doc))
+        )
 
     threads = [threading.Thread(target=work, args=(salt,)) for salt in range(4)]
     for thread in threads:
@@ -183,7 +236,10 @@ def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
     whole = storage.read_bytes(url, store.options)
     at = cache._staged.parts[0].starts[0]  # type: ignore[union-attr]
     storage.commit_bytes(url, whole[:at] + b"\xff" + whole[at + 1 :], store.options)
-    with pytest.raises(CacheError, match=rf"{url}: damaged: bytes 0 to {len(whole)} are not those that were committed"):
+    with pytest.raises(
+        CacheError,
+        match=rf"{url}: damaged: bytes 0 to {len(whole)} are not those that were committed",
+    ):
         prepare(source(), tok, dataset="d", cache_dir=folder).tokens(0)
     with pytest.raises(CacheError, match=rf"{url}: damaged"):
         cache.verify()
@@ -200,7 +256,9 @@ def test_damage_is_noticed(tmp_path: Path, store: Store) -> None:
 
 
 @pytest.mark.parametrize("reading", READINGS)
-def test_no_changed_byte_reaches_a_batch(two: tuple[TokenCache, str], tmp_path: Path, reading: str) -> None:
+def test_no_changed_byte_reaches_a_batch(
+    two: tuple[TokenCache, str], tmp_path: Path, reading: str
+) -> None:
     """Wherever it is: tokens, lengths, EOS flags, row numbers, Arrow's own words."""
     local, url = two
     victim = local.manifest.parts[0]
@@ -215,9 +273,18 @@ def test_no_changed_byte_reaches_a_batch(two: tuple[TokenCache, str], tmp_path: 
 
     found = []
     try:
-        for at in (9, 700, 70_000, *range(50_000, len(whole), len(whole) // 7), len(whole) - 2100, len(whole) - 20):
+        for at in (
+            9,
+            700,
+            70_000,
+            *range(50_000, len(whole), len(whole) // 7),
+            len(whole) - 2100,
+            len(whole) - 20,
+        ):
             storage.commit_bytes(path, whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            with pytest.raises(CacheError, match=r"damaged: .*(committed as|are not those that were committed)") as refused:
+            with pytest.raises(
+                CacheError, match=r"damaged: .*(committed as|are not those that were committed)"
+            ) as refused:
                 read_all()
             assert victim.file in str(refused.value)
             found.append(at)
@@ -228,9 +295,12 @@ def test_no_changed_byte_reaches_a_batch(two: tuple[TokenCache, str], tmp_path: 
 
 
 def test_another_machine_goes_on(tmp_path: Path, store: Store) -> None:
-    """Killed after any commit; a machine with nothing but the bucket finishes, and tokenizes only what is missing."""
+    """Killed after any commit; a machine with nothing but the bucket finishes, and tokenizes only
+    what is missing.
+    """
     tok, url = load_tokenizer(tokenizer()), store.new()
-    prepare(source(), tok, dataset="d", cache_dir=tmp_path / "here")  # the proof of the tokenizer is no business of this test
+    # the proof of the tokenizer is no business of this test
+    prepare(source(), tok, dataset="d", cache_dir=tmp_path / "here")
     for stop in (2, 5, 9):
         commits = 0
 
@@ -242,9 +312,17 @@ def test_another_machine_goes_on(tmp_path: Path, store: Store) -> None:
 
         storage.set_fault_hook(hook)
         with pytest.raises(KeyboardInterrupt):
-            prepare(source(), tok, dataset="d", cache_dir=remote_folder(store, url, tmp_path / f"machine{stop}"), num_workers=1)
+            prepare(
+                source(),
+                tok,
+                dataset="d",
+                cache_dir=remote_folder(store, url, tmp_path / f"machine{stop}"),
+                num_workers=1,
+            )
         storage.set_fault_hook(None)
-        assert not [name for name in store.files(url) if name.startswith("manifests/")], "nothing is promised before everything is there"
+        assert not [name for name in store.files(url) if name.startswith("manifests/")], (
+            "nothing is promised before everything is there"
+        )
     folder = remote_folder(store, url, tmp_path / "last")
     missing, total = pending(source(), tok, dataset="d", cache_dir=folder)
     assert 0 < len(missing) < total
@@ -252,12 +330,17 @@ def test_another_machine_goes_on(tmp_path: Path, store: Store) -> None:
     counted = CountingTokenizer(tok)
     cache = prepare(source(), tok, dataset="d", cache_dir=folder)
     assert counted.texts <= 10 * (len(missing) - 1)
-    assert cache.fingerprint == prepare(source(), tok, dataset="d", cache_dir=tmp_path / "here").fingerprint
+    assert (
+        cache.fingerprint
+        == prepare(source(), tok, dataset="d", cache_dir=tmp_path / "here").fingerprint
+    )
     assert store.files(url).keys() == {name for name in store.files(url) if ".tmp-" not in name}
 
 
 def test_processes_prepare_the_same_at_once(tmp_path: Path, gs: Store) -> None:
-    """Machines (each with a folder of its own, so that no lock tells them of the others) fill one empty bucket."""
+    """Machines (each with a folder of its own, so that no lock tells them of the others) fill one
+    empty bucket.
+    """
     url = gs.new()
     arguments = [tokenizer(), url, json.dumps(gs.options)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
@@ -272,7 +355,9 @@ def test_processes_prepare_the_same_at_once(tmp_path: Path, gs: Store) -> None:
     assert [process.returncode for process in running] == [0, 0], ended
     assert len({out for out, _ in ended}) == 1
     assert len([name for name in gs.files(url) if name.startswith("manifests/")]) == 1
-    TokenCache(json.loads(ended[0][0])["manifest"], folder=remote_folder(gs, url, tmp_path)).verify()
+    TokenCache(
+        json.loads(ended[0][0])["manifest"], folder=remote_folder(gs, url, tmp_path)
+    ).verify()
 
 
 def test_the_first_manifest_wins(tmp_path: Path, store: Store) -> None:
@@ -290,7 +375,9 @@ def test_the_first_manifest_wins(tmp_path: Path, store: Store) -> None:
 
 
 def test_a_store_that_fails_in_passing(tmp_path: Path, store: Store) -> None:
-    remote.set_retry_policy(remote.RetryPolicy(attempts=4, first_wait_s=0.01, attempt_timeout_s=20, deadline_s=60))
+    remote.set_retry_policy(
+        remote.RetryPolicy(attempts=4, first_wait_s=0.01, attempt_timeout_s=20, deadline_s=60)
+    )
     try:
         with faulty(store) as (behind, proxy):
             proxy.faults.extend([503, None, "reset", None, None, "lost"])
@@ -307,18 +394,33 @@ def test_options(tmp_path: Path) -> None:
         CacheConfig(reading="whole")  # type: ignore[arg-type]
     options = CacheConfig(storage_options={"secret": SECRET})
     assert SECRET not in repr(options)
-    here = {"datasets": (DatasetConfig(name="d", data_files="x.jsonl"),), "seed": 1, "cache_dir": tmp_path}
-    with pytest.raises(ConfigError, match=r"^cache: has no effect: no token cache is at a URL. Leave it out") as caught:
+    here = {
+        "datasets": (DatasetConfig(name="d", data_files="x.jsonl"),),
+        "seed": 1,
+        "cache_dir": tmp_path,
+    }
+    with pytest.raises(
+        ConfigError, match=r"^cache: has no effect: no token cache is at a URL. Leave it out"
+    ) as caught:
         Pipeline(PipelineConfig(**here, cache=options))
     assert SECRET not in str(caught.value)
     with pytest.raises(ConfigError, match=r"^cache: has no effect: streaming keeps no tokens"):
-        Pipeline(PipelineConfig(**here | {"cache_dir": "memory://caches/a"}, streaming=True, cache=options))
+        Pipeline(
+            PipelineConfig(
+                **here | {"cache_dir": "memory://caches/a"}, streaming=True, cache=options
+            )
+        )
     with pytest.raises(StorageError, match=r"nothing://"):
         cache_folder("nothing://bucket/cache")
 
 
 def test_workers_of_a_cluster_get_the_url(tmp_path: Path) -> None:
-    made = config(tmp_path, cache_dir="memory://caches/ray", executor="ray", cache=CacheConfig(reading="ranges"))
+    made = config(
+        tmp_path,
+        cache_dir="memory://caches/ray",
+        executor="ray",
+        cache=CacheConfig(reading="ranges"),
+    )
     pipeline = Pipeline(made).source().tokenize()
     remade = _Remade.of(pipeline.get_context(), [step.stage for step in pipeline._plan])
     assert (remade.config.cache_dir, remade.config.cache) == ("memory://caches/ray", made.cache)
@@ -327,8 +429,12 @@ def test_workers_of_a_cluster_get_the_url(tmp_path: Path) -> None:
 
 def test_a_dataset_keeps_its_tokens_in_a_bucket_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    dataset = DatasetConfig(name="d", data_files=str(tmp_path / "a.jsonl"), cache_path="memory://caches/own")
-    made = PipelineConfig(datasets=(dataset,), seed=1, cache_dir=tmp_path / "cache", default_tokenizer=tokenizer())
+    dataset = DatasetConfig(
+        name="d", data_files=str(tmp_path / "a.jsonl"), cache_path="memory://caches/own"
+    )
+    made = PipelineConfig(
+        datasets=(dataset,), seed=1, cache_dir=tmp_path / "cache", default_tokenizer=tokenizer()
+    )
     [source] = Pipeline(made).source().tokenize().get_data().values()
     assert source.materialize().num_docs == 2  # type: ignore[attr-defined]
     assert storage.names_in("memory://caches/own") == ["configs", "manifests", "ranges", "tokens"]

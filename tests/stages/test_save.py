@@ -1,4 +1,6 @@
-"""Saved folders: they read back as what was saved, stop and go on at any step, and never take what is not theirs."""
+"""Saved folders: they read back as what was saved, stop and go on at any step, and never take what
+is not theirs.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,13 @@ EVERY = [(kind, codec) for kind, codecs in CODECS.items() for codec in codecs]
 
 
 def packed(tmp_path: Path, **options: object) -> Pipeline:
-    return Pipeline(config(tmp_path, **options)).source().tokenize().mix(MIX).pack(PackStageConfig(seq_length=64))
+    return (
+        Pipeline(config(tmp_path, **options))
+        .source()
+        .tokenize()
+        .mix(MIX)
+        .pack(PackStageConfig(seq_length=64))
+    )
 
 
 def table(source: object) -> pa.Table:
@@ -73,7 +81,9 @@ def table(source: object) -> pa.Table:
 @pytest.mark.parametrize(("kind", "codec"), EVERY)
 def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: str) -> None:
     pipeline = packed(tmp_path)
-    report = pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", format=kind, compression=codec, num_shards=3)).build()
+    report = pipeline.save(
+        SaveStageConfig(output_dir=tmp_path / "out", format=kind, compression=codec, num_shards=3)
+    ).build()
     [folder] = report.folders
     source = pipeline.get_data()["mixed"]
     assert (folder.num_shards, folder.num_rows) == (3, source.shards[0].num_rows)
@@ -82,7 +92,11 @@ def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: st
     assert again.tokens == source.tokens
     laws.assert_stateless_reads(again)
     laws.assert_conserved(report.ledger)
-    files = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name not in (MANIFEST, CARD, YAML))
+    files = sorted(
+        path.name
+        for path in (tmp_path / "out").iterdir()
+        if path.name not in (MANIFEST, CARD, YAML)
+    )
     assert len(files) == 3
     assert all(name.endswith(f"-of-00003{CODECS[kind][codec]}") for name in files)
 
@@ -90,8 +104,12 @@ def test_packed_rows_read_back_as_they_were(tmp_path: Path, kind: str, codec: st
 @pytest.mark.parametrize("kind", list(CODECS))
 def test_documents_read_back_and_can_be_mixed_and_packed_again(tmp_path: Path, kind: str) -> None:
     straight = packed(tmp_path).get_data()["mixed"]
-    Pipeline(config(tmp_path)).source().tokenize().save(SaveStageConfig(output_dir=tmp_path / "out", format=kind)).build()
-    datasets = [DatasetConfig(name=name, data_files=tmp_path / "out" / name) for name in ("code", "docs")]
+    Pipeline(config(tmp_path)).source().tokenize().save(
+        SaveStageConfig(output_dir=tmp_path / "out", format=kind)
+    ).build()
+    datasets = [
+        DatasetConfig(name=name, data_files=tmp_path / "out" / name) for name in ("code", "docs")
+    ]
     again = packed(tmp_path, datasets=datasets, default_tokenizer=None).get_data()["mixed"]
     assert table(again).equals(table(straight))
 
@@ -100,21 +118,33 @@ def test_saved_documents_of_a_mixture_keep_their_origin(tmp_path: Path) -> None:
     pipeline = Pipeline(config(tmp_path)).source().tokenize().mix(MIX)
     pipeline.save(SaveStageConfig(output_dir=tmp_path / "out")).build()
     assert table(SavedSource(tmp_path / "out")).equals(table(pipeline.get_data()["mixed"]))
-    assert set(pq.read_table(next((tmp_path / "out").glob("*.parquet"))).column("__source__").to_pylist()) == {"code", "docs"}
+    assert set(
+        pq.read_table(next((tmp_path / "out").glob("*.parquet"))).column("__source__").to_pylist()
+    ) == {"code", "docs"}
 
 
 def test_text_can_be_saved_as_it_is(tmp_path: Path) -> None:
     """Rows that the source refuses are counted by reason, blank lines included."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n\n\n{"text": "b"}\nbroken\n{"text": "c"}\n')
-    dataset, save = DatasetConfig(name="x", data_files=path, on_error="skip"), SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)
+    dataset, save = (
+        DatasetConfig(name="x", data_files=path, on_error="skip"),
+        SaveStageConfig(output_dir=tmp_path / "out", num_shards=2),
+    )
     for resumed in (0, 1):
         report = Pipeline(config(tmp_path, datasets=[dataset])).source().save(save).build()
         assert report.folders[0].resumed_shards == resumed
         assert report.ledger.find("save", "x", "rows").into == {"read": 6}
-        assert report.ledger.find("save", "x", "rows").out == {"saved": 3, "blank_line": 2, "unparsable": 1}
+        assert report.ledger.find("save", "x", "rows").out == {
+            "saved": 3,
+            "blank_line": 2,
+            "unparsable": 1,
+        }
         shards = sorted((tmp_path / "out").glob("*.parquet"))
-        assert [pq.read_table(shard).column("text").to_pylist() for shard in shards] == [["a"], ["b", "c"]]
+        assert [pq.read_table(shard).column("text").to_pylist() for shard in shards] == [
+            ["a"],
+            ["b", "c"],
+        ]
         shards[1].unlink()
 
 
@@ -172,7 +202,9 @@ def test_killed_at_every_step_it_goes_on_and_leaves_the_same_folder(tmp_path: Pa
 
 
 def test_a_real_kill_leaves_finished_shards(tmp_path: Path) -> None:
-    """kill -9 after the first shard record, in another process; the next run writes the others only."""
+    """kill -9 after the first shard record, in another process; the next run writes the others
+    only.
+    """
     job = (
         "import os, signal\nfrom pathlib import Path\nfrom easypipe import *\nfrom easypipe.core import storage\n"
         f"here = Path({str(tmp_path)!r})\n"
@@ -186,7 +218,13 @@ def test_a_real_kill_leaves_finished_shards(tmp_path: Path) -> None:
         "print(report.folders[0].resumed_shards)\n"
     )
     jsonl(tmp_path / "x.jsonl", [{"text": text} for text in texts(80)])
-    killed = subprocess.run([sys.executable, "-c", job], env=os.environ | {"KILL": "1"}, capture_output=True, text=True, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", job],
+        env=os.environ | {"KILL": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert killed.returncode == -9, killed.stderr
     assert not (tmp_path / "out" / MANIFEST).exists()
     done = subprocess.run([sys.executable, "-c", job], capture_output=True, text=True, check=False)
@@ -203,7 +241,10 @@ def test_another_run_is_refused_until_overwrite_replaces_it(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2)).build()
     assert "holds another saved run" in str(caught.value)
-    assert "in 3 parquet shards. Choose another folder, or set overwrite=True to replace it." in str(caught.value)
+    assert (
+        "in 3 parquet shards. Choose another folder, or set overwrite=True to replace it."
+        in str(caught.value)
+    )
     packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)).build()
     assert set(contents(out)) & old == {MANIFEST, CARD, YAML}
     assert len(SavedSource(out).manifest.shards) == 2
@@ -223,7 +264,8 @@ def test_the_old_run_stays_readable_until_the_new_one_is_complete(tmp_path: Path
         packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, overwrite=True)).build()
     storage.set_fault_hook(None)
     assert table(SavedSource(out)).equals(before)
-    report = packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2)).build()  # its own claim stands there
+    # its own claim stands there
+    report = packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2)).build()
     assert report.folders[0].resumed_shards == 2
     assert sum(path.suffix == ".parquet" for path in out.iterdir()) == 2
 
@@ -232,7 +274,10 @@ def test_foreign_files_are_never_taken_or_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"save.output_dir=.*: is not empty: thesis.txt. Choose another folder, or set overwrite=True"):
+    with pytest.raises(
+        ConfigError,
+        match=r"save.output_dir=.*: is not empty: thesis.txt. Choose another folder, or set overwrite=True",
+    ):
         packed(tmp_path).save(SaveStageConfig(output_dir=out)).build()
     packed(tmp_path).save(SaveStageConfig(output_dir=out, overwrite=True)).build()
     assert (out / "thesis.txt").read_text() == "mine"
@@ -260,7 +305,9 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     packed(tmp_path).save(SaveStageConfig(output_dir=out)).build()
     commit_checked(out / MANIFEST, read_checked(out / MANIFEST) | {"format_version": 99})
-    with pytest.raises(CacheError, match=r"format version 99, this easypipe reads 1. Save the data again"):
+    with pytest.raises(
+        CacheError, match=r"format version 99, this easypipe reads 1. Save the data again"
+    ):
         SavedSource(out)
 
 
@@ -268,7 +315,15 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [(500, 500), ("500", 500), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("2gib", 2 << 30), ("3MiB", 3 << 20)]
+    ("size", "expected"),
+    [
+        (500, 500),
+        ("500", 500),
+        ("500MB", 500_000_000),
+        ("1.5 KiB", 1536),
+        ("2gib", 2 << 30),
+        ("3MiB", 3 << 20),
+    ],
 )
 def test_sizes(size: int | str, expected: int) -> None:
     assert parse_bytes(size) == expected
@@ -311,7 +366,9 @@ def test_shards_of_equal_bytes(lengths: list[int], data: st.DataObject) -> None:
 
 
 def test_more_shards_than_rows(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"save.num_shards: 1000 shards for (\d+) rows. Ask for at most \1."):
+    with pytest.raises(
+        ConfigError, match=r"save.num_shards: 1000 shards for (\d+) rows. Ask for at most \1."
+    ):
         packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", num_shards=1000)).build()
 
 
@@ -325,10 +382,14 @@ def prose(letters: int = 1_200_000) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("kind", "codec"), EVERY)
 @pytest.mark.parametrize("size", ["60KB", "250KB"])
-def test_files_take_what_max_shard_size_says(tmp_path: Path, kind: str, codec: str, size: str) -> None:
+def test_files_take_what_max_shard_size_says(
+    tmp_path: Path, kind: str, codec: str, size: str
+) -> None:
     """Bytes on disk within a tenth, the last file excepted; and never above it by more."""
     datasets = [DatasetConfig(name="x", data_files=prose())]
-    save = SaveStageConfig(output_dir=tmp_path / "out", format=kind, compression=codec, max_shard_size=size)
+    save = SaveStageConfig(
+        output_dir=tmp_path / "out", format=kind, compression=codec, max_shard_size=size
+    )
     [folder] = Pipeline(config(tmp_path, datasets=datasets)).source().save(save).build().folders
     sizes = [path.stat().st_size for path in sorted((tmp_path / "out").glob("part-*"))]
     limit = parse_bytes(size)
@@ -340,9 +401,13 @@ def test_files_take_what_max_shard_size_says(tmp_path: Path, kind: str, codec: s
 
 @pytest.mark.parametrize("kind", list(CODECS))
 def test_large_files_are_judged_by_samples(tmp_path: Path, kind: str) -> None:
-    """Beyond a few megabytes a shard is not tried out: blocks are, where it compresses unlike what stands before."""
+    """Beyond a few megabytes a shard is not tried out: blocks are, where it compresses unlike what
+    stands before.
+    """
     text = prose(5_000_000)["text"]
-    hexes = ["".join(f"{xxh3_64_intdigest(b'%d %d' % (i, j)):x}" for j in range(20)) for i in range(6000)]
+    hexes = [
+        "".join(f"{xxh3_64_intdigest(b'%d %d' % (i, j)):x}" for j in range(20)) for i in range(6000)
+    ]
     rows = [*text[:3000], *hexes, *text[3000:]]
     source = InMemoryShardedSource({"text": rows})
     codec, limit = "none" if kind == "jsonl" else "zstd", 700_000
@@ -361,19 +426,30 @@ def test_a_row_larger_than_a_file_has_one_of_its_own(tmp_path: Path) -> None:
     assert [shard.num_rows for shard in SavedSource(tmp_path / "out").manifest.shards] == [1, 1, 2]
 
 
-def test_with_both_options_the_stricter_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_both_options_the_stricter_wins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     datasets = [DatasetConfig(name="x", data_files=prose())]
 
     def save(**options: object) -> SavedFolder:
         caplog.clear()
         pipeline = Pipeline(config(tmp_path, datasets=datasets)).source()
         with caplog.at_level("INFO", logger="easypipe"):
-            return pipeline.save(SaveStageConfig(output_dir=tmp_path / "out", overwrite=True, **options)).build().folders[0]
+            return (
+                pipeline.save(
+                    SaveStageConfig(output_dir=tmp_path / "out", overwrite=True, **options)
+                )
+                .build()
+                .folders[0]
+            )
 
     by_size = save(max_shard_size="60KB")
     more = save(num_shards=2, max_shard_size="60KB")
     assert (more.num_shards, more.decided_by) == (by_size.num_shards, "max_shard_size")
-    assert f"max_shard_size asks for {by_size.num_shards} shards, num_shards for 2: the stricter wins" in caplog.text
+    assert (
+        f"max_shard_size asks for {by_size.num_shards} shards, num_shards for 2: the stricter wins"
+        in caplog.text
+    )
     fewer = save(num_shards=by_size.num_shards * 3, max_shard_size="60KB")
     assert (fewer.num_shards, fewer.decided_by) == (by_size.num_shards * 3, "num_shards")
     assert "it decides" in caplog.text
@@ -385,14 +461,23 @@ def test_with_both_options_the_stricter_wins(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_size_that_cannot_hold_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"save.max_shard_size: 2,000 bytes: a parquet file of these columns takes ") as caught:
-        packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", max_shard_size="2KB")).build()
+    with pytest.raises(
+        ConfigError,
+        match=r"save.max_shard_size: 2,000 bytes: a parquet file of these columns takes ",
+    ) as caught:
+        packed(tmp_path).save(
+            SaveStageConfig(output_dir=tmp_path / "out", max_shard_size="2KB")
+        ).build()
     least = int(str(caught.value).rpartition("at least ")[2].rstrip(".").replace(",", ""))
-    packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", max_shard_size=least)).build()
+    packed(tmp_path).save(
+        SaveStageConfig(output_dir=tmp_path / "out", max_shard_size=least)
+    ).build()
 
 
 def test_a_plan_is_kept_for_the_run_that_goes_on(tmp_path: Path) -> None:
-    """Measured again by another version of a codec the edges could differ: finished shards would not fit them."""
+    """Measured again by another version of a codec the edges could differ: finished shards would
+    not fit them.
+    """
     datasets = [DatasetConfig(name="x", data_files=prose())]
     save = SaveStageConfig(output_dir=tmp_path / "out", max_shard_size="60KB")
 
@@ -426,16 +511,26 @@ def test_folders_of_the_first_version_are_known(tmp_path: Path) -> None:
 
     source = pipeline().get_data()["x"]
     what = ("saved", 1, source.fingerprint, schema_to_text(source.schema), "parquet", "zstd")
-    for number, (options, old) in enumerate([({}, (None, 16 << 20)), ({"num_shards": 2}, (2, None))]):
+    for number, (options, old) in enumerate(
+        [({}, (None, 16 << 20)), ({"num_shards": 2}, (2, None))]
+    ):
         out = tmp_path / str(number)
         pipeline().save(SaveStageConfig(output_dir=out, **options)).build()
         assert json.loads((out / MANIFEST).read_text())["fingerprint"] == digest(*what, *old)
         (out / CARD).unlink()  # they had none
-        assert pipeline().save(SaveStageConfig(output_dir=out, **options)).build().folders[0].up_to_date
+        assert (
+            pipeline()
+            .save(SaveStageConfig(output_dir=out, **options))
+            .build()
+            .folders[0]
+            .up_to_date
+        )
         assert (out / CARD).exists()
     manifest = read_checked(out / MANIFEST) | {"fingerprint": digest(*what, None, 100_000)}
     (out / MANIFEST).write_text(json.dumps(manifest))  # they had no checksum either
-    with pytest.raises(ConfigError, match="max_shard_size counted bytes before compression when they were written"):
+    with pytest.raises(
+        ConfigError, match="max_shard_size counted bytes before compression when they were written"
+    ):
         pipeline().save(SaveStageConfig(output_dir=out, max_shard_size=100_000)).build()
 
 
@@ -444,7 +539,10 @@ def test_codecs_that_a_format_does_not_have(kind: str, codec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SaveStageConfig(output_dir="x", format=kind, compression=codec)
     have = ", ".join(CODECS[kind])
-    assert str(caught.value) == f"compression: {kind} files cannot be compressed with {codec} (have: {have}). Choose one of these."
+    assert (
+        str(caught.value)
+        == f"compression: {kind} files cannot be compressed with {codec} (have: {have}). Choose one of these."
+    )
 
 
 def test_the_table_in_the_docs_is_that_of_the_code() -> None:
@@ -452,7 +550,11 @@ def test_the_table_in_the_docs_is_that_of_the_code() -> None:
     rows = [f"| format | {' | '.join(codecs)} |", "| --- |" + " --- |" * len(codecs)]
     for kind, own in CODECS.items():
         default = next(iter(own))
-        rows.append(f"| {kind} | " + " | ".join("default" if c == default else "yes" if c in own else "" for c in codecs) + " |")
+        rows.append(
+            f"| {kind} | "
+            + " | ".join("default" if c == default else "yes" if c in own else "" for c in codecs)
+            + " |"
+        )
     page = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
     assert "\n".join(rows) in page, "\n".join(rows)
 
@@ -462,7 +564,12 @@ def test_the_table_in_the_docs_is_that_of_the_code() -> None:
 
 def test_each_dataset_has_its_own_folder_or_save_path(tmp_path: Path) -> None:
     datasets = [
-        DatasetConfig(name="a", data_files=[{"text": "one"}], save_path=tmp_path / "elsewhere", save_format="jsonl"),
+        DatasetConfig(
+            name="a",
+            data_files=[{"text": "one"}],
+            save_path=tmp_path / "elsewhere",
+            save_format="jsonl",
+        ),
         DatasetConfig(name="b", data_files=[{"text": "two"}]),
     ]
     pipeline = Pipeline(config(tmp_path, datasets=datasets)).source().tokenize()
@@ -472,9 +579,9 @@ def test_each_dataset_has_its_own_folder_or_save_path(tmp_path: Path) -> None:
         (str(tmp_path / "out" / "b"), "parquet"),
     ]
     with pytest.raises(ConfigError, match=r"datasets.a.save_path: has no effect after mix\(\)"):
-        Pipeline(config(tmp_path, datasets=datasets)).source().tokenize().mix(MixStageConfig(stop_strategy="all_exhausted")).save(
-            SaveStageConfig(output_dir=tmp_path / "mixed")
-        )
+        Pipeline(config(tmp_path, datasets=datasets)).source().tokenize().mix(
+            MixStageConfig(stop_strategy="all_exhausted")
+        ).save(SaveStageConfig(output_dir=tmp_path / "mixed"))
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -492,11 +599,14 @@ def test_an_endless_mixture_cannot_be_saved(tmp_path: Path) -> None:
     beside = Pipeline(config(tmp_path, save=SaveStageConfig(output_dir=tmp_path / "out")))
     with pytest.raises(ConfigError, match="save: 'mixed' never ends"):
         beside.copy().source().tokenize().mix().save()
-    assert "input_ids" in next(iter(beside.copy().source().tokenize().mix().load().build()))  # never saved
+    # never saved
+    assert "input_ids" in next(iter(beside.copy().source().tokenize().mix().load().build()))
     beside.source().tokenize().save().mix().load().build()  # saved before it is mixed
     assert {folder.name for folder in (tmp_path / "out").iterdir()} == {"code", "docs"}
     for stop in ("first_exhausted", "all_exhausted"):
-        pipeline = Pipeline(config(tmp_path)).source().tokenize().mix(MixStageConfig(stop_strategy=stop))
+        pipeline = (
+            Pipeline(config(tmp_path)).source().tokenize().mix(MixStageConfig(stop_strategy=stop))
+        )
         pipeline.save(SaveStageConfig(output_dir=tmp_path / stop)).build()
 
 
@@ -508,15 +618,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_disabled_save_writes_nothing(tmp_path: Path) -> None:
-    report = packed(tmp_path).save(SaveStageConfig(enabled=False, output_dir=tmp_path / "out")).build()
+    report = (
+        packed(tmp_path).save(SaveStageConfig(enabled=False, output_dir=tmp_path / "out")).build()
+    )
     assert report.folders == ()
     assert not (tmp_path / "out").exists()
 
 
 def test_rows_without_end_tokens_and_counts(tmp_path: Path) -> None:
-    report = tokenize_and_save(str(jsonl(tmp_path / "x.jsonl", [{"text": t} for t in texts(30)])), tokenizer(), tmp_path / "out")
+    report = tokenize_and_save(
+        str(jsonl(tmp_path / "x.jsonl", [{"text": t} for t in texts(30)])),
+        tokenizer(),
+        tmp_path / "out",
+    )
     saved = SavedSource(tmp_path / "out")
-    assert report.folders[0].num_tokens == sum(len(row[INPUT_IDS]) for row in table(saved).to_pylist())
+    assert report.folders[0].num_tokens == sum(
+        len(row[INPUT_IDS]) for row in table(saved).to_pylist()
+    )
     assert SEGMENT_IDS not in saved.schema.names
 
 
@@ -529,7 +647,9 @@ def again(folder: str, tmp_path: Path, storage_options: dict | None = None) -> p
 
 
 def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None = None) -> None:
-    """Stopped after the first finished shard, before the manifest and not at all: the same rows, and what stood is not written again."""
+    """Stopped after the first finished shard, before the manifest and not at all: the same rows,
+    and what stood is not written again.
+    """
     save = SaveStageConfig(output_dir=url, num_shards=3, storage_options=storage_options)
     order = []
 
@@ -543,7 +663,11 @@ def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None 
     with pytest.raises(Killed):
         packed(tmp_path).save(save).build()
     storage.set_fault_hook(
-        lambda what, path: order.append(path.rpartition("/")[2]) if what == "committed" and "/configs/" not in path else None
+        lambda what, path: (
+            order.append(path.rpartition("/")[2])
+            if what == "committed" and "/configs/" not in path
+            else None
+        )
     )
     order.clear()
     try:
@@ -558,7 +682,14 @@ def killed_then_finished(tmp_path: Path, url: str, storage_options: dict | None 
     fs, root = storage.filesystem(url, storage_options)
     fs.invalidate_cache()
     names = [str(name).rpartition("/")[2] for name in fs.ls(root, detail=False)]
-    assert sorted(names) == sorted([CARD, YAML, MANIFEST, *(shard.name for shard in load_saved(url, storage_options).manifest.shards)])
+    assert sorted(names) == sorted(
+        [
+            CARD,
+            YAML,
+            MANIFEST,
+            *(shard.name for shard in load_saved(url, storage_options).manifest.shards),
+        ]
+    )
 
 
 def test_memory_filesystem(tmp_path: Path) -> None:
@@ -578,7 +709,9 @@ def test_a_bucket(tmp_path: Path, store: Store) -> None:
 def test_a_bucket_that_is_not_there(tmp_path: Path, store: Store) -> None:
     url = f"{store.protocol}://nowhere/out"
     with pytest.raises(StorageError, match=rf"{url}/.*: cannot be written: ") as caught:
-        packed(tmp_path).save(SaveStageConfig(output_dir=url, storage_options=store.options)).build()
+        packed(tmp_path).save(
+            SaveStageConfig(output_dir=url, storage_options=store.options)
+        ).build()
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
@@ -595,7 +728,9 @@ def test_where_it_lies_changes_nothing(tmp_path: Path, store: Store) -> None:
     assert table(load_saved(url, store.options)).equals(table(load_saved(here)))
 
 
-def two_processes(tmp_path: Path, out: str, options: object, *, other_seed: int, overwrite: bool = False) -> list[str]:
+def two_processes(
+    tmp_path: Path, out: str, options: object, *, other_seed: int, overwrite: bool = False
+) -> list[str]:
     """What becomes of each, sorted. Neither writes a shard before the other is about to."""
     script, how = Path(__file__).with_name("save_user.py"), "overwrite" if overwrite else "keep"
     environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
@@ -628,7 +763,12 @@ def test_two_processes_replace_what_stands_there(tmp_path: Path) -> None:
     assert all(one.startswith("saved ") for one in said)
     source = load_saved(tmp_path / "out")
     assert table(source).num_rows == source.manifest.num_rows
-    assert set(contents(tmp_path / "out")) == {CARD, YAML, MANIFEST, *(shard.name for shard in source.manifest.shards)}
+    assert set(contents(tmp_path / "out")) == {
+        CARD,
+        YAML,
+        MANIFEST,
+        *(shard.name for shard in source.manifest.shards),
+    }
 
 
 def test_two_machines_save_into_one_bucket(tmp_path: Path, gs: Store) -> None:
@@ -642,8 +782,16 @@ def test_two_machines_save_into_one_bucket(tmp_path: Path, gs: Store) -> None:
 
 def test_a_run_that_lost_its_folder_writes_no_manifest(tmp_path: Path, store: Store) -> None:
     out = f"{store.new()}/out"
-    other = Pipeline(config(tmp_path, seed=8)).source().tokenize().mix(MIX).pack(PackStageConfig(seq_length=64))
-    other = other.save(SaveStageConfig(output_dir=out, storage_options=store.options, overwrite=True))
+    other = (
+        Pipeline(config(tmp_path, seed=8))
+        .source()
+        .tokenize()
+        .mix(MIX)
+        .pack(PackStageConfig(seq_length=64))
+    )
+    other = other.save(
+        SaveStageConfig(output_dir=out, storage_options=store.options, overwrite=True)
+    )
 
     def meanwhile(what: str, path: str) -> None:
         if what == "committed" and path.endswith("_easypipe-run.json"):
@@ -652,7 +800,9 @@ def test_a_run_that_lost_its_folder_writes_no_manifest(tmp_path: Path, store: St
 
     storage.set_fault_hook(meanwhile)
     with pytest.raises(ConfigError, match="holds another saved run"):
-        packed(tmp_path).save(SaveStageConfig(output_dir=out, storage_options=store.options)).build()
+        packed(tmp_path).save(
+            SaveStageConfig(output_dir=out, storage_options=store.options)
+        ).build()
     source = load_saved(out, store.options)
     assert table(source).num_rows == source.manifest.num_rows
 
@@ -667,14 +817,18 @@ def card(folder: Path) -> tuple[dict, str]:
 
 
 def test_card(tmp_path: Path) -> None:
-    report = packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)).build()
+    report = (
+        packed(tmp_path).save(SaveStageConfig(output_dir=tmp_path / "out", num_shards=2)).build()
+    )
     front, body = card(tmp_path / "out")
     [folder] = report.folders
     [files] = front["configs"][0]["data_files"]
     assert sorted(path.name for path in (tmp_path / "out").glob(files["path"])) == sorted(
         shard.name for shard in load_saved(tmp_path / "out").manifest.shards
     )
-    assert front["dataset_info"][0]["splits"] == [{"name": "train", "num_bytes": folder.num_bytes, "num_examples": folder.num_rows}]
+    assert front["dataset_info"][0]["splits"] == [
+        {"name": "train", "num_bytes": folder.num_bytes, "num_examples": folder.num_rows}
+    ]
     assert front["size_categories"] == ["n<1K"]
     info = load_saved(tmp_path / "out").tokens
     for said in (
@@ -704,7 +858,9 @@ def test_the_call_in_the_card_loads_the_rows(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(CODECS))
 def test_other_readers_open_the_folder(tmp_path: Path, kind: str) -> None:
-    """pandas and pyarrow take every file of a folder for data whose name begins with neither `_` nor `.`."""
+    """pandas and pyarrow take every file of a folder for data whose name begins with neither `_`
+    nor `.`.
+    """
     out = tmp_path / "out"
     packed(tmp_path).save(SaveStageConfig(output_dir=out, num_shards=2, format=kind)).build()
     expected = table(load_saved(out)).column("input_ids").to_pylist()
@@ -748,14 +904,23 @@ def test_a_card_of_ones_own_stays(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not (out / YAML).exists(), "datasets reads what the README.md says"
 
 
-@pytest.mark.parametrize(("rows", "words"), [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (5 * 10**8, "100M<n<1B"), (10**12, "n>1T")])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [(0, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (5 * 10**8, "100M<n<1B"), (10**12, "n>1T")],
+)
 def test_sizes_in_the_words_of_the_hub(rows: int, words: str) -> None:
     assert size_category(rows) == words
 
 
 @pytest.mark.parametrize(
     ("tokenizer", "name"),
-    [("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"), ("/anywhere/tok", "tok"), ("./tok/", "tok"), ("a/b/tok", "tok"), ("gpt2", "gpt2")],
+    [
+        ("meta-llama/Llama-2-7b", "meta-llama/Llama-2-7b"),
+        ("/anywhere/tok", "tok"),
+        ("./tok/", "tok"),
+        ("a/b/tok", "tok"),
+        ("gpt2", "gpt2"),
+    ],
 )
 def test_names_of_tokenizers_that_may_be_published(tokenizer: str, name: str) -> None:
     assert public_name(tokenizer) == name
@@ -766,11 +931,17 @@ def test_names_of_tokenizers_that_may_be_published(tokenizer: str, name: str) ->
 
 def test_load_saved_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(
-        MissingFileError, match=r"is no complete saved folder: it has no _easypipe.json. Give the folder that save\(\) wrote."
+        MissingFileError,
+        match=r"is no complete saved folder: it has no _easypipe.json. Give the folder that save\(\) wrote.",
     ):
         load_saved(tmp_path / "nothing")
-    Pipeline(config(tmp_path)).source().tokenize().save(SaveStageConfig(output_dir=tmp_path / "out")).build()
-    with pytest.raises(MissingFileError, match=r"holds several saved folders, not one \(have: code, docs\). Load one of these."):
+    Pipeline(config(tmp_path)).source().tokenize().save(
+        SaveStageConfig(output_dir=tmp_path / "out")
+    ).build()
+    with pytest.raises(
+        MissingFileError,
+        match=r"holds several saved folders, not one \(have: code, docs\). Load one of these.",
+    ):
         load_saved(tmp_path / "out")
     assert load_saved(tmp_path / "out" / "code").manifest.num_rows == 60
     (tmp_path / "out" / "code" / MANIFEST).rename(tmp_path / "out" / "code" / "_easypipe-run.json")
@@ -779,14 +950,23 @@ def test_load_saved_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(CODECS))
-def test_what_is_saved_is_not_tokenized_twice(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_saved_is_not_tokenized_twice(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """tokenize() on tokens is a no-op that says so, whatever tokenizer the config names."""
-    Pipeline(config(tmp_path)).source().tokenize().save(SaveStageConfig(output_dir=tmp_path / "out", format=kind)).build()
+    Pipeline(config(tmp_path)).source().tokenize().save(
+        SaveStageConfig(output_dir=tmp_path / "out", format=kind)
+    ).build()
     events: list = []
     datasets = [DatasetConfig(name="code", data_files=tmp_path / "out" / "code")]
     pipeline = Pipeline(config(tmp_path, datasets=datasets), progress=events.append)
-    with caplog.at_level("INFO", logger="easypipe"), mock.patch("easypipe.stages.tokenize.load_tokenizer", side_effect=AssertionError):
-        pipeline.source().tokenize().pack(PackStageConfig(seq_length=64)).save(SaveStageConfig(output_dir=tmp_path / "packed")).build()
+    with (
+        caplog.at_level("INFO", logger="easypipe"),
+        mock.patch("easypipe.stages.tokenize.load_tokenizer", side_effect=AssertionError),
+    ):
+        pipeline.source().tokenize().pack(PackStageConfig(seq_length=64)).save(
+            SaveStageConfig(output_dir=tmp_path / "packed")
+        ).build()
     assert "dataset code: holds input_ids already, tokenize() leaves it as it is" in caplog.text
     assert not [event for event in events if event.stage == "tokenize"]
 
@@ -797,12 +977,24 @@ def test_tokenize_and_save_takes_the_options_of_its_stages(tmp_path: Path) -> No
     events: list = []
 
     def run(**options: object) -> SavedFolder:
-        values = {"content_field": "body", "on_error": "skip", "cache_dir": tmp_path / "cache", "progress": events.append} | options
-        return tokenize_and_save(str(path), tokenizer(), f"memory://{tmp_path.name}/out", **values).folders[0]
+        values = {
+            "content_field": "body",
+            "on_error": "skip",
+            "cache_dir": tmp_path / "cache",
+            "progress": events.append,
+        } | options
+        return tokenize_and_save(
+            str(path), tokenizer(), f"memory://{tmp_path.name}/out", **values
+        ).folders[0]
 
     with pytest.raises(BudgetError):
         run(max_bad_rows=0)
-    folder = run(max_bad_rows=1, max_shard_size="8KB", output_format="jsonl", output_storage_options={"skip_instance_cache": True})
+    folder = run(
+        max_bad_rows=1,
+        max_shard_size="8KB",
+        output_format="jsonl",
+        output_storage_options={"skip_instance_cache": True},
+    )
     assert (folder.num_rows, folder.decided_by) == (300, "max_shard_size")
     assert folder.num_shards > 1
     seen = {event.stage: event for event in events if event.num_bytes}
@@ -814,6 +1006,8 @@ def test_tokenize_and_save_takes_the_options_of_its_stages(tmp_path: Path) -> No
         run(on_error="error", max_bad_rows=3)
 
 
-@pytest.mark.parametrize(("megabytes", "shards"), [(1, 16 << 20), (400, 50 << 20), (1 << 20, 500 << 20)])
+@pytest.mark.parametrize(
+    ("megabytes", "shards"), [(1, 16 << 20), (400, 50 << 20), (1 << 20, 500 << 20)]
+)
 def test_default_size_of_a_shard(megabytes: int, shards: int) -> None:
     assert default_shard_bytes([Shard(name="x", num_rows=1, num_bytes=megabytes << 20)]) == shards

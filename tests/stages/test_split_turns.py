@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat_support import chat_tokenizer, talk
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, load_tokenizer
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    load_tokenizer,
+)
 from easypipe.core.schema import HAS_EOS, INPUT_IDS, LABELS, LOSS_MASK
 from strategies import examples
 
@@ -26,18 +33,39 @@ OPEN = (
 )
 
 
-def pipeline(folder: Path, rows: Any, pack: PackStageConfig | None, *, streaming: bool = False, **options: Any) -> Pipeline:
-    data = DatasetConfig(name="chat", data_files=rows, tokenizer=chat_tokenizer(), content_field="messages", **options)
-    load, more = LoadStageConfig(batch_size=2, drop_last=False), {"streaming": True, "num_streams": 1} if streaming else {}
+def pipeline(
+    folder: Path,
+    rows: Any,
+    pack: PackStageConfig | None,
+    *,
+    streaming: bool = False,
+    **options: Any,
+) -> Pipeline:
+    data = DatasetConfig(
+        name="chat",
+        data_files=rows,
+        tokenizer=chat_tokenizer(),
+        content_field="messages",
+        **options,
+    )
+    load, more = (
+        LoadStageConfig(batch_size=2, drop_last=False),
+        {"streaming": True, "num_streams": 1} if streaming else {},
+    )
     config = PipelineConfig(datasets=[data], pack=pack, load=load, seed=3, cache_dir=folder, **more)  # type: ignore[arg-type]
     return Pipeline.from_config(config).source().tokenize()
 
 
-def documents(folder: Path, rows: Any, pack: PackStageConfig | None, **options: Any) -> list[tuple[int, str, str, int]]:
+def documents(
+    folder: Path, rows: Any, pack: PackStageConfig | None, **options: Any
+) -> list[tuple[int, str, str, int]]:
     """(row, text, what of it is trained, has_eos) of each."""
     source = pipeline(folder, rows, pack, **options).get_data()["chat"]
     batch, decode = source.read(0, 0, len(rows)), load_tokenizer(chat_tokenizer()).decode
-    columns = (batch.column(name).to_pylist() for name in (batch.schema.names[2], INPUT_IDS, LOSS_MASK, HAS_EOS))
+    columns = (
+        batch.column(name).to_pylist()
+        for name in (batch.schema.names[2], INPUT_IDS, LOSS_MASK, HAS_EOS)
+    )
     return [
         (row, decode(ids), decode([i for i, m in zip(ids, mask, strict=True) if m]), eos)
         for row, ids, mask, eos in zip(*columns, strict=True)
@@ -49,7 +77,12 @@ def targets(made: Pipeline) -> int:
 
 
 @examples(12)
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 9)), min_size=1, max_size=5), st.sampled_from([60, 90, 200]))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 9)), min_size=1, max_size=5
+    ),
+    st.sampled_from([60, 90, 200]),
+)
 def test_pieces_are_conversations_and_train_what_the_whole_does(
     tmp_path_factory: Any, shapes: list[tuple[int, bool, int]], room: int
 ) -> None:
@@ -57,7 +90,11 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
     rows = [
         {
             "messages": talk(
-                *(f"{word} {i}{'!' * (i * extra % 7)}" for i in range(n) for word in ("fox", "Four")),
+                *(
+                    f"{word} {i}{'!' * (i * extra % 7)}"
+                    for i in range(n)
+                    for word in ("fox", "Four")
+                ),
                 system="Be brief." if system else None,
             )
         }
@@ -78,7 +115,11 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
     ledger = made.ledger()
     ledger.check()
     assert "without their prompt" not in ledger.find("labels", "chat", "tokens").out
-    assert ledger.find("labels", "chat", "tokens").out["targets"] == trained == ledger.find("loss_mask", "chat", "tokens").out["targets"]
+    assert (
+        ledger.find("labels", "chat", "tokens").out["targets"]
+        == trained
+        == ledger.find("loss_mask", "chat", "tokens").out["targets"]
+    )
     if len(found) > len(whole):
         assert ledger.find("lengths", "chat", "documents").out == {
             "split_turns": len({row for row, *_ in found if sum(r == row for r, *_ in found) > 1})
@@ -89,18 +130,37 @@ def test_pieces_are_conversations_and_train_what_the_whole_does(
 
 def test_pack_tells_tokenize_its_rows_however_it_is_called(tmp_path: Path) -> None:
     rows = [{"messages": talk(*[f"{word} {i}" for i in range(8) for word in ("fox", "Four")])}]
-    pack, more = PackStageConfig(seq_length=60), PackStageConfig(seq_length=60, train_continued=True)
+    pack, more = (
+        PackStageConfig(seq_length=60),
+        PackStageConfig(seq_length=60, train_continued=True),
+    )
     expected = targets(pipeline(tmp_path, rows, pack))
     for config, called in ((None, pack), (PackStageConfig(seq_length=90), pack), (more, pack)):
         before = pipeline(tmp_path, rows, config)
-        assert sum(int((np.asarray(b[LABELS]) >= 0).sum()) for b in before.copy().mix().pack(called).load().build()) == expected
-        assert before.get_data()["chat"].fingerprint == pipeline(tmp_path, rows, config).get_data()["chat"].fingerprint
+        assert (
+            sum(
+                int((np.asarray(b[LABELS]) >= 0).sum())
+                for b in before.copy().mix().pack(called).load().build()
+            )
+            == expected
+        )
+        assert (
+            before.get_data()["chat"].fingerprint
+            == pipeline(tmp_path, rows, config).get_data()["chat"].fingerprint
+        )
     whole = pipeline(tmp_path, rows, pack).pack(more)
-    assert whole.tokenized()["chat"].fingerprint == pipeline(tmp_path, rows, None).tokenized()["chat"].fingerprint
+    assert (
+        whole.tokenized()["chat"].fingerprint
+        == pipeline(tmp_path, rows, None).tokenized()["chat"].fingerprint
+    )
 
 
-def test_an_exchange_that_is_longer_than_a_row_stays_whole_and_is_trained_in_its_first_row(tmp_path: Path) -> None:
-    rows = [{"messages": talk("fox", "Four.", "fox", "fox " * 90, "Sure?", "Yes", system="Be brief.")}]
+def test_an_exchange_that_is_longer_than_a_row_stays_whole_and_is_trained_in_its_first_row(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"messages": talk("fox", "Four.", "fox", "fox " * 90, "Sure?", "Yes", system="Be brief.")}
+    ]
     pack = PackStageConfig(seq_length=60)
     found = documents(tmp_path, rows, pack)
     assert [trained.count("fox") for _, _, trained, _ in found] == [0, 90, 0]
@@ -115,17 +175,30 @@ def test_what_is_trained_of_the_whole_alone_decides_what_pieces_train(tmp_path: 
     said = [f"{word} {i}" for i in range(8) for word in ("fox", "Four")]
     flagged = talk(*said)
     flagged[1]["train"] = True
-    (last,) = documents(tmp_path, [{"messages": talk(*said)}], PackStageConfig(seq_length=60), train_on="last_assistant")
+    (last,) = documents(
+        tmp_path,
+        [{"messages": talk(*said)}],
+        PackStageConfig(seq_length=60),
+        train_on="last_assistant",
+    )
     assert last[2] == "Four 7<|im_end|>"
     assert "fox 6" in last[1]  # as much as fits stands before it
-    both = documents(tmp_path, [{"messages": flagged}], PackStageConfig(seq_length=60), train_on="last_assistant")
+    both = documents(
+        tmp_path, [{"messages": flagged}], PackStageConfig(seq_length=60), train_on="last_assistant"
+    )
     assert [piece[2] for piece in both] == ["Four 0<|im_end|>", "Four 7<|im_end|>"]
-    made = pipeline(tmp_path, [{"messages": flagged}], PackStageConfig(seq_length=60), train_on="last_assistant")
+    made = pipeline(
+        tmp_path, [{"messages": flagged}], PackStageConfig(seq_length=60), train_on="last_assistant"
+    )
     targets(made)
     made.ledger().check()
 
 
-@pytest.mark.parametrize(("template", "once"), [(ONCE, True), (OPEN, False)], ids=["an end of the whole", "no end of the last turn"])
+@pytest.mark.parametrize(
+    ("template", "once"),
+    [(ONCE, True), (OPEN, False)],
+    ids=["an end of the whole", "no end of the last turn"],
+)
 def test_turns_end_as_they_do_in_the_whole(tmp_path: Path, template: str, once: bool) -> None:
     rows = [{"messages": talk(*[f"{word} {i}" for i in range(8) for word in ("fox", "Four")])}]
     ((_, _, trained, _),) = documents(tmp_path, rows, None, chat_template=template)
@@ -148,10 +221,13 @@ def test_turns_end_as_they_do_in_the_whole(tmp_path: Path, template: str, once: 
         ({}, {"tokenizer_kwargs": {"max_length": 400}}),
     ],
 )
-def test_nothing_is_cut_where_something_else_is_said(tmp_path: Path, pack: dict[str, Any], options: dict[str, Any]) -> None:
+def test_nothing_is_cut_where_something_else_is_said(
+    tmp_path: Path, pack: dict[str, Any], options: dict[str, Any]
+) -> None:
     rows = [{"messages": talk(*[f"{word} {i}" for i in range(8) for word in ("fox", "Four")])}]
     before, after = (
-        pipeline(tmp_path, rows, made, **options).get_data()["chat"] for made in (None, PackStageConfig(seq_length=60, **pack))
+        pipeline(tmp_path, rows, made, **options).get_data()["chat"]
+        for made in (None, PackStageConfig(seq_length=60, **pack))
     )
     assert before.fingerprint == after.fingerprint
     assert after.read(0, 0, 1).num_rows == 1

@@ -18,38 +18,59 @@ from easypipe.stages.tokenize import TokenizedShardedSource, TokenizeStage, Toke
 from easypipe.transforms.tokenizer import TokenizerConfig
 from laws import assert_stateless_reads
 from strategies import examples
-from token_support import CountingTokenizer, ShardedTexts, small_tokenizer, small_tokenizer_folder, texts
+from token_support import (
+    CountingTokenizer,
+    ShardedTexts,
+    small_tokenizer,
+    small_tokenizer_folder,
+    texts,
+)
 
 SMALL = str(small_tokenizer_folder())
 
 
 @examples(25)
 @given(tables=strategies.shards(), cuts=strategies.row_cuts())
-def test_stateless_reads(tmp_path_factory: pytest.TempPathFactory, tables: list[pa.Table], cuts: list[int]) -> None:
+def test_stateless_reads(
+    tmp_path_factory: pytest.TempPathFactory, tables: list[pa.Table], cuts: list[int]
+) -> None:
     shards = [[*table.column("text").to_pylist(), None, "", "last"] for table in tables]
     folder = tmp_path_factory.mktemp("cache")
     source = TokenizedShardedSource(
-        ShardedTexts(*shards, cuts=4), small_tokenizer(), dataset="d", cache_dir=folder, on_error="skip", batch_size=3
+        ShardedTexts(*shards, cuts=4),
+        small_tokenizer(),
+        dataset="d",
+        cache_dir=folder,
+        on_error="skip",
+        batch_size=3,
     )
     assert isinstance(source, ScanningSource)
     assert_stateless_reads(source, cuts)
     cache = source.materialize()
     assert_stateless_reads(cache, cuts)
     for shard, info in enumerate(source.shards):  # the cache is the source, read once
-        assert cache.read(shard, 0, info.num_rows or 0).equals(source.read(shard, 0, info.num_rows or 0))
+        assert cache.read(shard, 0, info.num_rows or 0).equals(
+            source.read(shard, 0, info.num_rows or 0)
+        )
     assert source.materialize() is cache
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     below = ShardedTexts(texts(30))
     source = TokenizedShardedSource(below, small_tokenizer(), dataset="d", cache_dir=tmp_path)
-    assert (source.schema.names, len(source.shards), len(source.fingerprint)) == (["input_ids", "has_eos", "__row_number__"], 1, 32)
+    assert (source.schema.names, len(source.shards), len(source.fingerprint)) == (
+        ["input_ids", "has_eos", "__row_number__"],
+        1,
+        32,
+    )
     assert below.reads == []
     assert not list(tmp_path.iterdir())
 
 
 def test_a_bad_row_raises_in_read_and_is_told_by_scan(tmp_path: Path) -> None:
-    source = TokenizedShardedSource(ShardedTexts(["a", None]), small_tokenizer(), dataset="d", cache_dir=tmp_path)
+    source = TokenizedShardedSource(
+        ShardedTexts(["a", None]), small_tokenizer(), dataset="d", cache_dir=tmp_path
+    )
     assert source.read(0, 0, 1).num_rows == 1
     with pytest.raises(SourceError, match=r"shard-0, row 1, column 'text': null: no value"):
         source.read(0, 0, 2)
@@ -59,10 +80,19 @@ def test_a_bad_row_raises_in_read_and_is_told_by_scan(tmp_path: Path) -> None:
 # The stage
 
 
-def run(tmp_path: Path, *, stage: TokenizeStageConfig | None = None, default: object = None, datasets: tuple = (), **data: object) -> dict:
+def run(
+    tmp_path: Path,
+    *,
+    stage: TokenizeStageConfig | None = None,
+    default: object = None,
+    datasets: tuple = (),
+    **data: object,
+) -> dict:
     config = SimpleNamespace(datasets=datasets, default_tokenizer=default)
     context = PipelineContext(config=config, seed=0, cache_dir=tmp_path)
-    sources = {name: ShardedTexts(texts(5)) if source is None else source for name, source in data.items()}
+    sources = {
+        name: ShardedTexts(texts(5)) if source is None else source for name, source in data.items()
+    }
     return TokenizeStage(stage).process(sources, context)  # type: ignore[arg-type]
 
 
@@ -70,12 +100,23 @@ def dataset(name: str, **values: Any) -> DatasetConfig:
     return DatasetConfig(name=name, data_files="beside.jsonl", **values)
 
 
-def test_a_dataset_s_own_tokenizer_comes_first_then_the_stage_s_then_the_pipeline_s(tmp_path: Path) -> None:
+def test_a_dataset_s_own_tokenizer_comes_first_then_the_stage_s_then_the_pipeline_s(
+    tmp_path: Path,
+) -> None:
     own, stage, wide = (TokenizerConfig(name_or_path=SMALL, max_length=n) for n in (1, 2, 3))
     datasets = (dataset("a", tokenizer=own), dataset("b"))
-    result = run(tmp_path, stage=TokenizeStageConfig(default_tokenizer=stage), default=wide, datasets=datasets, a=None, b=None)
+    result = run(
+        tmp_path,
+        stage=TokenizeStageConfig(default_tokenizer=stage),
+        default=wide,
+        datasets=datasets,
+        a=None,
+        b=None,
+    )
     assert [result[name].tokenizer.config.max_length for name in "ab"] == [1, 2]
-    assert run(tmp_path, default=wide, datasets=datasets, b=None)["b"].tokenizer.config.max_length == 3
+    assert (
+        run(tmp_path, default=wide, datasets=datasets, b=None)["b"].tokenizer.config.max_length == 3
+    )
     both = run(tmp_path, default=SMALL, x=None, y=None)
     assert both["x"].tokenizer is both["y"].tokenizer  # loaded once
 
@@ -97,9 +138,13 @@ def test_batch_size_is_how_many_texts_go_at_a_time(tmp_path: Path) -> None:
 
 def test_content_field_and_budget_come_from_the_dataset(tmp_path: Path) -> None:
     datasets = (dataset("d", content_field="body", on_error="skip", max_bad_rows=1),)
-    source = run(tmp_path, default=SMALL, datasets=datasets, d=ShardedTexts(["a", None, "b"], column="body"))["d"]
+    source = run(
+        tmp_path, default=SMALL, datasets=datasets, d=ShardedTexts(["a", None, "b"], column="body")
+    )["d"]
     assert source.materialize().num_docs == 2
-    with pytest.raises(SourceError, match=r"dataset 'd', column 'body': no such column \(have: text, n\)"):
+    with pytest.raises(
+        SourceError, match=r"dataset 'd', column 'body': no such column \(have: text, n\)"
+    ):
         run(tmp_path, default=SMALL, datasets=datasets, d=None)
 
 
@@ -113,7 +158,9 @@ def test_tokens_pass_through_and_say_so(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, datasets=(dataset("a", tokenizer=SMALL), dataset("b")), a=None, b=None)
-    assert str(caught.value).startswith("datasets[1].tokenizer: dataset 'b' has no tokenizer. Set it here, or default_tokenizer")
+    assert str(caught.value).startswith(
+        "datasets[1].tokenizer: dataset 'b' has no tokenizer. Set it here, or default_tokenizer"
+    )
     with pytest.raises(TokenizerError, match="/nowhere/t: no such file or folder"):
         run(tmp_path, default="/nowhere/t", d=None)
 

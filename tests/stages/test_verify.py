@@ -1,4 +1,6 @@
-"""Verifying and repairing: every kind of damage is found and named, and what is made again is byte for byte what was there."""
+"""Verifying and repairing: every kind of damage is found and named, and what is made again is byte
+for byte what was there.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ from stores import Store
 
 
 def values(tmp_path: Path, **options: Any) -> dict[str, Any]:
-    return to_dict(config(tmp_path)) | {"mix": {"stop_strategy": "all_exhausted"}, "pack": {"seq_length": 64}} | options
+    return (
+        to_dict(config(tmp_path))
+        | {"mix": {"stop_strategy": "all_exhausted"}, "pack": {"seq_length": 64}}
+        | options
+    )
 
 
 def prepared(tmp_path: Path) -> Path:
@@ -41,12 +47,18 @@ def prepared(tmp_path: Path) -> Path:
 
 def saved(tmp_path: Path, **options: Any) -> Path:
     save = {"output_dir": str(tmp_path / "out"), "num_shards": 3, **options}
-    Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save().build()
+    Pipeline.from_config(
+        values(tmp_path, save=save)
+    ).source().tokenize().mix().pack().save().build()
     return tmp_path / "out"
 
 
 def files(folder: Path, *skip: str) -> dict[str, bytes]:
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     return {name: data for name, data in found.items() if not name.startswith(skip)}
 
 
@@ -85,15 +97,25 @@ def test_a_broken_token_file_is_named_and_repaired(tmp_path: Path, kind: str) ->
     [problem] = broken.problems
     assert message in problem.what
     assert problem.at.startswith(f"{victim} (rows 0:")
-    written = {path: path.stat().st_mtime_ns for path in (cache / "tokens").rglob("*.arrow") if path != victim}
+    written = {
+        path: path.stat().st_mtime_ns
+        for path in (cache / "tokens").rglob("*.arrow")
+        if path != victim
+    }
     after = Pipeline.from_config(values(tmp_path)).source().tokenize().mix().pack().repair(cache)
     assert all(one.ok for one in after)
     assert files(cache, "locks") == before
-    assert written == {path: path.stat().st_mtime_ns for path in written}, "what was whole was not written again"
+    assert written == {path: path.stat().st_mtime_ns for path in written}, (
+        "what was whole was not written again"
+    )
 
 
 def manifest_of(cache: Path, dataset: str) -> Path:
-    return next(path for path in (cache / "manifests").glob("*.json") if json.loads(path.read_text())["dataset"] == dataset)
+    return next(
+        path
+        for path in (cache / "manifests").glob("*.json")
+        if json.loads(path.read_text())["dataset"] == dataset
+    )
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -109,21 +131,37 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda m: m["counts"].update(docs=7), "its counts say 7"),
         (lambda m: m["parts"][0].update(docs=3), "documents"),
         (lambda m: m["parts"][0].update(start=2), "do not follow row 0"),
-        (lambda m: m["parts"][-1].update(content="0" * 32), "its fingerprint is not that of its parts"),
+        (
+            lambda m: m["parts"][-1].update(content="0" * 32),
+            "its fingerprint is not that of its parts",
+        ),
         (lambda m: m["shard_rows"].__setitem__(0, 1000), "of 1000 rows of"),
         (lambda m: m.update(format=99), "token cache format 99"),
         (lambda m: m.pop("parts"), "not a token cache manifest"),
         (lambda m: m["tokenizer"].update(vocab_size=9), "is outside the vocabulary of 9"),
     ],
 )
-def test_a_manifest_that_lies_is_found_and_made_again(tmp_path: Path, change: Any, message: str) -> None:
+def test_a_manifest_that_lies_is_found_and_made_again(
+    tmp_path: Path, change: Any, message: str
+) -> None:
     cache = prepared(tmp_path)
-    before = {name: json.loads(data) | {"xxh3_128": ""} for name, data in files(cache / "manifests").items()}
+    before = {
+        name: json.loads(data) | {"xxh3_128": ""}
+        for name, data in files(cache / "manifests").items()
+    }
     edit(manifest_of(cache, "code"), change)
     assert message in str([str(problem) for one in verify(cache) for problem in one.problems])
-    assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
-    after = {name: json.loads(data) | {"xxh3_128": ""} for name, data in files(cache / "manifests").items()}
-    assert [m | {"facts": {}} for m in after.values()] == [m | {"facts": {}} for m in before.values()]
+    assert all(
+        one.ok
+        for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache)
+    )
+    after = {
+        name: json.loads(data) | {"xxh3_128": ""}
+        for name, data in files(cache / "manifests").items()
+    }
+    assert [m | {"facts": {}} for m in after.values()] == [
+        m | {"facts": {}} for m in before.values()
+    ]
 
 
 def test_not_json_and_broken_records(tmp_path: Path) -> None:
@@ -133,15 +171,24 @@ def test_not_json_and_broken_records(tmp_path: Path) -> None:
     edit(record, lambda r: r.update(docs=r["docs"] + 1))
     [found] = [one for one in verify(cache) if not one.ok]
     assert (found.kind, found.problems[0].file) == ("records", str(record))
-    assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
+    assert all(
+        one.ok
+        for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache)
+    )
     assert files(cache, "locks") == before
     manifest_of(cache, "code").write_text("{")
     [found] = [one for one in verify(cache) if not one.ok]
     assert "it is no JSON" in found.problems[0].what
-    assert all(one.ok for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache))
+    assert all(
+        one.ok
+        for one in Pipeline.from_config(values(tmp_path)).source().tokenize().mix().repair(cache)
+    )
 
 
-@pytest.mark.parametrize(("form", "kind"), [*(("parquet", kind) for kind in DAMAGE), ("arrow", "flipped"), ("jsonl", "cut")])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [*(("parquet", kind) for kind in DAMAGE), ("arrow", "flipped"), ("jsonl", "cut")],
+)
 def test_a_broken_shard_is_named_and_repaired(tmp_path: Path, form: str, kind: str) -> None:
     out = saved(tmp_path, format=form)
     before = files(out)
@@ -152,7 +199,9 @@ def test_a_broken_shard_is_named_and_repaired(tmp_path: Path, form: str, kind: s
     [problem] = broken.problems
     assert (problem.at, message in problem.what) == (str(victim), True)
     others = {path: path.stat().st_mtime_ns for path in out.glob("part-*") if path != victim}
-    pipeline = Pipeline.from_config(values(tmp_path, save={"output_dir": str(out), "num_shards": 3, "format": form}))
+    pipeline = Pipeline.from_config(
+        values(tmp_path, save={"output_dir": str(out), "num_shards": 3, "format": form})
+    )
     assert all(one.ok for one in pipeline.source().tokenize().mix().pack().save().repair(out))
     assert files(out) == before
     assert others == {path: path.stat().st_mtime_ns for path in others}
@@ -164,7 +213,9 @@ def test_a_saved_manifest_that_lies(tmp_path: Path) -> None:
     edit(out / MANIFEST, lambda m: m["shards"][0].update(num_rows=m["shards"][0]["num_rows"] + 1))
     assert "the manifest is damaged" in str(verify(out)[0].problems[0])
     save = {"output_dir": str(out), "num_shards": 3}
-    chain = Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save()
+    chain = (
+        Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save()
+    )
     assert all(one.ok for one in chain.repair(out))
     assert files(out) == before
     (out / MANIFEST).write_text("{")
@@ -184,7 +235,9 @@ def broken_in(store: Store, url: str, name: str) -> None:
 def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) -> None:
     url = f"{store.new()}/out"
     save = {"output_dir": url, "num_shards": 3, "storage_options": store.options}
-    chain = Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save()
+    chain = (
+        Pipeline.from_config(values(tmp_path, save=save)).source().tokenize().mix().pack().save()
+    )
     chain.build()
     before = store.files(url)
     [whole] = verify(url, store.options)
@@ -196,13 +249,18 @@ def test_a_saved_folder_in_a_bucket_is_repaired(tmp_path: Path, store: Store) ->
     assert store.files(url) == before
 
 
-def test_a_token_cache_in_a_bucket_is_repaired(tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_cache_in_a_bucket_is_repaired(
+    tmp_path: Path, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     url = f"{store.new()}/cache"
     made = values(tmp_path, cache_dir=url) | {"cache": {"storage_options": store.options}}
     chain = Pipeline.from_config(made).source().tokenize().mix()
     chain.ledger()
     before = store.files(url)
-    assert [one.dataset for one in verify(url, store.options)] in (["code", "docs"], ["docs", "code"])
+    assert [one.dataset for one in verify(url, store.options)] in (
+        ["code", "docs"],
+        ["docs", "code"],
+    )
     assert all(one.ok for one in verify(url, store.options))
     broken_in(store, url, "tokens/")
     [broken] = [one for one in verify(url, store.options) if not one.ok]
@@ -219,9 +277,18 @@ def test_a_token_cache_in_a_bucket_is_repaired(tmp_path: Path, store: Store, cap
     assert after == {name: data for name, data in before.items() if f"{url}/{name}" != manifest}
 
 
-def test_a_repair_that_fails_in_a_bucket_leaves_everything(tmp_path: Path, s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_that_fails_in_a_bucket_leaves_everything(
+    tmp_path: Path, s3: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"{s3.new()}/cache"
-    chain = Pipeline.from_config(values(tmp_path, cache_dir=url) | {"cache": {"storage_options": s3.options}}).source().tokenize().mix()
+    chain = (
+        Pipeline.from_config(
+            values(tmp_path, cache_dir=url) | {"cache": {"storage_options": s3.options}}
+        )
+        .source()
+        .tokenize()
+        .mix()
+    )
     chain.ledger()
     broken_in(s3, url, "tokens/")
     before = s3.files(url)
@@ -236,7 +303,9 @@ def test_a_repair_that_fails_in_a_bucket_leaves_everything(tmp_path: Path, s3: S
 
 
 def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
-    """The golden probe: the name now leads to files that encode otherwise; a name that leads nowhere is only noted."""
+    """The golden probe: the name now leads to files that encode otherwise; a name that leads
+    nowhere is only noted.
+    """
     cache = prepared(tmp_path)
     edited = json.loads((Path(tokenizer()) / "tokenizer.json").read_text())
     moved = tmp_path / "elsewhere"
@@ -252,11 +321,21 @@ def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
 
 
 def test_a_dataset_with_a_cache_and_masks_of_its_own(tmp_path: Path) -> None:
-    """Prompts are masked, so its token files have a column more; the folder is not the pipeline's."""
+    """Prompts are masked, so its token files have a column more; the folder is not the
+    pipeline's.
+    """
     rows = [{"p": f"question {i} ", "c": f"answer {i * i}"} for i in range(30)]
     data = jsonl(tmp_path / "qa.jsonl", rows)
-    dataset = {"name": "qa", "data_files": str(data), "prompt_field": "p", "completion_field": "c", "cache_path": str(tmp_path / "own")}
-    made = Pipeline.from_config(to_dict(config(tmp_path)) | {"datasets": [dataset], "pack": {"seq_length": 64}})
+    dataset = {
+        "name": "qa",
+        "data_files": str(data),
+        "prompt_field": "p",
+        "completion_field": "c",
+        "cache_path": str(tmp_path / "own"),
+    }
+    made = Pipeline.from_config(
+        to_dict(config(tmp_path)) | {"datasets": [dataset], "pack": {"seq_length": 64}}
+    )
     made.source().tokenize().pack()
     loader = made.load({"batch_size": 2}).build()
     before = files(tmp_path / "own", "locks")
@@ -271,9 +350,16 @@ def test_a_dataset_with_a_cache_and_masks_of_its_own(tmp_path: Path) -> None:
     assert whole.ok
     [victim] = (tmp_path / "own" / "tokens").rglob("*.arrow")
     flip(victim)
-    again = Pipeline.from_config(to_dict(config(tmp_path)) | {"datasets": [dataset]}).source().tokenize().repair(tmp_path / "own")
+    again = (
+        Pipeline.from_config(to_dict(config(tmp_path)) | {"datasets": [dataset]})
+        .source()
+        .tokenize()
+        .repair(tmp_path / "own")
+    )
     assert all(one.ok for one in again)
-    assert files(tmp_path / "own", "locks", "plans") == {k: v for k, v in before.items() if not k.startswith("plans")}
+    assert files(tmp_path / "own", "locks", "plans") == {
+        k: v for k, v in before.items() if not k.startswith("plans")
+    }
 
 
 def test_a_repair_that_fails_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -294,22 +380,35 @@ def test_what_the_pipeline_does_not_make_stays_broken(tmp_path: Path) -> None:
     cache = prepared(tmp_path)
     for file in (cache / "tokens").rglob("*.arrow"):
         os.truncate(file, 10)
-    only_code = values(tmp_path) | {"datasets": [d for d in values(tmp_path)["datasets"] if d["name"] == "code"]}
+    only_code = values(tmp_path) | {
+        "datasets": [d for d in values(tmp_path)["datasets"] if d["name"] == "code"]
+    }
     after = Pipeline.from_config(only_code).source().tokenize().repair(cache)
     assert {one.dataset: one.ok for one in after} == {"code": True, "docs": False}
-    with pytest.raises(ConfigError, match=r"cache_dir: no dataset has its tokens in .*\. Set cache_dir="):
-        Pipeline.from_config(only_code | {"cache_dir": str(tmp_path / "other")}).source().tokenize().repair(cache)
+    with pytest.raises(
+        ConfigError, match=r"cache_dir: no dataset has its tokens in .*\. Set cache_dir="
+    ):
+        Pipeline.from_config(
+            only_code | {"cache_dir": str(tmp_path / "other")}
+        ).source().tokenize().repair(cache)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pipeline.yaml"
-    path.write_text(yaml.safe_dump(values(tmp_path, save={"output_dir": str(tmp_path / "out"), "num_shards": 2})))
+    path.write_text(
+        yaml.safe_dump(
+            values(tmp_path, save={"output_dir": str(tmp_path / "out"), "num_shards": 2})
+        )
+    )
     assert main(["prepare", str(path)]) == 0
     before = files(tmp_path / "cache", "locks"), files(tmp_path / "out")
     for folder in ("cache", "out"):
         assert main(["verify", str(tmp_path / folder)]) == 0
     assert "ok: token cache 'code': 2 files" in capsys.readouterr().out
-    shard, tokens = sorted((tmp_path / "out").glob("part-*"))[0], sorted((tmp_path / "cache" / "tokens").rglob("*.arrow"))[0]
+    shard, tokens = (
+        sorted((tmp_path / "out").glob("part-*"))[0],
+        sorted((tmp_path / "cache" / "tokens").rglob("*.arrow"))[0],
+    )
     flip(shard)
     flip(tokens)
     for folder, victim in (("cache", tokens), ("out", shard)):
@@ -335,14 +434,20 @@ def test_repair_needs_no_config_where_everything_was_in_files(
     Pipeline.from_config(made).source().tokenize().mix().pack().save().build()
     before = files(tmp_path / "cache", "locks"), files(tmp_path / "out")
     monkeypatch.chdir("/")
-    for victim in (*(tmp_path / "cache" / "tokens").rglob("*.arrow"), *(tmp_path / "out").glob("part-*")):
+    for victim in (
+        *(tmp_path / "cache" / "tokens").rglob("*.arrow"),
+        *(tmp_path / "out").glob("part-*"),
+    ):
         flip(victim)
     for folder in ("cache", "out"):
         assert main(["verify", "--repair", str(tmp_path / folder)]) == 0
     assert (files(tmp_path / "cache", "locks"), files(tmp_path / "out")) == before
     (tmp_path / "out" / MANIFEST).write_text("{")
     manifest_of(tmp_path / "cache", "docs").write_text("{")
-    edit(sorted((tmp_path / "cache" / "ranges").rglob("*.json"))[0], lambda record: record.update(docs=1))
+    edit(
+        sorted((tmp_path / "cache" / "ranges").rglob("*.json"))[0],
+        lambda record: record.update(docs=1),
+    )
     assert main(["verify", str(tmp_path / "cache"), "--repair"]) == 0
     assert main(["verify", str(tmp_path / "out"), "--repair"]) == 0
     assert files(tmp_path / "out") == before[1]
@@ -353,17 +458,39 @@ def test_repair_needs_no_config_where_everything_was_in_files(
 @pytest.mark.parametrize(
     ("dataset", "chain", "reason"),
     [
-        ({"data_files": [{"text": "one document"}]}, lambda p: p, r"datasets\[0\].data_files.* in memory"),
-        ({}, lambda p: p.transform(Filter(pc.field("text") != "")), "its chain has a stage of Python, 'transform'"),
-        ({"format_callback": f"{__name__}:same", "format_version": "1"}, lambda p: p, r"format_callback runs code"),
+        (
+            {"data_files": [{"text": "one document"}]},
+            lambda p: p,
+            r"datasets\[0\].data_files.* in memory",
+        ),
+        (
+            {},
+            lambda p: p.transform(Filter(pc.field("text") != "")),
+            "its chain has a stage of Python, 'transform'",
+        ),
+        (
+            {"format_callback": f"{__name__}:same", "format_version": "1"},
+            lambda p: p,
+            r"format_callback runs code",
+        ),
     ],
 )
-def test_repair_says_what_it_has_to_be_told(tmp_path: Path, dataset: dict[str, Any], chain: Any, reason: str) -> None:
-    one = {"name": "d", "data_files": str(jsonl(tmp_path / "d.jsonl", [{"text": "one document"}]))} | dataset
-    pipeline = chain(Pipeline.from_config({**to_dict(config(tmp_path)), "datasets": [one]}).source()).tokenize()
+def test_repair_says_what_it_has_to_be_told(
+    tmp_path: Path, dataset: dict[str, Any], chain: Any, reason: str
+) -> None:
+    one = {
+        "name": "d",
+        "data_files": str(jsonl(tmp_path / "d.jsonl", [{"text": "one document"}])),
+    } | dataset
+    pipeline = chain(
+        Pipeline.from_config({**to_dict(config(tmp_path)), "datasets": [one]}).source()
+    ).tokenize()
     pipeline.ledger()
     flip(next((tmp_path / "cache" / "tokens").rglob("*.arrow")))
-    with pytest.raises(ConfigError, match=rf"{reason}.*Give the config that made it: easypipe verify PATH CONFIG.YAML --repair"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{reason}.*Give the config that made it: easypipe verify PATH CONFIG.YAML --repair",
+    ):
         repair_as_made(tmp_path / "cache")
 
 
@@ -372,7 +499,9 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "numbers", [lambda rows: rows[::-1], lambda rows: rows + 1000, lambda rows: rows - 1], ids=["backwards", "later", "earlier"]
+    "numbers",
+    [lambda rows: rows[::-1], lambda rows: rows + 1000, lambda rows: rows - 1],
+    ids=["backwards", "later", "earlier"],
 )
 def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], Any]) -> None:
     """Tokens, counts and checksums are right, and the documents are told of as other rows."""
@@ -383,5 +512,7 @@ def test_wrong_row_numbers_do_not_pass(tmp_path: Path, numbers: Callable[[Any], 
         assert _contents(cache.manifest, part, batch) is None
         place = batch.schema.get_field_index(ROW_NUMBER)
         field = batch.schema.field(place)
-        wrong = batch.set_column(place, field, pa.array(numbers(batch.column(place).to_numpy()), field.type))
+        wrong = batch.set_column(
+            place, field, pa.array(numbers(batch.column(place).to_numpy()), field.type)
+        )
         assert "row numbers" in str(_contents(cache.manifest, part, wrong))

@@ -1,4 +1,6 @@
-"""Tiny models of every family: their config.json, and weights that any machine draws anew from the names of the tensors."""
+"""Tiny models of every family: their config.json, and weights that any machine draws anew from the
+names of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from safetensors.numpy import save_file
 
 GOLDENS = Path(__file__).parent / "goldens" / "hf_logits.npz"
 LENGTH = 512  # shorter rows do not show wrong rotations
-SHOWN = np.unique(np.concatenate([np.arange(0, LENGTH, 73), [LENGTH - 2, LENGTH - 1]]))  # positions whose logits are kept
+# positions whose logits are kept
+SHOWN = np.unique(np.concatenate([np.arange(0, LENGTH, 73), [LENGTH - 2, LENGTH - 1]]))
 VOCAB = 64
 
 _SHAPE = {
@@ -26,7 +29,13 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama3": {
         **_SHAPE,
@@ -101,15 +110,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape, as `transformers` names them; written down here and not taken from the code under test."""
+    """Tensor name -> shape, as `transformers` names them; written down here and not taken from the
+    code under test.
+    """
     kind, width, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim", width // config["num_attention_heads"])
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, width), "model.norm.weight": (width,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, width),
+        "model.norm.weight": (width,),
+    }
     if not config.get("tie_word_embeddings", kind.startswith("gemma")):
         found["lm_head.weight"] = (VOCAB, width)
     norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if kind.startswith("gemma") else []
+    norms += (
+        ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if kind.startswith("gemma")
+        else []
+    )
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         found |= {f"{layer}.{name}.weight": (width,) for name in norms}
@@ -144,7 +162,9 @@ def token_ids(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, (1, LENGTH)).astype(np.int32)
 
 
-def write_model(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray], files: int = 1) -> Path:
+def write_model(
+    folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray], files: int = 1
+) -> Path:
     """A folder as `transformers` saves it, in one file or several."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -152,10 +172,19 @@ def write_model(folder: Path, config: dict[str, Any], weights: dict[str, np.ndar
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
     names = sorted(weights)
-    where = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    where = {
+        name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors"
+        for i, name in enumerate(names)
+    }
     for file in set(where.values()):
-        save_file({name: weights[name] for name in names if where[name] == file}, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+        save_file(
+            {name: weights[name] for name in names if where[name] == file},
+            folder / file,
+            metadata={"format": "pt"},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     return folder
 
 
@@ -164,7 +193,9 @@ def torch_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), attn_implementation="eager", dtype=torch.float32
+    )
     with torch.no_grad():
         return model(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
 
@@ -175,7 +206,13 @@ if __name__ == "__main__":  # python tests/train/hf_support.py: needs torch, wri
     with tempfile.TemporaryDirectory() as temporary:
         logits = {}
         for family, one in CONFIGS.items():
-            logits[family] = torch_logits(write_model(Path(temporary) / family, one, tensors(one)), token_ids())[0, SHOWN]
+            logits[family] = torch_logits(
+                write_model(Path(temporary) / family, one, tensors(one)), token_ids()
+            )[0, SHOWN]
         GOLDENS.parent.mkdir(exist_ok=True)
         np.savez_compressed(GOLDENS, **logits)
-        print({family: float(abs(values).max()) for family, values in logits.items()}, GOLDENS.stat().st_size, "bytes")
+        print(
+            {family: float(abs(values).max()) for family, values in logits.items()},
+            GOLDENS.stat().st_size,
+            "bytes",
+        )

@@ -1,7 +1,9 @@
-"""Run by test_processes.py as one of several processes: `process.py FOLDER JOBS...`, where a job is a line of JSON:
+"""Run by test_processes.py as one of several processes: `process.py FOLDER JOBS...`, where a job is
+a line of JSON:
 
-{"name", "mesh", "steps", "every", "signal": [process, step] or null}. They train the same model, one job after the other; the exit code is
-that of the last one. VARIABLES of train/distributed.py say who the others are.
+{"name", "mesh", "steps", "every", "signal": [process, step] or null}. They train the same model,
+one job after the other; the exit code is that of the last one. VARIABLES of train/distributed.py
+say who the others are.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from train.runs import Arithmetic, Tiny, settings
 
 
 class Placed(Arithmetic):
-    """Batches that lie on the mesh already, as easypipe's loader makes them: each process has the rows of its own devices."""
+    """Batches that lie on the mesh already, as easypipe's loader makes them: each process has the
+    rows of its own devices.
+    """
 
     def __init__(self, mesh, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
@@ -34,19 +38,34 @@ class Placed(Arithmetic):
     def __iter__(self):
         sharding = NamedSharding(self.mesh, PartitionSpec(*TOKEN_AXES))
         for batch in super().__iter__():
-            yield {name: jax.make_array_from_callback(v.shape, sharding, v.__getitem__) for name, v in batch.items()}
+            yield {
+                name: jax.make_array_from_callback(v.shape, sharding, v.__getitem__)
+                for name, v in batch.items()
+            }
 
 
 def run(folder: Path, job: dict) -> int:
     mesh = make_mesh(job["mesh"])
-    config = settings(folder / job["name"], steps=job["steps"], checkpoint=CheckpointConfig(every=job["every"]), mesh=job["mesh"])
+    config = settings(
+        folder / job["name"],
+        steps=job["steps"],
+        checkpoint=CheckpointConfig(every=job["every"]),
+        mesh=job["mesh"],
+    )
 
     def listener(event) -> None:
         if event.kind == "step" and job.get("signal") == [jax.process_index(), event.step]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        Trainer(Tiny, config, Placed(mesh), {"held": Placed(mesh, 2, seed=7)}, mesh=mesh, listener=listener).run()
+        Trainer(
+            Tiny,
+            config,
+            Placed(mesh),
+            {"held": Placed(mesh, 2, seed=7)},
+            mesh=mesh,
+            listener=listener,
+        ).run()
     except Interrupted as stopped:
         print(stopped, file=sys.stderr, flush=True)
         return stopped.exit_code

@@ -1,4 +1,6 @@
-"""What the training tests train: a small module, batches made by arithmetic, and a program that trains them in a process of its own."""
+"""What the training tests train: a small module, batches made by arithmetic, and a program that
+trains them in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +29,31 @@ VOCAB, WIDTH, INNER, ROWS, LENGTH = 32, 8, 16, 8, 12
 
 
 class Tiny(nnx.Module):
-    """Predicts the next token from this one: two labelled matrices, a list, a norm; dropout if asked for."""
+    """Predicts the next token from this one: two labelled matrices, a list, a norm; dropout if
+    asked for.
+    """
 
     def __init__(self, rngs: nnx.Rngs, dropout: float = 0.0) -> None:
         normal = nnx.initializers.normal(0.3)
-        self.table = nnx.Embed(VOCAB, WIDTH, embedding_init=partitioned(normal, "vocab", "embed"), rngs=rngs)
+        self.table = nnx.Embed(
+            VOCAB, WIDTH, embedding_init=partitioned(normal, "vocab", "embed"), rngs=rngs
+        )
         self.layers = nnx.List(
             [
-                nnx.Linear(WIDTH, INNER, kernel_init=partitioned(normal, "embed", "mlp"), rngs=rngs),
-                nnx.Linear(INNER, WIDTH, kernel_init=partitioned(normal, "mlp", "embed"), rngs=rngs),
+                nnx.Linear(
+                    WIDTH, INNER, kernel_init=partitioned(normal, "embed", "mlp"), rngs=rngs
+                ),
+                nnx.Linear(
+                    INNER, WIDTH, kernel_init=partitioned(normal, "mlp", "embed"), rngs=rngs
+                ),
             ]
         )
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
 
-    def hidden(self, input_ids: jax.Array, segment_ids: Any = None, position_ids: Any = None) -> jax.Array:
+    def hidden(
+        self, input_ids: jax.Array, segment_ids: Any = None, position_ids: Any = None
+    ) -> jax.Array:
         x = jnp.take(self.table.embedding[...], input_ids, axis=0)
         x = x + self.layers[1](nnx.silu(self.layers[0](x)))
         return self.norm(x if self.dropout is None else self.dropout(x))
@@ -51,7 +63,9 @@ class Tiny(nnx.Module):
 
 
 class Arithmetic:
-    """A BatchLoader whose batch t is a function of (seed, t) alone: rows that count up, padded to uneven lengths."""
+    """A BatchLoader whose batch t is a function of (seed, t) alone: rows that count up, padded to
+    uneven lengths.
+    """
 
     def __init__(
         self,
@@ -63,7 +77,15 @@ class Arithmetic:
         blank: int | None = None,
         bad: int | None = None,
     ) -> None:
-        self.batch_size, self.batches, self.seed, self.last, self.blank, self.bad, self.t = batch_size, batches, seed, last, blank, bad, 0
+        self.batch_size, self.batches, self.seed, self.last, self.blank, self.bad, self.t = (
+            batch_size,
+            batches,
+            seed,
+            last,
+            blank,
+            bad,
+            0,
+        )
 
     def __len__(self) -> int:
         if self.batches is None:
@@ -76,7 +98,9 @@ class Arithmetic:
             yield self.batch(self.t)
 
     def batch(self, t: int) -> dict[str, np.ndarray]:
-        """Batch t, counted from 1. `last` rows in the last one; `blank` has no targets, `bad` a label outside the vocabulary."""
+        """Batch t, counted from 1. `last` rows in the last one; `blank` has no targets, `bad` a
+        label outside the vocabulary.
+        """
         rows = self.last if self.last is not None and t == self.batches else self.batch_size
         random = np.random.default_rng((self.seed, t))
         ids = ((random.integers(0, VOCAB, (rows, 1)) + np.arange(LENGTH)) % VOCAB).astype(np.int32)
@@ -89,7 +113,12 @@ class Arithmetic:
         if t == self.bad:
             labels[0, 0] = VOCAB + 5
         positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape).copy()
-        return {"input_ids": np.where(real, ids, 0), "labels": labels, "segment_ids": segments, "position_ids": positions * segments}
+        return {
+            "input_ids": np.where(real, ids, 0),
+            "labels": labels,
+            "segment_ids": segments,
+            "position_ids": positions * segments,
+        }
 
     def state(self) -> dict[str, int]:
         return {"t": self.t}
@@ -113,7 +142,9 @@ def numbers(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(output_dir: str, kill_step: str = "0", kill_save: str = "0", save_files: str = "0") -> int:
-    """Trains 30 steps, saving every 5. Dies by kill -9 after the line of `kill_step`, or once save `kill_save` has `save_files` files."""
+    """Trains 30 steps, saving every 5. Dies by kill -9 after the line of `kill_step`, or once save
+    `kill_save` has `save_files` files.
+    """
 
     def listener(event: TrainEvent) -> None:
         if event.kind == "step":
@@ -135,7 +166,9 @@ def main(output_dir: str, kill_step: str = "0", kill_save: str = "0", save_files
         threading.Thread(target=watch, daemon=True).start()
     config = settings(output_dir, steps=30, eval_every=10, checkpoint=CheckpointConfig(every=5))
     try:
-        Trainer(Tiny, config, Arithmetic(), {"held": Arithmetic(2, seed=7)}, listener=listener).run()
+        Trainer(
+            Tiny, config, Arithmetic(), {"held": Arithmetic(2, seed=7)}, listener=listener
+        ).run()
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code

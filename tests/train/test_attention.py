@@ -1,4 +1,6 @@
-"""Every backend of attention gives what "xla" gives, in value and gradient; the fused ones are interpreted here, and compiled for a TPU."""
+"""Every backend of attention gives what "xla" gives, in value and gradient; the fused ones are
+interpreted here, and compiled for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,24 @@ CASES = {
 def arrays(seed=0, batch=4, slots=200, heads=4, key_heads=2, width=16):
     rng = np.random.default_rng(seed)
     query, key, value, pull = (
-        jnp.asarray(rng.normal(size=(batch, slots, n, width)), jnp.float32) for n in (heads, key_heads, key_heads, heads)
+        jnp.asarray(rng.normal(size=(batch, slots, n, width)), jnp.float32)
+        for n in (heads, key_heads, key_heads, heads)
     )
     segments = np.zeros((batch, slots), np.int32)
-    segments[0, :100], segments[0, 100:130], segments[1, :], segments[2, :30], segments[2, 30:190] = 1, 2, 1, 1, 2
+    (
+        segments[0, :100],
+        segments[0, 100:130],
+        segments[1, :],
+        segments[2, :30],
+        segments[2, 30:190],
+    ) = 1, 2, 1, 1, 2
     return (query, key, value), jnp.asarray(segments), pull
 
 
 def value_and_gradients(backend, case, given):
-    """The mixed values and the gradients of query, key and value; whether the layer has the window is traced, as in a scan."""
+    """The mixed values and the gradients of query, key and value; whether the layer has the window
+    is traced, as in a scan.
+    """
     (query, key, value), segments, pull = given
     case = dict(case)
     traced = case.pop("windowed", True)
@@ -53,10 +64,14 @@ def value_and_gradients(backend, case, given):
 
 
 def check(backend, case, given):
-    ours, theirs = value_and_gradients(backend, case, given), value_and_gradients("xla", case, given)
+    ours, theirs = (
+        value_and_gradients(backend, case, given),
+        value_and_gradients("xla", case, given),
+    )
     for name, a, b in zip(("mixed", "query", "key", "value"), ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4, err_msg=f"{backend} {name}")
-        assert abs(np.vdot(a, b) / np.vdot(b, b) - 1) < 1e-5, (backend, name)  # a wrong collective scales a gradient
+        # a wrong collective scales a gradient
+        assert abs(np.vdot(a, b) / np.vdot(b, b) - 1) < 1e-5, (backend, name)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,7 +85,10 @@ def test_a_fused_backend_gives_what_xla_gives(backend, case):
 def test_half_precision_keeps_its_dtype_and_is_as_near_as_that_allows(backend):
     (query, key, value), segments, _ = arrays()
     mix = jax.jit(lambda *given: attend(*given, segments, backend=backend))
-    ours, exact = mix(*(array.astype(jnp.bfloat16) for array in (query, key, value))), attend(query, key, value, segments, backend="xla")
+    ours, exact = (
+        mix(*(array.astype(jnp.bfloat16) for array in (query, key, value))),
+        attend(query, key, value, segments, backend="xla"),
+    )
     assert ours.dtype == jnp.bfloat16
     assert jnp.linalg.norm(ours - exact) < 0.01 * jnp.linalg.norm(exact)
 
@@ -80,14 +98,21 @@ def test_wide_heads_have_smaller_blocks():
 
 
 def test_on_eight_devices():
-    """Heads and queries divided, with more devices than key heads; rows divided, and heads that do not divide."""
+    """Heads and queries divided, with more devices than key heads; rows divided, and heads that do
+    not divide.
+    """
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=env, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
 def test_what_cannot_run_is_refused_by_name_and_never_chosen(monkeypatch):
-    with pytest.raises(ConfigError, match=r"attention: 'triton' knows heads of width 16, 32, 64, 128, 256, and these have 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"attention: 'triton' knows heads of width 16, 32, 64, 128, 256, and these have 4",
+    ):
         ModelConfig(num_heads=4, hidden_size=16, num_kv_heads=4, attention="triton")
     with pytest.raises(ConfigError, match="'splash' knows bfloat16 and float32, not float64"):
         choose("splash", 64, jnp.dtype("float64"))
@@ -95,7 +120,10 @@ def test_what_cannot_run_is_refused_by_name_and_never_chosen(monkeypatch):
     monkeypatch.setattr(attention, "platform_at_hand", lambda: "cuda")
     assert choose(None, 64, jnp.bfloat16) == "triton"
     assert choose(None, 80, jnp.bfloat16) == "xla"
-    with pytest.raises(ConfigError, match=r"model\.attention: 'splash' is for tpu, and this program is for cuda.*here 'triton'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.attention: 'splash' is for tpu, and this program is for cuda.*here 'triton'",
+    ):
         choose("splash", 64, jnp.bfloat16)
     monkeypatch.setattr(attention, "platform_at_hand", lambda: "tpu")
     assert choose(None, 80, jnp.bfloat16) == "splash"
@@ -108,11 +136,19 @@ def test_for_tpus_splash_is_compiled_and_no_scores_exist(generation, width):
     row = ("data", "fsdp")
 
     def step(query, key, value, segments, windowed):
-        mix = lambda q, k, v: attend(q, k, v, segments, window=512, windowed=windowed, soft_cap=50.0).astype(jnp.float32).sum()  # noqa: E731
+        def mix(q, k, v):
+            return (
+                attend(q, k, v, segments, window=512, windowed=windowed, soft_cap=50.0)
+                .astype(jnp.float32)
+                .sum()
+            )
+
         return jax.grad(mix, (0, 1, 2))(query, key, value)
 
     heads = [array(mesh, (4, 2048, n, width), "bfloat16", row, None, "tensor") for n in (8, 2, 2)]
-    program = compiled(step, mesh, *heads, array(mesh, (4, 2048), "int32", row), array(mesh, (), "bool"))
+    program = compiled(
+        step, mesh, *heads, array(mesh, (4, 2048), "int32", row), array(mesh, (), "bool")
+    )
     assert "splash_mha" in program.text
     assert program.largest_array_bytes < 2 * 4 * 2048 * 2048  # of one head's scores in float32
 

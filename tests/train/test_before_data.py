@@ -1,4 +1,6 @@
-"""What a run is refused for is told before its data is prepared, wherever it can be known by then."""
+"""What a run is refused for is told before its data is prepared, wherever it can be known by
+then.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from train.runs import Tiny
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "eval": {"held": {"datasets": [{"data_files": str(folder / "held.parquet")}]}},
         "model": SMALL,
-        "train": {"steps": 2, "output_dir": str(folder / "out"), "optimizer": {"learning_rate": 0.01}},
+        "train": {
+            "steps": 2,
+            "output_dir": str(folder / "out"),
+            "optimizer": {"learning_rate": 0.01},
+        },
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     assert command(["train", str(folder / "run.yaml"), "--samples", "0"]) == 0
@@ -51,30 +63,47 @@ REFUSED = [
     (["train.lora.targets=[q_proj]"], "train.lora.targets[0]: no projection fits 'q_proj' (have: "),
     (["train.lora.rank=64"], "train.lora.rank: 64, but layers."),
     (["train.mesh.tensor=2"], "train.mesh"),
-    (["data.load.batch_size=6", "train.accumulate_steps=4"], "data.load.batch_size: 6 rows do not divide"),
+    (
+        ["data.load.batch_size=6", "train.accumulate_steps=4"],
+        "data.load.batch_size: 6 rows do not divide",
+    ),
     (["train.callbacks.best.metric=eval.hold.loss"], "Did you mean 'eval.held.loss'?"),
-    (["model.hidden_size=32"], "out/checkpoints/2: belongs to another run: model.hidden_size: 32 here, 16 in the checkpoint"),
+    (
+        ["model.hidden_size=32"],
+        "out/checkpoints/2: belongs to another run: model.hidden_size: 32 here, 16 in the checkpoint",
+    ),
     (["train.optimizer.name=lion"], "out/checkpoints/2: belongs to another run: train.optimizer"),
     (["train.steps=7"], "belongs to another run: train.steps: 7 here, 2 in the checkpoint"),
     (["train.resume=false"], "train.resume: "),
-    (["train.preference.beta=0.1"], "train.preference: is given, but the rows hold no pairs of answers"),
+    (
+        ["train.preference.beta=0.1"],
+        "train.preference: is given, but the rows hold no pairs of answers",
+    ),
     (["eval.held.default_tokenizer={other}"], "eval.held: its tokenizer '"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED)
-def test_nothing_is_prepared_for_a_run_that_cannot_be(made: Path, tmp_path: Path, capsys: Any, changes: list[str], said: str) -> None:
+def test_nothing_is_prepared_for_a_run_that_cannot_be(
+    made: Path, tmp_path: Path, capsys: Any, changes: list[str], said: str
+) -> None:
     if any("{other}" in change for change in changes):
         train_bpe(texts(60), 270, ["<|endoftext|>"], tmp_path / "other")
-    given = [part for change in changes for part in ("--set", change.format(other=tmp_path / "other"))]
-    status = command(["train", str(made / "run.yaml"), "--set", f"data.cache_dir={tmp_path / 'cache'}", *given])
+    given = [
+        part for change in changes for part in ("--set", change.format(other=tmp_path / "other"))
+    ]
+    status = command(
+        ["train", str(made / "run.yaml"), "--set", f"data.cache_dir={tmp_path / 'cache'}", *given]
+    )
     told = " ".join(capsys.readouterr().err.split())
     assert status != 0
     assert said in told
     assert not list(tmp_path.glob("cache/**/*.arrow")), "nothing was tokenized"
 
 
-def test_all_that_differs_is_named_at_once_where_the_data_is_prepared(made: Path, capsys: Any) -> None:
+def test_all_that_differs_is_named_at_once_where_the_data_is_prepared(
+    made: Path, capsys: Any
+) -> None:
     given = ["--set", "data.load.batch_size=4", "--set", "train.steps=3"]
     assert command(["train", str(made / "run.yaml"), *given]) != 0
     told = "".join(capsys.readouterr().err.split())
@@ -82,7 +111,9 @@ def test_all_that_differs_is_named_at_once_where_the_data_is_prepared(made: Path
     assert "loader.plan" not in told
 
 
-def test_a_run_as_long_as_its_data_is_compared_without_its_steps(made: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_run_as_long_as_its_data_is_compared_without_its_steps(
+    made: Path, tmp_path: Path, capsys: Any
+) -> None:
     given = ["--set", f"data.cache_dir={tmp_path / 'cache'}", "--set", "train.steps=null"]
     assert command(["train", str(made / "run.yaml"), *given]) != 0
     assert "belongs to another run: train.steps: " in capsys.readouterr().err.replace("\n", " ")
@@ -93,14 +124,32 @@ def test_a_run_as_long_as_its_data_is_compared_without_its_steps(made: Path, tmp
     ("model", "options", "error", "said"),
     [
         (Tiny, {"lora": LoraConfig(targets=("nope",))}, ConfigError, r"no projection fits 'nope'"),
-        (Tiny, {"steps": 2, "resume": False, "output_dir": "out"}, ConfigError, r"train\.resume: .* holds a run at step 2"),
+        (
+            Tiny,
+            {"steps": 2, "resume": False, "output_dir": "out"},
+            ConfigError,
+            r"train\.resume: .* holds a run at step 2",
+        ),
         (Tiny, {"steps": 2, "output_dir": "out"}, StateError, r"belongs to another run: model"),
     ],
 )
-def test_so_it_is_from_python(made: Path, tmp_path: Path, model: Any, options: Any, error: Any, said: str) -> None:
+def test_so_it_is_from_python(
+    made: Path, tmp_path: Path, model: Any, options: Any, error: Any, said: str
+) -> None:
     heard: list[Any] = []
     folder = made / options["output_dir"] if "output_dir" in options else tmp_path / "out"
-    data = [DatasetConfig(name="text", data_files=str(made / "text.parquet"), tokenizer=str(made / "tokenizer"))]
+    data = [
+        DatasetConfig(
+            name="text", data_files=str(made / "text.parquet"), tokenizer=str(made / "tokenizer")
+        )
+    ]
     with pytest.raises(error, match=said):
-        Trainer(model, data=data, seq_length=32, batch_size=8, progress=heard.append, **{"steps": 3} | options | {"output_dir": folder})
+        Trainer(
+            model,
+            data=data,
+            seq_length=32,
+            batch_size=8,
+            progress=heard.append,
+            **{"steps": 3} | options | {"output_dir": folder},
+        )
     assert not heard, "no row was read"

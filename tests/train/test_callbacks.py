@@ -57,10 +57,19 @@ class Patient(Callback):
 
 def run(folder, callback, **changes):
     held = {"held": Arithmetic(1, seed=7)}
-    return Trainer(Tiny, settings(folder, steps=6, eval_every=2, **changes), Arithmetic(), held, callbacks=[callback], mesh=MESH).run()
+    return Trainer(
+        Tiny,
+        settings(folder, steps=6, eval_every=2, **changes),
+        Arithmetic(),
+        held,
+        callbacks=[callback],
+        mesh=MESH,
+    ).run()
 
 
-def test_callbacks_hear_numbers_in_order_and_a_step_is_dispatched_before_the_last_one_is_read(tmp_path):
+def test_callbacks_hear_numbers_in_order_and_a_step_is_dispatched_before_the_last_one_is_read(
+    tmp_path,
+):
     heard = Patient()
     run(tmp_path, heard)
     assert heard.heard[:9] == [
@@ -74,7 +83,11 @@ def test_callbacks_hear_numbers_in_order_and_a_step_is_dispatched_before_the_las
         ("dispatch", 4),
         ("step", 3),
     ]
-    assert [one for one in heard.heard if one[0] in ("save", "end")] == [("save", 4), ("save", 6), ("end", 6)]
+    assert [one for one in heard.heard if one[0] in ("save", "end")] == [
+        ("save", 4),
+        ("save", 6),
+        ("end", 6),
+    ]
 
 
 def test_a_callback_may_end_the_run_and_its_state_is_in_the_checkpoint(tmp_path, caplog):
@@ -85,7 +98,9 @@ def test_a_callback_may_end_the_run_and_its_state_is_in_the_checkpoint(tmp_path,
     more = Patient()
     assert run(tmp_path / "early", more).resumed_from == 2
     assert more.begun_with == 1
-    whole, cut = (numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "early"))
+    whole, cut = (
+        numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "early")
+    )
     assert whole == cut
 
 

@@ -23,13 +23,19 @@ from pipelines import texts
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 # What each part of the run is trained with: to which step, and with what beside the config.
-MESH = ["train.mesh={data: -1}", "data.load.mesh={data: -1}", "data.load.partition_spec=[data]"]  # what lies on it is planned without it
+# what lies on it is planned without it
+MESH = ["train.mesh={data: -1}", "data.load.mesh={data: -1}", "data.load.partition_spec=[data]"]
 PARTS = (
     (6, ["data.load.batch_size=4"], []),
     (9, ["data.load.batch_size=8"], ["train.steps", "loader.batch_size", "loader.config"]),
-    (12, ["data.load.batch_size=8", "data.mix.weights={a: 0.9, b: 0.1}", *MESH], ["train.steps", "loader.plan"]),
+    (
+        12,
+        ["data.load.batch_size=8", "data.mix.weights={a: 0.9, b: 0.1}", *MESH],
+        ["train.steps", "loader.plan"],
+    ),
 )
-ROWS = [*((4 * step, 4) for step in range(6)), *((24 + 8 * step, 8) for step in range(6))]  # first row of a step, and how many
+# first row of a step, and how many
+ROWS = [*((4 * step, 4) for step in range(6)), *((24 + 8 * step, 8) for step in range(6))]
 
 
 def given(part: int, folder: Path, *more: str) -> list[str]:
@@ -53,7 +59,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pq.write_table(pa.table({"text": rows}), folder / f"{name}.parquet")
     values = {
         "data": {
-            "datasets": [{"name": name, "data_files": str(folder / f"{name}.parquet")} for name in "ab"],
+            "datasets": [
+                {"name": name, "data_files": str(folder / f"{name}.parquet")} for name in "ab"
+            ],
             "default_tokenizer": str(folder / "tokenizer"),
             "mix": {"weights": {"a": 0.5, "b": 0.5}, "unit": "tokens"},
             "pack": {"seq_length": 32},
@@ -61,7 +69,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "cache_dir": str(folder / "cache"),
             "seed": 1,
         },
-        "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+        "model": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+        },
         "train": {"log_every": 1, "optimizer": {"learning_rate": 0.01}},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
@@ -79,7 +93,9 @@ def copied(run: Path, tmp_path: Path) -> Path:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Any:
@@ -96,7 +112,12 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 def test_the_folder_records_every_change_with_its_step(run: Path) -> None:
     first, second = read_changes(run / "out")
     assert (first["step"], first["row"], second["step"], second["row"]) == (6, 24, 9, 48)
-    assert first["changed"].keys() == {"train.steps", "loader.batch_size", "loader.config", "data.load.batch_size"}
+    assert first["changed"].keys() == {
+        "train.steps",
+        "loader.batch_size",
+        "loader.config",
+        "data.load.batch_size",
+    }
     assert first["changed"]["loader.batch_size"] == "was 4, is 8"
     assert second["changed"].keys() >= {"train.steps", "loader.plan", "data.mix.weights.a"}
     assert first["before"]["config"]["data"]["load"]["batch_size"] == 4
@@ -104,7 +125,9 @@ def test_the_folder_records_every_change_with_its_step(run: Path) -> None:
 
 
 @pytest.mark.parametrize("part", range(len(PARTS)))
-def test_every_step_is_explained_as_it_was_read_whichever_part_s_config_is_given(run: Path, capsys: Any, part: int) -> None:
+def test_every_step_is_explained_as_it_was_read_whichever_part_s_config_is_given(
+    run: Path, capsys: Any, part: int
+) -> None:
     lines = metrics(run)
     assert len(lines) == 12
     for step in range(12) if part == 0 else (5, 6, 8, 9):
@@ -112,7 +135,14 @@ def test_every_step_is_explained_as_it_was_read_whichever_part_s_config_is_given
         assert explained["step"] == step
         first, count = ROWS[step]
         assert [row["number"] for row in explained["rows"]] == list(range(first, first + count))
-        assert sum(s["slot_stop"] - s["slot_start"] for row in explained["rows"] for s in row["segments"]) == lines[step]["num_tokens"]
+        assert (
+            sum(
+                s["slot_stop"] - s["slot_start"]
+                for row in explained["rows"]
+                for s in row["segments"]
+            )
+            == lines[step]["num_tokens"]
+        )
 
 
 def test_the_plan_counts_what_each_part_read(run: Path, capsys: Any) -> None:
@@ -125,7 +155,11 @@ def test_the_plan_counts_what_each_part_read(run: Path, capsys: Any) -> None:
     planned = told(capsys, ["plan", *given(2, run), "--json"])
     for plan in (written, planned):
         assert {one["name"]: one["tokens_placed"] for one in plan["datasets"]} == dict(seen)
-        assert plan["slots"] - plan["padding"] == seen.total() == sum(line["num_tokens"] for line in metrics(run))
+        assert (
+            plan["slots"] - plan["padding"]
+            == seen.total()
+            == sum(line["num_tokens"] for line in metrics(run))
+        )
         assert (plan["steps"], plan["rows"]) == (12, 72)
         assert {one["name"]: one["token_share"] for one in plan["datasets"]} == pytest.approx(
             {name: count / seen.total() for name, count in seen.items()}
@@ -142,7 +176,10 @@ def test_the_plan_counts_what_each_part_read(run: Path, capsys: Any) -> None:
 def test_the_report_tells_of_the_changes(copied: Path) -> None:
     assert command(["report", str(copied / "out")]) == 0
     page = re.sub(r"<[^>]+>", " ", (copied / "out" / "report.html").read_text())
-    for words in (r"from step 7\s+loader\.batch_size\s+was 4, is 8", r"from step 10\s+data\.mix\.weights\.a\s+was 0\.5, is 0\.9"):
+    for words in (
+        r"from step 7\s+loader\.batch_size\s+was 4, is 8",
+        r"from step 10\s+data\.mix\.weights\.a\s+was 0\.5, is 0\.9",
+    ):
         assert re.search(words, page)
     (copied / "out" / "changes.json").unlink()
     plan = read_kept(copied / "out" / "plan.json")
@@ -156,38 +193,75 @@ def test_the_report_tells_of_the_changes(copied: Path) -> None:
 def test_what_cannot_be_known_is_refused(copied: Path, capsys: Any) -> None:
     other = refused(capsys, ["explain", *given(2, copied, "data.seed=5"), "--step", "3"])
     assert "out: the run in it read other data than this config describes: plan differ" in other
-    assert command(["explain", *given(2, copied, "data.seed=5", f"train.output_dir={copied / 'new'}"), "--step", "3"]) == 0
+    assert (
+        command(
+            [
+                "explain",
+                *given(2, copied, "data.seed=5", f"train.output_dir={copied / 'new'}"),
+                "--step",
+                "3",
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
     plan = told(capsys, ["plan", *given(2, copied, "data.seed=5"), "--json"])
-    assert "holds a run on other data (plan differ): this is the plan of a new one" in plan["notes"][0]
+    assert (
+        "holds a run on other data (plan differ): this is the plan of a new one" in plan["notes"][0]
+    )
     changes = read_changes(copied / "out")
     gone = json.loads(json.dumps(changes))
     gone[0]["before"]["components"]["sources"] = "0" * 32  # as if the files had been others then
     for before, said in (
-        (gone[0]["before"], "steps 1 to 6 read other data than there is now: sources changed since"),
+        (
+            gone[0]["before"],
+            "steps 1 to 6 read other data than there is now: sources changed since",
+        ),
         (None, "not record"),
     ):
-        (copied / "out" / "changes.json").write_text(json.dumps([changes[0] | {"before": before}, changes[1]]))
+        (copied / "out" / "changes.json").write_text(
+            json.dumps([changes[0] | {"before": before}, changes[1]])
+        )
         assert said in refused(capsys, ["explain", *given(2, copied), "--step", "5"])
         told(capsys, ["explain", *given(2, copied), "--step", "6", "--json"])
         plan = told(capsys, ["plan", *given(2, copied), "--json"])
-        assert plan["slots"] - plan["padding"] == sum(line["num_tokens"] for line in metrics(copied)[6:])
+        assert plan["slots"] - plan["padding"] == sum(
+            line["num_tokens"] for line in metrics(copied)[6:]
+        )
         assert any(note.startswith("steps 1 to 6 are not counted: ") for note in plan["notes"])
     (copied / "out" / "changes.json").write_text("[3]")
-    assert "changes.json: damaged: it does not hold what a run" in refused(capsys, ["explain", *given(2, copied), "--step", "5"])
+    assert "changes.json: damaged: it does not hold what a run" in refused(
+        capsys, ["explain", *given(2, copied), "--step", "5"]
+    )
 
 
 def test_a_run_that_goes_back_forgets_what_came_after(tmp_path: Path) -> None:
     change = {"row": 24, "changed": {"loader.plan": "x"}, "before": None}
     write_changes(tmp_path, 3, None)
-    assert not (tmp_path / "changes.json").exists(), "where nothing was changed there is nothing to say"
+    assert not (tmp_path / "changes.json").exists(), (
+        "where nothing was changed there is nothing to say"
+    )
     write_changes(tmp_path, 6, change)
     write_changes(tmp_path, 9, change | {"row": 48})
     write_changes(tmp_path, 12, None)
     assert [one["step"] for one in read_changes(tmp_path)] == [6, 9]
-    write_changes(tmp_path, 9, None, [{"batch": 6, "row": 24, "plan": ["a", "b"]}])  # killed, and begun again as it was before step 9
+    # killed, and begun again as it was before step 9
+    write_changes(tmp_path, 9, None, [{"batch": 6, "row": 24, "plan": ["a", "b"]}])
     assert [one["step"] for one in read_changes(tmp_path)] == [6]
-    write_changes(tmp_path, 20, None, [{"batch": 6, "row": 24, "plan": ["a", "b"]}, {"batch": 15, "row": 99, "sources": ["a", "b"]}])
-    assert read_changes(tmp_path)[1] == {"step": 15, "row": 99, "changed": {"loader.sources": "another"}, "before": None}
+    write_changes(
+        tmp_path,
+        20,
+        None,
+        [
+            {"batch": 6, "row": 24, "plan": ["a", "b"]},
+            {"batch": 15, "row": 99, "sources": ["a", "b"]},
+        ],
+    )
+    assert read_changes(tmp_path)[1] == {
+        "step": 15,
+        "row": 99,
+        "changed": {"loader.sources": "another"},
+        "before": None,
+    }
     write_changes(tmp_path, 0, None)
     assert read_changes(tmp_path) == []

@@ -19,7 +19,9 @@ from easypipe.train.checkpoint import Checkpoints, DamagedCheckpoint
 
 ARRAYS = {"params/w": np.arange(300, dtype=np.float32).reshape(20, 15), "step": np.int32(7)}
 ABSTRACT = {
-    name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    name: jax.ShapeDtypeStruct(
+        value.shape, value.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
     for name, value in ARRAYS.items()
 }
 
@@ -27,7 +29,11 @@ ABSTRACT = {
 def save(folder: Path, *steps: int, keep: int = 2) -> None:
     with Checkpoints(folder, keep=keep) as checkpoints:
         for step in steps:
-            checkpoints.save(step, {name: jnp.asarray(value) + step for name, value in ARRAYS.items()}, {"told": step})
+            checkpoints.save(
+                step,
+                {name: jnp.asarray(value) + step for name, value in ARRAYS.items()},
+                {"told": step},
+            )
 
 
 def load(folder: Path, step: int):
@@ -53,13 +59,17 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found_before_it_is_loaded(cop
     for name, value in load(copied, 2).items():
         np.testing.assert_array_equal(value, ARRAYS[name] + 2)
     files = sorted(path for path in (copied / "2").rglob("*") if path.is_file())
-    assert {"data.json", "_METADATA", "manifest.ocdbt", "checksums.json"} <= {path.name for path in files}
+    assert {"data.json", "_METADATA", "manifest.ocdbt", "checksums.json"} <= {
+        path.name for path in files
+    }
     for file in files:
         whole = file.read_bytes()
         if not whole:
             continue
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(DamagedCheckpoint, match=r"checkpoints/2: cannot be read: .*" + file.name):
+        with pytest.raises(
+            DamagedCheckpoint, match=r"checkpoints/2: cannot be read: .*" + file.name
+        ):
             load(copied, 2)
         broken = {Path(problem.at).name for found in verify(copied) for problem in found.problems}
         assert broken == {file.name}
@@ -72,7 +82,9 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found_before_it_is_loaded(cop
     assert "checkpoints cannot be made again from a source. Train again" in capsys.readouterr().err
 
 
-def test_everything_is_synced_before_a_checkpoint_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+def test_everything_is_synced_before_a_checkpoint_has_its_name_and_the_name_after(
+    tmp_path, monkeypatch
+):
     """Files, folders, and the folder that holds the name: all of them, in this order."""
     folder, events, fsync = tmp_path / "checkpoints", [], os.fsync
 
@@ -81,7 +93,9 @@ def test_everything_is_synced_before_a_checkpoint_has_its_name_and_the_name_afte
         events.append(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    storage.set_fault_hook(lambda step, path: events.append(step) if Path(path) == folder / "3" else None)
+    storage.set_fault_hook(
+        lambda step, path: events.append(step) if Path(path) == folder / "3" else None
+    )
     try:
         save(folder, 3)
     finally:
@@ -100,14 +114,17 @@ def test_what_did_not_get_its_name_is_no_checkpoint_and_is_swept(copied, when):
 
     storage.set_fault_hook(strike)
     try:
-        with pytest.raises(StorageError, match=r"checkpoints/3: cannot be written: .*No space left"):
+        with pytest.raises(
+            StorageError, match=r"checkpoints/3: cannot be written: .*No space left"
+        ):
             save(copied, 3)
     finally:
         storage.set_fault_hook(None)
     assert sorted(path.name for path in copied.iterdir()) == ["1", "2", "3.tmp"]
     with Checkpoints(copied, keep=None) as checkpoints:  # who only reads leaves it to the writer
         assert checkpoints.steps() == [1, 2]
-    os.rename(copied / "2", copied / "2.replaced")  # a save of step 2 in its place was killed between two renames
+    # a save of step 2 in its place was killed between two renames
+    os.rename(copied / "2", copied / "2.replaced")
     (copied / "1.deleting").mkdir()
     with Checkpoints(copied, keep=2) as checkpoints:
         assert checkpoints.steps() == [1, 2]
@@ -115,14 +132,22 @@ def test_what_did_not_get_its_name_is_no_checkpoint_and_is_swept(copied, when):
     load(copied, 2)
 
 
-def test_a_step_saved_again_takes_the_place_of_the_old_one_and_the_newest_and_the_protected_stay(copied):
+def test_a_step_saved_again_takes_the_place_of_the_old_one_and_the_newest_and_the_protected_stay(
+    copied,
+):
     with Checkpoints(copied, keep=1) as checkpoints:
         checkpoints.protected["me"] = {1}
         for step in (2, 3):
-            checkpoints.save(step, {name: jnp.asarray(value) * step for name, value in ARRAYS.items()}, {"told": step})
+            checkpoints.save(
+                step,
+                {name: jnp.asarray(value) * step for name, value in ARRAYS.items()},
+                {"told": step},
+            )
             checkpoints.wait()
             assert checkpoints.steps() == [1, step]
-            np.testing.assert_array_equal(checkpoints.load(step, ABSTRACT)["params/w"], ARRAYS["params/w"] * step)
+            np.testing.assert_array_equal(
+                checkpoints.load(step, ABSTRACT)["params/w"], ARRAYS["params/w"] * step
+            )
     assert sorted(path.name for path in copied.iterdir()) == ["1", "3"]
 
 
@@ -132,6 +157,8 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_verify_says_what_it_cannot
     notes = [found.notes for found in verify(copied) if found.path.endswith("/2")]
     assert "no checksums: an earlier version saved it" in notes[0][0]
     shutil.rmtree(copied / "2" / "arrays")
-    assert [problem.what for found in verify(copied / "2") for problem in found.problems] == ["missing"]
+    assert [problem.what for found in verify(copied / "2") for problem in found.problems] == [
+        "missing"
+    ]
     with pytest.raises(StateError, match="cannot be read"):
         load(copied, 2)

@@ -42,7 +42,9 @@ def leaves(*modules: Any) -> list[Any]:
 
 
 def test_f35_the_example_of_the_document(tmp_path: Path) -> None:
-    """Model, optimizer, loader and seed come back as they were, and training goes on bit for bit."""
+    """Model, optimizer, loader and seed come back as they were, and training goes on bit for
+    bit.
+    """
     model, optimizer = trained(0, 2)
     loader, schedule = Arithmetic(8), optax.cosine_decay_schedule(0.1, 100)
     batches = iter(loader)
@@ -67,10 +69,16 @@ def test_f35_the_example_of_the_document(tmp_path: Path) -> None:
         fresh = Arithmetic(8)
         state = manager.load(path, model=again, optimizer=again_optimizer, loader=fresh)
         assert state["custom_state"] == {"data_module_seed": 42, "epoch_step": 42}
-        assert (state["epoch"], state["metrics"], state["scheduler"]) == (5, {"val_loss": 0.5}, None)
+        assert (state["epoch"], state["metrics"], state["scheduler"]) == (
+            5,
+            {"val_loss": 0.5},
+            None,
+        )
         assert state["model"] is again
         take(again, again_optimizer)
-        for one, other in zip(leaves(again, again_optimizer), leaves(model, optimizer), strict=True):
+        for one, other in zip(
+            leaves(again, again_optimizer), leaves(model, optimizer), strict=True
+        ):
             np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(next(iter(fresh))["input_ids"], expected["input_ids"])
         plain = manager.load()
@@ -93,14 +101,17 @@ def test_trees_of_arrays_keep_their_structure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "kept", "best"), [("min", [2, 5, 6], 2), ("max", [1, 5, 6], 1)])
-def test_the_newest_and_the_best_stay(tmp_path: Path, mode: Any, kept: list[int], best: int) -> None:
+def test_the_newest_and_the_best_stay(
+    tmp_path: Path, mode: Any, kept: list[int], best: int
+) -> None:
     options: Any = {"keep": 2, "best_metric": "loss", "best_mode": mode}
     with CheckpointManager(tmp_path, **options) as manager:
         assert manager.latest() is None
         assert manager.best() is None
         for loss in (0.9, 0.1, 0.5, 0.4, 0.3):
             manager.save(model={"w": jnp.float32(loss)}, metrics={"loss": loss})
-    with CheckpointManager(tmp_path, **options) as manager:  # what was best before it was opened stays too
+    # what was best before it was opened stays too
+    with CheckpointManager(tmp_path, **options) as manager:
         last = manager.save(model={"w": jnp.float32(0.6)}, metrics={"loss": 0.6})
         assert [path.name for path in manager.all()] == [str(step) for step in kept]
         assert manager.latest() == last
@@ -115,7 +126,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="holds no checkpoint yet"):
         manager.load()
     for values, message in (
-        ({"metrics": {"acc": 1}}, r"metrics: without 'loss', by which the best is told \(have: acc\)"),
+        (
+            {"metrics": {"acc": 1}},
+            r"metrics: without 'loss', by which the best is told \(have: acc\)",
+        ),
         ({"metrics": {"loss": "low"}}, r"metrics\.loss: 'low' is no number"),
         ({"metrics": {"loss": float("nan")}}, r"metrics\.loss: nan cannot be compared"),
         ({"custom_state": {"a": {"b": object()}}}, r"custom_state\.a\.b: is not plain JSON"),
@@ -124,7 +138,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             manager.save(**{"model": model, "metrics": {"loss": 1.0}, **values})  # type: ignore[arg-type]
     path = manager.save(model=model, metrics={"loss": 1.0})
-    with pytest.raises(StateError, match=r"holds other arrays: model/first/bias: float32\[5\] here, float32\[3\] in the checkpoint"):
+    with pytest.raises(
+        StateError,
+        match=r"holds other arrays: model/first/bias: float32\[5\] here, float32\[3\] in the checkpoint",
+    ):
         manager.load(path, model=Model(nnx.Rngs(0), width=5))
     with pytest.raises(StateError, match=r"optimizer/.* here, nothing in the checkpoint"):
         manager.load(path, optimizer=optimizer)
@@ -135,7 +152,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match=r"no such checkpoint \(have: 1\)"):
         manager.load(tmp_path / "a" / "2")
     manager.close()
-    for options, message in (({"keep": 0}, "keep: 0 is too few"), ({"keep_best": 2}, "without it best_mode and keep_best have no effect")):
+    for options, message in (
+        ({"keep": 0}, "keep: 0 is too few"),
+        ({"keep_best": 2}, "without it best_mode and keep_best have no effect"),
+    ):
         with pytest.raises(ConfigError, match=message):
             CheckpointManager(tmp_path / "c", **options)
     with pytest.raises(ConfigError, match="nobody knows which is best"):

@@ -1,4 +1,6 @@
-"""What an exported model's folder says of how it was trained: what ends a turn, how long rows were, how conversations are written."""
+"""What an exported model's folder says of how it was trained: what ends a turn, how long rows were,
+how conversations are written.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,30 @@ CHAT: dict[str, Any] = {"content_field": "messages", "chat_template": "chatml"}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_bpe(texts(60), 290, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>"], folder)
+    train_bpe(
+        texts(60), 290, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|a|>", "<|b|>"], folder
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def tuned(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tuned")
-    talks = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}] for i in range(60)]
-    data = [DatasetConfig(name="talks", data_files={"messages": talks}, tokenizer=str(tokenizer), **CHAT)]
-    how: dict[str, Any] = {"seq_length": 48, "batch_size": 4, "steps": 2, "optimizer": {"learning_rate": 0.01}}
+    talks = [
+        [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} it is"}]
+        for i in range(60)
+    ]
+    data = [
+        DatasetConfig(
+            name="talks", data_files={"messages": talks}, tokenizer=str(tokenizer), **CHAT
+        )
+    ]
+    how: dict[str, Any] = {
+        "seq_length": 48,
+        "batch_size": 4,
+        "steps": 2,
+        "optimizer": {"learning_rate": 0.01},
+    }
     return Trainer(SHAPE, data=data, output_dir=folder / "run", **how).run()
 
 
@@ -47,7 +63,9 @@ def read(folder: Path, name: str) -> Any:
     return json.loads((folder / name).read_text())
 
 
-def test_a_tuned_model_says_what_ends_a_turn_how_long_rows_were_and_how_it_was_asked(tuned: Any, tmp_path: Path) -> None:
+def test_a_tuned_model_says_what_ends_a_turn_how_long_rows_were_and_how_it_was_asked(
+    tuned: Any, tmp_path: Path
+) -> None:
     before = os.umask(0o027)
     try:
         saved = tuned.save(tmp_path / "saved")
@@ -69,7 +87,11 @@ def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
     tuned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = load_trained(tuned.output_dir).seen
-    assert (seen.stop_token_ids, seen.max_length, seen.chat_template) == ((IM_END,), 48, CHAT_TEMPLATES["chatml"])
+    assert (seen.stop_token_ids, seen.max_length, seen.chat_template) == (
+        (IM_END,),
+        48,
+        CHAT_TEMPLATES["chatml"],
+    )
     folder = tuned.save(tmp_path / "saved")
     greedy = ["generate", str(folder), "say 7", "--max-new-tokens", "6", "--temperature", "0"]
 
@@ -79,7 +101,9 @@ def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
 
     whole = written()
     generation = read(folder, "generation_config.json")
-    (folder / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [299, whole[-1]]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps(generation | {"eos_token_id": [299, whole[-1]]})
+    )
     cut = written()
     assert len(cut) < len(whole)
     assert whole[: len(cut)] == cut
@@ -95,20 +119,34 @@ def test_what_was_seen_is_in_the_checkpoint_and_generate_stops_there(
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", []),
     ],
 )
-def test_what_ends_a_turn_is_read_off_the_template(template: str, expected: list[int], tokenizer: Path) -> None:
+def test_what_ends_a_turn_is_read_off_the_template(
+    template: str, expected: list[int], tokenizer: Path
+) -> None:
     loaded = load_tokenizer(str(tokenizer))
-    found = turns_of(load_chat_template(loaded, chat_template=template, train_on="all", date=None), loaded)
+    found = turns_of(
+        load_chat_template(loaded, chat_template=template, train_on="all", date=None), loaded
+    )
     assert list(found.stop_token_ids) == expected
 
 
-def test_a_model_of_text_ends_with_its_tokenizer_and_a_published_one_keeps_what_it_says(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_model_of_text_ends_with_its_tokenizer_and_a_published_one_keeps_what_it_says(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     decoder = Decoder(SHAPE, nnx.Rngs(0))
     plain = save_pretrained(decoder, tmp_path / "plain", tokenizer=str(tokenizer), max_length=128)
-    assert read(plain, "config.json")["eos_token_id"] == read(plain, "generation_config.json")["eos_token_id"] == ENDOFTEXT
+    assert (
+        read(plain, "config.json")["eos_token_id"]
+        == read(plain, "generation_config.json")["eos_token_id"]
+        == ENDOFTEXT
+    )
     assert read(plain, "config.json")["max_position_embeddings"] == 128
     assert "chat_template.jinja" not in {path.name for path in plain.iterdir()}
-    decoder.hf_config = json.dumps(read(plain, "config.json") | {"eos_token_id": [5, 6], "max_position_embeddings": 4096})
-    tuned = save_pretrained(decoder, tmp_path / "tuned", tokenizer=str(tokenizer), eos_token_id=7, max_length=256)
+    decoder.hf_config = json.dumps(
+        read(plain, "config.json") | {"eos_token_id": [5, 6], "max_position_embeddings": 4096}
+    )
+    tuned = save_pretrained(
+        decoder, tmp_path / "tuned", tokenizer=str(tokenizer), eos_token_id=7, max_length=256
+    )
     assert read(tuned, "config.json")["eos_token_id"] == 7
     assert read(tuned, "generation_config.json")["eos_token_id"] == [7, 5, 6, ENDOFTEXT]
     assert read(tuned, "config.json")["max_position_embeddings"] == 4096
@@ -116,13 +154,24 @@ def test_a_model_of_text_ends_with_its_tokenizer_and_a_published_one_keeps_what_
     assert read(bare, "generation_config.json") == {}
 
 
-def test_a_template_goes_where_every_version_of_transformers_looks(tokenizer: Path, tmp_path: Path) -> None:
-    values = read(tokenizer, "tokenizer_config.json") if (tokenizer / "tokenizer_config.json").is_file() else {}
+def test_a_template_goes_where_every_version_of_transformers_looks(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    values = (
+        read(tokenizer, "tokenizer_config.json")
+        if (tokenizer / "tokenizer_config.json").is_file()
+        else {}
+    )
     own = tmp_path / "own"
     own.mkdir()
     (own / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
     (own / "tokenizer_config.json").write_text(json.dumps(values | {"chat_template": "old"}))
     (own / "chat_template.jinja").write_text("old")
-    saved = save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), tmp_path / "saved", tokenizer=str(own), chat_template="new {{ messages }}")
+    saved = save_pretrained(
+        Decoder(SHAPE, nnx.Rngs(0)),
+        tmp_path / "saved",
+        tokenizer=str(own),
+        chat_template="new {{ messages }}",
+    )
     assert (saved / "chat_template.jinja").read_text() == "new {{ messages }}"
     assert read(saved, "tokenizer_config.json")["chat_template"] == "new {{ messages }}"

@@ -1,4 +1,6 @@
-"""A model named by its folder is trained, saved and looked at: from Python in one line, and from the command line."""
+"""A model named by its folder is trained, saved and looked at: from Python in one line, and from
+the command line.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ import yaml
 from flax import nnx
 from safetensors.numpy import load_file
 
-from easypipe import ConfigError, DatasetConfig, LoraConfig, MissingFileError, PretrainedConfig, StateError, Trainer, train_bpe
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    LoraConfig,
+    MissingFileError,
+    PretrainedConfig,
+    StateError,
+    Trainer,
+    train_bpe,
+)
 from easypipe.cli.app import run as command
 from easypipe.train import load_pretrained
 from easypipe.train.finished import load_trained
@@ -44,14 +55,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_bpe(texts(60), 280, ["<|endoftext|>"], folder)
     weights = tensors(FAMILY)
     random = np.random.default_rng(0)
-    weights["model.embed_tokens.weight"] = 0.3 * random.standard_normal((VOCAB, FAMILY["hidden_size"])).astype(np.float32)
+    weights["model.embed_tokens.weight"] = 0.3 * random.standard_normal(
+        (VOCAB, FAMILY["hidden_size"])
+    ).astype(np.float32)
     return write_model(folder, FAMILY, weights)
 
 
 def options(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     data = [DatasetConfig(name="text", data_files={"text": texts(120)})]
     optimizer = {"learning_rate": 0.01}
-    values = {"data": data, "seq_length": 64, "batch_size": 8, "steps": 3, "optimizer": optimizer, "output_dir": tmp_path / "run"}
+    values = {
+        "data": data,
+        "seq_length": 64,
+        "batch_size": 8,
+        "steps": 3,
+        "optimizer": optimizer,
+        "output_dir": tmp_path / "run",
+    }
     return values | changes
 
 
@@ -62,7 +82,9 @@ def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Trainer(str(model), **options(folder, lora=LORA)).run()
 
 
-def test_a_named_model_is_tuned_in_one_line_and_saved_for_transformers(model: Path, tuned: Any, tmp_path: Path) -> None:
+def test_a_named_model_is_tuned_in_one_line_and_saved_for_transformers(
+    model: Path, tuned: Any, tmp_path: Path
+) -> None:
     assert tuned.last["loss"] < tuned.first["loss"]
     saved = tuned.save(tmp_path / "out")
     assert (saved / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
@@ -79,30 +101,50 @@ def test_a_named_model_is_tuned_in_one_line_and_saved_for_transformers(model: Pa
     assert recorded["data"]["default_tokenizer"] == str(model)
 
 
-def test_nothing_but_config_json_is_read_before_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_config_json_is_read_before_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Any, folder: Path) -> None:
         raise AssertionError(f"{folder} was opened")
 
     monkeypatch.setattr(WeightFiles, "__init__", refuse)
-    trainer = Trainer(PretrainedConfig(pretrained=model, dtype="bfloat16"), settings(tmp_path), Arithmetic())
+    trainer = Trainer(
+        PretrainedConfig(pretrained=model, dtype="bfloat16"), settings(tmp_path), Arithmetic()
+    )
     assert {leaf.dtype.name for leaf in trainer.layout.params.values()} == {"float32"}
     with pytest.raises(AssertionError, match="was opened"):
         trainer.run()
-    frozen = Trainer(PretrainedConfig(pretrained=model, dtype="bfloat16"), settings(tmp_path, lora=LORA), Arithmetic()).layout
+    frozen = Trainer(
+        PretrainedConfig(pretrained=model, dtype="bfloat16"),
+        settings(tmp_path, lora=LORA),
+        Arithmetic(),
+    ).layout
     assert {leaf.dtype.name for leaf in frozen.params.values()} == {"float32"}
     assert {frozen.rest[name].dtype.name for name in frozen.frozen} == {"bfloat16"}
 
 
-def test_options_of_a_pretrained_model_are_those_of_its_decoder(model: Path, tmp_path: Path) -> None:
-    changes = {"dtype": "bfloat16", "param_dtype": "bfloat16", "remat": "full", "attention": "xla", "scan_layers": False}
+def test_options_of_a_pretrained_model_are_those_of_its_decoder(
+    model: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+        "remat": "full",
+        "attention": "xla",
+        "scan_layers": False,
+    }
     named = PretrainedConfig(pretrained=model, **changes)  # type: ignore[arg-type]
     config = Trainer(named, settings(tmp_path), Arithmetic()).origin.config
     assert config is not None
     assert {name: getattr(config, name) for name in changes} == changes
 
 
-def test_a_hub_name_is_trained_at_the_commit_that_it_has_today(model: Path, tmp_path: Path, shares_programs: dict[str, str]) -> None:
-    """From the cache of the Hub's client, in a process of its own: it reads its environment once."""
+def test_a_hub_name_is_trained_at_the_commit_that_it_has_today(
+    model: Path, tmp_path: Path, shares_programs: dict[str, str]
+) -> None:
+    """From the cache of the Hub's client, in a process of its own: it reads its environment
+    once.
+    """
     commit = "b" * 40
     snapshot = tmp_path / "hub" / "models--tiny--one" / "snapshots" / commit
     snapshot.mkdir(parents=True)
@@ -121,12 +163,24 @@ except MissingFileError as error:
     print(error)
 print(Trainer("tiny/one", **options).run().steps)
 """
-    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"} | shares_programs
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
+    env = {
+        **os.environ,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "JAX_PLATFORMS": "cpu",
+    } | shares_programs
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "model.pretrained: tiny/one: no folder of this name, and the Hugging Face Hub cannot be reached" in done.stdout
+    assert (
+        "model.pretrained: tiny/one: no folder of this name, and the Hugging Face Hub cannot be reached"
+        in done.stdout
+    )
     assert done.stdout.endswith("1\n")
-    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["model"]["revision"] == commit
+    assert (
+        yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["model"]["revision"] == commit
+    )
 
 
 def test_adapters_go_to_peft_and_back(model: Path, tuned: Any, tmp_path: Path) -> None:
@@ -134,16 +188,33 @@ def test_adapters_go_to_peft_and_back(model: Path, tuned: Any, tmp_path: Path) -
     written = json.loads((folder / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(model)
     assert (written["r"], written["lora_alpha"], written["use_rslora"]) == (2, 16.0, False)
-    assert written["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert written["target_modules"] == [
+        "down_proj",
+        "gate_proj",
+        "k_proj",
+        "o_proj",
+        "q_proj",
+        "up_proj",
+        "v_proj",
+    ]
     arrays = load_file(folder / "adapter_model.safetensors")
-    assert arrays["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (2, FAMILY["intermediate_size"])
-    assert arrays["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (FAMILY["hidden_size"], 2)
+    assert arrays["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (
+        2,
+        FAMILY["intermediate_size"],
+    )
+    assert arrays["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (
+        FAMILY["hidden_size"],
+        2,
+    )
     again = load_adapters(load_pretrained(model), folder)
     ids = token_ids()[:, :32]
     np.testing.assert_array_equal(call(again, ids), call(tuned.model, ids))
     for change, message in (
         ({"use_dora": True}, "adapter_config.json: use_dora: True is not supported"),
-        ({"r": 3}, r"not the adapters of this decoder; wrong: base_model.* is \[2, 48\], not \[3, 48\]"),
+        (
+            {"r": 3},
+            r"not the adapters of this decoder; wrong: base_model.* is \[2, 48\], not \[3, 48\]",
+        ),
     ):
         (folder / "adapter_config.json").write_text(json.dumps(written | change))
         with pytest.raises((ConfigError, StateError), match=message):
@@ -158,7 +229,10 @@ def test_a_run_is_exported_and_written_with_from_the_command_line(
     run = str(tuned.output_dir)
     assert command(["export", run, str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-    exported, saved = load_file(tmp_path / "out" / "model.safetensors"), load_file(tuned.save(tmp_path / "same") / "model.safetensors")
+    exported, saved = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(tuned.save(tmp_path / "same") / "model.safetensors"),
+    )
     assert all(np.array_equal(exported[name], saved[name]) for name in saved)
     assert command(["export", run, str(tmp_path / "adapters"), "--adapters"]) == 0
     capsys.readouterr()
@@ -178,16 +252,26 @@ def test_a_run_is_exported_and_written_with_from_the_command_line(
 def test_a_finished_run_knows_its_base(model: Path, tuned: Any, tmp_path: Path) -> None:
     trained = load_trained(tuned.output_dir)
     assert (trained.step, trained.base, trained.tokenizer) == (3, str(model), str(model))
-    for a, b in zip(jax.tree.leaves(nnx.state(trained.model)), jax.tree.leaves(nnx.state(tuned.model)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(trained.model)),
+        jax.tree.leaves(nnx.state(tuned.model)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(a, b)
     other = load_pretrained(model)
     other.embedding[...] = jnp.zeros_like(other.embedding[...])
-    with pytest.raises(StateError, match=r"adapters were trained on other weights: embedding differ"):
+    with pytest.raises(
+        StateError, match=r"adapters were trained on other weights: embedding differ"
+    ):
         load_trained(tuned.output_dir, base=other)
 
 
-def test_a_config_names_a_model_and_its_tokenizer_is_taken(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(120)))
+def test_a_config_names_a_model_and_its_tokenizer_is_taken(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(120))
+    )
     values = {
         "data": {
             "datasets": [{"data_files": str(tmp_path / "rows.jsonl")}],
@@ -201,7 +285,12 @@ def test_a_config_names_a_model_and_its_tokenizer_is_taken(model: Path, tmp_path
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     assert command(["prepare", str(tmp_path / "run.yaml")]) == 0
-    assert command(["train", str(tmp_path / "run.yaml"), "--set", "train.lora.rank=2", "--samples", "1"]) == 0
+    assert (
+        command(
+            ["train", str(tmp_path / "run.yaml"), "--set", "train.lora.rank=2", "--samples", "1"]
+        )
+        == 0
+    )
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert command(["train", str(tmp_path / "run.yaml"), "--set", "train.lora.ranc=2"]) == 2
     assert "train.lora.ranc: unknown key" in capsys.readouterr().err
@@ -212,22 +301,37 @@ def test_a_config_names_a_model_and_its_tokenizer_is_taken(model: Path, tmp_path
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"seq_length": None}, ConfigError, "seq_length: datasets alone do not say how long a row is"),
+        (
+            {"seq_length": None},
+            ConfigError,
+            "seq_length: datasets alone do not say how long a row is",
+        ),
         ({"data": None}, ConfigError, "data: either it or a loader"),
         ({"data": 3}, ConfigError, "data: int is no data"),
         ({"stepz": 3}, ConfigError, "stepz: no such option of Trainer .*Did you mean 'steps'"),
     ],
 )
-def test_bad_calls_are_refused(model: Path, tmp_path: Path, changes: dict[str, Any], kind: type, message: str) -> None:
+def test_bad_calls_are_refused(
+    model: Path, tmp_path: Path, changes: dict[str, Any], kind: type, message: str
+) -> None:
     with pytest.raises(kind, match=message):
         Trainer(str(model), **options(tmp_path, **changes))
 
 
-def test_a_vocabulary_that_is_too_small_and_a_model_that_is_not_there(model: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_that_is_too_small_and_a_model_that_is_not_there(
+    model: Path, tmp_path: Path
+) -> None:
     train_bpe(texts(200), 340, ["<|endoftext|>"], tmp_path / "tokenizer")
-    data = [DatasetConfig(name="text", data_files={"text": texts(120)}, tokenizer=str(tmp_path / "tokenizer"))]
+    data = [
+        DatasetConfig(
+            name="text", data_files={"text": texts(120)}, tokenizer=str(tmp_path / "tokenizer")
+        )
+    ]
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size > VOCAB
-    with pytest.raises(ConfigError, match=rf"model.pretrained: has a vocabulary of {VOCAB}, but the tokenizer .* has 3.. tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"model.pretrained: has a vocabulary of {VOCAB}, but the tokenizer .* has 3.. tokens",
+    ):
         Trainer(str(model), **options(tmp_path, data=data))
     with pytest.raises(MissingFileError, match=r"model.pretrained: .*none: no such folder"):
         Trainer(str(tmp_path / "none"), **options(tmp_path))

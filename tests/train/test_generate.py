@@ -13,13 +13,25 @@ from easypipe.train.model import Decoder, ModelConfig
 from train.hf_support import CONFIGS, tensors, write_model
 
 VOCAB = 31
-MODEL = Decoder(ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1), nnx.Rngs(1))
+MODEL = Decoder(
+    ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+    ),
+    nnx.Rngs(1),
+)
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
 
 
 def test_greedy_is_the_likeliest_token_of_the_growing_row():
     logits = nnx.jit(lambda model, ids: model(ids))
-    for prompt, new in zip(PROMPTS, generate(MODEL, PROMPTS, max_new_tokens=6, temperature=0), strict=True):
+    for prompt, new in zip(
+        PROMPTS, generate(MODEL, PROMPTS, max_new_tokens=6, temperature=0), strict=True
+    ):
         row = np.full((1, 11), 30, np.int32)  # what stands after a token must not matter
         row[0, : len(prompt)] = prompt
         for place, token in enumerate(new, len(prompt)):
@@ -29,9 +41,14 @@ def test_greedy_is_the_likeliest_token_of_the_growing_row():
 
 
 def test_top_1_is_greedy_and_top_k_keeps_to_the_k_likeliest():
-    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_k=1) == generate(MODEL, PROMPTS, max_new_tokens=5, temperature=0)
+    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_k=1) == generate(
+        MODEL, PROMPTS, max_new_tokens=5, temperature=0
+    )
     likeliest = set(np.argsort(-np.asarray(MODEL(jnp.array([[7]], jnp.int32))[0, -1]))[:4].tolist())
-    drawn = {generate(MODEL, [[7]], max_new_tokens=1, top_k=4, temperature=3.0, seed=seed)[0][0] for seed in range(40)}
+    drawn = {
+        generate(MODEL, [[7]], max_new_tokens=1, top_k=4, temperature=3.0, seed=seed)[0][0]
+        for seed in range(40)
+    }
     assert drawn == likeliest
 
 
@@ -39,13 +56,20 @@ def test_top_p_keeps_to_the_likeliest_that_have_this_share() -> None:
     odds = np.asarray(jax.nn.softmax(MODEL(jnp.array([[7]], jnp.int32))[0, -1] / 2.0))
     order = np.argsort(-odds)
     share = float(odds[order][:3].sum() + odds[order][3] / 2)  # it takes four to have that much
-    drawn = {generate(MODEL, [[7]], max_new_tokens=1, top_p=share, temperature=2.0, seed=seed)[0][0] for seed in range(40)}
+    drawn = {
+        generate(MODEL, [[7]], max_new_tokens=1, top_p=share, temperature=2.0, seed=seed)[0][0]
+        for seed in range(40)
+    }
     assert drawn == set(order[:4].tolist())
-    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_p=1e-9) == generate(MODEL, PROMPTS, max_new_tokens=5, temperature=0)
+    assert generate(MODEL, PROMPTS, max_new_tokens=5, top_p=1e-9) == generate(
+        MODEL, PROMPTS, max_new_tokens=5, temperature=0
+    )
 
 
 def test_greedy_tokens_are_those_of_transformers(tmp_path) -> None:
-    """What `generate(do_sample=False)` of transformers 5.23 wrote once with this model, prompts of unequal lengths, each on its own."""
+    """What `generate(do_sample=False)` of transformers 5.23 wrote once with this model, prompts of
+    unequal lengths, each on its own.
+    """
     model = load_pretrained(write_model(tmp_path, CONFIGS["llama3"], tensors(CONFIGS["llama3"])))
     prompts = [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
     assert generate(model, prompts, max_new_tokens=12, temperature=0) == [
@@ -56,7 +80,15 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path) -> None:
 
 
 def test_temperature_flattens_the_odds():
-    counts = [len({generate(MODEL, [[7]], max_new_tokens=1, temperature=t, seed=s)[0][0] for s in range(40)}) for t in (0.001, 100.0)]
+    counts = [
+        len(
+            {
+                generate(MODEL, [[7]], max_new_tokens=1, temperature=t, seed=s)[0][0]
+                for s in range(40)
+            }
+        )
+        for t in (0.001, 100.0)
+    ]
     assert counts[0] < 3 < 12 < counts[1]
 
 
@@ -64,13 +96,18 @@ def test_a_row_depends_on_its_seed_and_place_alone():
     rows = generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
     assert rows == generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
     assert rows != generate(MODEL, PROMPTS, max_new_tokens=8, seed=6)
-    assert rows[0] == generate(MODEL, [PROMPTS[0], [8], [7, 7, 7, 7, 7, 7, 7]], max_new_tokens=8, seed=5)[0]
+    assert (
+        rows[0]
+        == generate(MODEL, [PROMPTS[0], [8], [7, 7, 7, 7, 7, 7, 7]], max_new_tokens=8, seed=5)[0]
+    )
 
 
 def test_a_row_ends_before_eos():
     whole = generate(MODEL, PROMPTS, max_new_tokens=8, seed=5)
     eos = whole[0][3]
-    for row, short in zip(whole, generate(MODEL, PROMPTS, max_new_tokens=8, seed=5, eos_token_id=eos), strict=True):
+    for row, short in zip(
+        whole, generate(MODEL, PROMPTS, max_new_tokens=8, seed=5, eos_token_id=eos), strict=True
+    ):
         assert short == (row[: row.index(eos)] if eos in row else row)
 
 

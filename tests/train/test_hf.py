@@ -1,4 +1,6 @@
-"""Models of the Hugging Face Hub: logits as torch computed them once, folders that come back bit for bit, and refusals by name."""
+"""Models of the Hugging Face Hub: logits as torch computed them once, folders that come back bit
+for bit, and refusals by name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ call = nnx.jit(Decoder.__call__)
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: write_model(root / family, config, tensors(config)) for family, config in CONFIGS.items()}
+    return {
+        family: write_model(root / family, config, tensors(config))
+        for family, config in CONFIGS.items()
+    }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -48,14 +53,22 @@ def test_load_save_load_is_bit_equal(folders, family, tmp_path):
     model = load_pretrained(folders[family])
     saved = save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000)
     index = json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]
-    written = {name: array for file in set(index.values()) for name, array in load_file(saved / file).items()}
+    written = {
+        name: array
+        for file in set(index.values())
+        for name, array in load_file(saved / file).items()
+    }
     given = tensors(CONFIGS[family])
     assert written.keys() == given.keys() == index.keys()
     assert all(np.array_equal(written[name], given[name]) for name in given)
-    assert json.loads((saved / "config.json").read_text()) == CONFIGS[family] | {"torch_dtype": "float32"}
+    assert json.loads((saved / "config.json").read_text()) == CONFIGS[family] | {
+        "torch_dtype": "float32"
+    }
     again = load_pretrained(saved)
     assert again.config == model.config
-    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(again)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(again)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -69,7 +82,9 @@ def test_configs_map_both_ways(family):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_transformers_reads_the_same_config(folders, family, tmp_path):
-    """Version 5 renames keys and leaves defaults out; what it saves maps to the same model, and what is written here it can read."""
+    """Version 5 renames keys and leaves defaults out; what it saves maps to the same model, and
+    what is written here it can read.
+    """
     transformers = pytest.importorskip("transformers", reason="the compare extra is not installed")
     theirs = transformers.AutoConfig.from_pretrained(folders[family])
     theirs.save_pretrained(tmp_path / "theirs")
@@ -92,7 +107,12 @@ def test_defaults_of_a_family_stand_for_what_config_json_leaves_out():
             "sliding_window": 1024,
         }
     )
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (
+        8,
+        4,
+        256,
+        262_208,
+    )
     assert (config.rope_theta, config.local_rope_theta, config.global_every) == (1e6, 1e4, 6)
     assert config.rope_scaling == RopeScaling(kind="linear", factor=8.0)
     assert config.tie_embeddings
@@ -103,8 +123,17 @@ def test_defaults_of_a_family_stand_for_what_config_json_leaves_out():
 
 
 def shape(model_type, width, inner, layers, heads, kv_heads, vocab, **more):
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
-    return sizes | {"model_type": model_type, "num_attention_heads": heads, "num_key_value_heads": kv_heads} | more
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+    }
+    return (
+        sizes
+        | {"model_type": model_type, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        | more
+    )
 
 
 LLAMA3_SCALING = {
@@ -119,15 +148,98 @@ LLAMA3_SCALING = {
 @pytest.mark.parametrize(
     ("config", "parameters"),
     [
-        (shape("llama", 2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True, rope_scaling=LLAMA3_SCALING), 1_235_814_400),
-        (shape("llama", 576, 1536, 30, 9, 3, 49152, tie_word_embeddings=True, pretraining_tp=1, is_llama_config=True), 134_515_008),
+        (
+            shape(
+                "llama",
+                2048,
+                8192,
+                16,
+                32,
+                8,
+                128256,
+                head_dim=64,
+                tie_word_embeddings=True,
+                rope_scaling=LLAMA3_SCALING,
+            ),
+            1_235_814_400,
+        ),
+        (
+            shape(
+                "llama",
+                576,
+                1536,
+                30,
+                9,
+                3,
+                49152,
+                tie_word_embeddings=True,
+                pretraining_tp=1,
+                is_llama_config=True,
+            ),
+            134_515_008,
+        ),
         (shape("mistral", 4096, 14336, 32, 32, 8, 32000, sliding_window=4096), 7_241_732_096),
-        (shape("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, max_window_layers=21, use_mrope=False), 494_032_768),
-        (shape("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True, attention_bias=False), 596_049_920),
-        (shape("gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh"), 2_614_341_888),
-        (shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144, head_dim=256, sliding_window=512, sliding_window_pattern=6), 999_885_952),
+        (
+            shape(
+                "qwen2",
+                896,
+                4864,
+                24,
+                14,
+                2,
+                151936,
+                tie_word_embeddings=True,
+                max_window_layers=21,
+                use_mrope=False,
+            ),
+            494_032_768,
+        ),
+        (
+            shape(
+                "qwen3",
+                1024,
+                3072,
+                28,
+                16,
+                8,
+                151936,
+                head_dim=128,
+                tie_word_embeddings=True,
+                attention_bias=False,
+            ),
+            596_049_920,
+        ),
+        (
+            shape(
+                "gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256, hidden_act="gelu_pytorch_tanh"
+            ),
+            2_614_341_888,
+        ),
+        (
+            shape(
+                "gemma3_text",
+                1152,
+                6912,
+                26,
+                4,
+                1,
+                262144,
+                head_dim=256,
+                sliding_window=512,
+                sliding_window_pattern=6,
+            ),
+            999_885_952,
+        ),
     ],
-    ids=["Llama-3.2-1B", "SmolLM2-135M", "Mistral-7B", "Qwen2.5-0.5B", "Qwen3-0.6B", "Gemma-2-2B", "Gemma-3-1B"],
+    ids=[
+        "Llama-3.2-1B",
+        "SmolLM2-135M",
+        "Mistral-7B",
+        "Qwen2.5-0.5B",
+        "Qwen3-0.6B",
+        "Gemma-2-2B",
+        "Gemma-3-1B",
+    ],
 )
 def test_published_models_have_as_many_parameters_as_their_cards_say(config, parameters):
     model = nnx.eval_shape(lambda: Decoder(from_hf(config), nnx.Rngs(0)))
@@ -135,7 +247,14 @@ def test_published_models_have_as_many_parameters_as_their_cards_say(config, par
 
 
 def test_a_model_trained_here_is_saved_as_llama(tmp_path, caplog):
-    config = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1)
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+    )
     model = Decoder(config, nnx.Rngs(0))
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text("{}")
@@ -153,14 +272,23 @@ def test_dtypes_of_files_and_parameters(folders, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
     saved = save_pretrained(half, tmp_path / "half")
     assert json.loads((saved / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    wide = load_pretrained(saved, dtype="bfloat16", param_dtype="float32", remat="full", scan_layers=False)
-    assert (wide.config.dtype, wide.config.param_dtype, wide.config.remat, wide.config.scan_layers) == (
+    wide = load_pretrained(
+        saved, dtype="bfloat16", param_dtype="float32", remat="full", scan_layers=False
+    )
+    assert (
+        wide.config.dtype,
+        wide.config.param_dtype,
+        wide.config.remat,
+        wide.config.scan_layers,
+    ) == (
         "bfloat16",
         "float32",
         "full",
         False,
     )
-    for a, b in zip(jax.tree.leaves(nnx.state(half)), jax.tree.leaves(nnx.state(wide)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(half)), jax.tree.leaves(nnx.state(wide)), strict=True
+    ):
         assert b.dtype == jnp.float32
         np.testing.assert_array_equal(np.asarray(a, np.float32), b)
 
@@ -170,7 +298,9 @@ def test_the_loss_caps_logits_as_the_model_does(folders):
     labels = np.roll(ids, -1, 1)
     out = loss_sums(model, {"input_ids": ids, "labels": labels})
     log_p = jax.nn.log_softmax(call(model, jnp.asarray(ids)))
-    np.testing.assert_allclose(out.loss_sum, -np.take_along_axis(np.asarray(log_p), labels[..., None], -1).sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        out.loss_sum, -np.take_along_axis(np.asarray(log_p), labels[..., None], -1).sum(), rtol=1e-5
+    )
 
 
 def test_saving_is_whole_or_not_at_all(folders, tmp_path):
@@ -195,19 +325,42 @@ def test_saving_is_whole_or_not_at_all(folders, tmp_path):
 
 
 def test_a_model_of_no_family_is_not_saved(tmp_path):
-    config = ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1, qkv_bias=True, post_norms=True)
-    with pytest.raises(ConfigError, match=r"no family that transformers knows has qkv_bias: True, post_norms: True \(have: llama"):
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        qkv_bias=True,
+        post_norms=True,
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"no family that transformers knows has qkv_bias: True, post_norms: True \(have: llama",
+    ):
         save_pretrained(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, r"config.json: model_type 'mixtral' is not a model .*\(have: llama \(LlamaForCausalLM\), mistral"),
+        (
+            {"model_type": "mixtral"},
+            r"config.json: model_type 'mixtral' is not a model .*\(have: llama \(LlamaForCausalLM\), mistral",
+        ),
         ({"model_type": "qwen"}, "Did you mean 'qwen3'|Did you mean 'qwen2'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: .* is not a language model of llama"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_type: 'yarn' is not supported \(have: default, linear, llama3\)"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type: 'dynamic' is not supported"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "architectures: .* is not a language model of llama",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            r"rope_type: 'yarn' is not supported \(have: default, linear, llama3\)",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_type: 'dynamic' is not supported",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"attention_bias": True}, "attention_bias: True is not supported"),
         ({"mlp_bias": True}, "mlp_bias: True is not supported"),
@@ -215,7 +368,12 @@ def test_a_model_of_no_family_is_not_saved(tmp_path):
         ({"hidden_act": "relu"}, r"hidden_act: 'relu' is not supported \(have: silu\)"),
         ({"num_key_value_heads": 3}, "config.json.num_kv_heads: 3 does not divide"),
         (
-            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 1},
+            {
+                "model_type": "qwen2",
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
             "layer_types: .* does not repeat",
         ),
     ],
@@ -232,7 +390,8 @@ def test_missing_unexpected_and_misshapen_weights_are_named(tmp_path):
     weights = tensors(config)
     weights["model.layers.7.extra.weight"] = weights.pop("model.layers.1.self_attn.q_norm.weight")
     with pytest.raises(
-        StateError, match=r"missing: model\.layers\.1\.self_attn\.q_norm\.weight; unexpected: model\.layers\.7\.extra\.weight"
+        StateError,
+        match=r"missing: model\.layers\.1\.self_attn\.q_norm\.weight; unexpected: model\.layers\.7\.extra\.weight",
     ):
         load_pretrained(write_model(tmp_path / "names", config, weights))
     weights = tensors(config) | {"lm_head.weight": np.zeros((VOCAB + 1, 32), np.float32)}
@@ -243,7 +402,10 @@ def test_missing_unexpected_and_misshapen_weights_are_named(tmp_path):
 def test_a_tied_model_may_repeat_its_head_and_old_buffers(folders, tmp_path):
     config = CONFIGS["smollm2"]
     weights = tensors(config)
-    more = {"lm_head.weight": weights["model.embed_tokens.weight"], "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    more = {
+        "lm_head.weight": weights["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
     ids = jnp.asarray(token_ids()[:, :16])
     model = load_pretrained(write_model(tmp_path, config, weights | more))
     np.testing.assert_array_equal(call(model, ids), call(load_pretrained(folders["smollm2"]), ids))
@@ -261,7 +423,9 @@ def test_bad_folders(tmp_path):
     with pytest.raises(MissingFileError, match=r"model\.safetensors: no such file\. Download"):
         load_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(MissingFileError, match=r"Convert its \.bin files to safetensors: they are pickles"):
+    with pytest.raises(
+        MissingFileError, match=r"Convert its \.bin files to safetensors: they are pickles"
+    ):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(StateError, match="is not a whole safetensors file"):
@@ -271,11 +435,15 @@ def test_bad_folders(tmp_path):
         ({"a": "model-1.safetensors"}, r"model-1\.safetensors: no such file"),
         (None, "has no weight_map"),
     ):
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
         with pytest.raises((StateError, MissingFileError), match=message):
             load_pretrained(tmp_path)
     save_file({"b": np.zeros(2)}, tmp_path / "model-1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-1.safetensors"}})
+    )
     with pytest.raises(StateError, match="names tensors that its files do not hold: a"):
         load_pretrained(tmp_path)
     with pytest.raises(SourceError, match="has no revision 'main'"):
@@ -285,7 +453,9 @@ def test_bad_folders(tmp_path):
 
 
 def test_a_hub_name_is_read_from_the_cache_of_the_hub_client(folders, tmp_path):
-    """In a process of its own: the client reads its environment once. Nothing is asked of a network."""
+    """In a process of its own: the client reads its environment once. Nothing is asked of a
+    network.
+    """
     snapshot = tmp_path / "hub" / "models--tiny--qwen3" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     for file in folders["qwen3"].iterdir():
@@ -298,10 +468,20 @@ def test_a_hub_name_is_read_from_the_cache_of_the_hub_client(folders, tmp_path):
         "try: load_pretrained('tiny/none')\n"
         "except FileNotFoundError as error: print(error)\n"
     )
-    env = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    env = {
+        **os.environ,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "tiny/none: no folder of this name, and the Hugging Face Hub cannot be reached" in done.stdout
+    assert (
+        "tiny/none: no folder of this name, and the Hugging Face Hub cannot be reached"
+        in done.stdout
+    )
 
 
 SHARDED = """
@@ -349,8 +529,12 @@ print("all equal")
 
 @pytest.mark.slow
 def test_each_device_gets_its_part_and_the_files_are_read_slice_by_slice(tmp_path):
-    """On eight devices, in a process of its own: a process fixes its number of devices when jax starts."""
-    config = {key: value for key, value in CONFIGS["qwen2.5"].items() if key != "tie_word_embeddings"}
+    """On eight devices, in a process of its own: a process fixes its number of devices when jax
+    starts.
+    """
+    config = {
+        key: value for key, value in CONFIGS["qwen2.5"].items() if key != "tie_word_embeddings"
+    }
     folder = write_model(tmp_path / "in", config, tensors(config), files=3)
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-c", SHARDED, str(folder), str(tmp_path / "out")]
@@ -362,7 +546,9 @@ def test_each_device_gets_its_part_and_the_files_are_read_slice_by_slice(tmp_pat
 def test_the_shapes_here_are_those_of_the_decoder():
     for config in CONFIGS.values():
         model = nnx.eval_shape(lambda config=config: Decoder(from_hf(config), nnx.Rngs(0)))
-        assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) == sum(np.prod(shape) for shape in shapes(config).values())
+        assert sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model))) == sum(
+            np.prod(shape) for shape in shapes(config).values()
+        )
 
 
 def test_parameters_of_a_loaded_model_train(folders):
@@ -371,7 +557,9 @@ def test_parameters_of_a_loaded_model_train(folders):
     ids = token_ids()[:, :64]
     batch = {"input_ids": ids, "labels": np.roll(ids, -1, 1)}
     grads = jax.jit(jax.grad(lambda p: loss_sums(nnx.merge(graph, p), batch).loss_sum))(params)
-    assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(grads)), "every weight takes part"
+    assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(grads)), (
+        "every weight takes part"
+    )
 
 
 def test_a_loaded_model_is_trained_and_saved_again(folders, tmp_path):
@@ -379,7 +567,14 @@ def test_a_loaded_model_is_trained_and_saved_again(folders, tmp_path):
     model = load_pretrained(folders["smollm2"], mesh=mesh)
     result = Trainer(model, settings(tmp_path / "run", steps=3), Arithmetic(3), mesh=mesh).run()
     saved = save_pretrained(result.model, tmp_path / "out")
-    assert json.loads((saved / "config.json").read_text()) == CONFIGS["smollm2"] | {"torch_dtype": "float32"}
-    before, after = load_file(folders["smollm2"] / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert json.loads((saved / "config.json").read_text()) == CONFIGS["smollm2"] | {
+        "torch_dtype": "float32"
+    }
+    before, after = (
+        load_file(folders["smollm2"] / "model.safetensors"),
+        load_file(saved / "model.safetensors"),
+    )
     assert before.keys() == after.keys()
-    assert not any(np.array_equal(before[name], after[name]) for name in before), "every weight has moved"
+    assert not any(np.array_equal(before[name], after[name]) for name in before), (
+        "every weight has moved"
+    )

@@ -1,4 +1,6 @@
-"""Against torch itself, every logit of 512 tokens, both ways. Torch is no part of the test extra: `nox -s parity`."""
+"""Against torch itself, every logit of 512 tokens, both ways. Torch is no part of the test extra:
+`nox -s parity`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ from train.hf_support import CONFIGS, tensors, token_ids, torch_logits, write_mo
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed: nox -s parity"),
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed: nox -s parity"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None, reason="torch is not installed: nox -s parity"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None,
+        reason="transformers is not installed: nox -s parity",
+    ),
 ]
 
 
@@ -32,7 +39,9 @@ def test_logits_equal_torch_before_and_after_saving(family, tmp_path):
     logits = np.asarray(nnx.jit(Decoder.__call__)(model, jnp.asarray(ids)))
     want = torch_logits(tmp_path / "in", ids)
     difference = np.abs(logits - want).max()
-    print(f"{family}: largest difference of {logits.size} logits up to {np.abs(want).max():.1f}: {difference:.1e}")
+    print(
+        f"{family}: largest difference of {logits.size} logits up to {np.abs(want).max():.1f}: {difference:.1e}"
+    )
     assert difference < 1e-4
     saved = save_pretrained(model, tmp_path / "out", max_shard_bytes=20_000)
     np.testing.assert_array_equal(torch_logits(saved, ids), want)
@@ -44,13 +53,20 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path):
 
     config, prompts = CONFIGS["gemma3"], [[5, 6, 7], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
     folder = write_model(tmp_path, config, tensors(config))
-    theirs = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        str(folder), attn_implementation="eager", dtype=torch.float32
+    )
     options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
-    want = [theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+    want = [
+        theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
     assert generate(load_pretrained(folder), prompts, max_new_tokens=20, temperature=0) == want
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed: nox -s parity")
+@pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="peft is not installed: nox -s parity"
+)
 def test_adapters_equal_those_of_peft_both_ways(tmp_path):
     import peft
     import torch
@@ -61,26 +77,48 @@ def test_adapters_equal_those_of_peft_both_ways(tmp_path):
     call, rows = nnx.jit(Decoder.__call__), torch.from_numpy(ids.astype(np.int64))
 
     def base():
-        return AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager", dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(
+            str(folder), attn_implementation="eager", dtype=torch.float32
+        )
 
-    ours = add_lora(load_pretrained(folder), LoraConfig(rank=3, alpha=5.0, targets=("query", "gate", "down")), 0)
+    ours = add_lora(
+        load_pretrained(folder), LoraConfig(rank=3, alpha=5.0, targets=("query", "gate", "down")), 0
+    )
     for i, linear in enumerate(adapters(ours).values()):
         linear.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(i), linear.lora_b.shape)
-    opened = peft.PeftModel.from_pretrained(base(), str(save_adapters(ours, tmp_path / "ours", base=folder)))
+    opened = peft.PeftModel.from_pretrained(
+        base(), str(save_adapters(ours, tmp_path / "ours", base=folder))
+    )
     with torch.no_grad():
         assert np.abs(np.asarray(call(ours, ids)) - opened(rows).logits.numpy()).max() < 1e-4
     made = peft.LoraConfig(
-        r=4, lora_alpha=7, target_modules=["q_proj", "o_proj"], use_rslora=True, task_type="CAUSAL_LM", init_lora_weights=False
+        r=4,
+        lora_alpha=7,
+        target_modules=["q_proj", "o_proj"],
+        use_rslora=True,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
     )
     theirs = peft.get_peft_model(base(), made).eval()
     theirs.save_pretrained(str(tmp_path / "theirs"))
     with torch.no_grad():
         want = theirs(rows).logits.numpy()
-    assert np.abs(np.asarray(call(load_adapters(load_pretrained(folder), tmp_path / "theirs"), ids)) - want).max() < 1e-4
+    assert (
+        np.abs(
+            np.asarray(call(load_adapters(load_pretrained(folder), tmp_path / "theirs"), ids))
+            - want
+        ).max()
+        < 1e-4
+    )
 
 
 def test_torch_opens_a_model_that_was_made_here(tmp_path):
-    model = Decoder(ModelConfig(vocab_size=64, hidden_size=24, intermediate_size=40, num_layers=2, head_dim=8), nnx.Rngs(0))
+    model = Decoder(
+        ModelConfig(vocab_size=64, hidden_size=24, intermediate_size=40, num_layers=2, head_dim=8),
+        nnx.Rngs(0),
+    )
     ids = token_ids(seed=2)
     want = torch_logits(save_pretrained(model, tmp_path / "out"), ids)
-    assert np.abs(np.asarray(nnx.jit(Decoder.__call__)(model, jnp.asarray(ids))) - want).max() < 1e-4
+    assert (
+        np.abs(np.asarray(nnx.jit(Decoder.__call__)(model, jnp.asarray(ids))) - want).max() < 1e-4
+    )

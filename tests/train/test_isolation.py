@@ -1,4 +1,5 @@
-"""Law 5 through the real model, with every backend of attention: no document of a row influences another, and packing changes no loss.
+"""Law 5 through the real model, with every backend of attention: no document of a row influences
+another, and packing changes no loss.
 
 The fused backends are interpreted.
 """
@@ -22,10 +23,21 @@ from easypipe.train.model import Decoder, ModelConfig
 from strategies import examples
 
 VOCAB, LENGTH = 53, 24
-EMPTY = [[]] * 5  # rows of padding keep one shape, so that one program serves every example of both laws
-CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+# rows of padding keep one shape, so that one program serves every example of both laws
+EMPTY = [[]] * 5
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
 
-lengths_of_a_row = st.lists(st.integers(1, 9), min_size=2, max_size=6).filter(lambda lengths: sum(lengths) <= LENGTH)
+lengths_of_a_row = st.lists(st.integers(1, 9), min_size=2, max_size=6).filter(
+    lambda lengths: sum(lengths) <= LENGTH
+)
 
 
 every_backend = pytest.mark.parametrize("backend", ["xla", "splash", "triton"])
@@ -33,10 +45,19 @@ every_backend = pytest.mark.parametrize("backend", ["xla", "splash", "triton"])
 
 @functools.cache
 def programs(backend):
-    """Gradients with respect to the parameters and to the embedded input, one compiled program each."""
-    graph, params = nnx.split(Decoder(dataclasses.replace(CONFIG, attention=backend), nnx.Rngs(3)), nnx.Param)
+    """Gradients with respect to the parameters and to the embedded input, one compiled program
+    each.
+    """
+    graph, params = nnx.split(
+        Decoder(dataclasses.replace(CONFIG, attention=backend), nnx.Rngs(3)), nnx.Param
+    )
     loss = lambda params, data: loss_sums(nnx.merge(graph, params), data, chunk_size=10).loss_sum  # noqa: E731
-    hidden = lambda params, data: nnx.merge(graph, params).hidden(data["input_ids"], data["segment_ids"], data["position_ids"])  # noqa: E731
+
+    def hidden(params, data):
+        return nnx.merge(graph, params).hidden(
+            data["input_ids"], data["segment_ids"], data["position_ids"]
+        )
+
     return params, jax.jit(jax.value_and_grad(loss)), jax.jit(hidden)
 
 
@@ -47,7 +68,10 @@ def documents(lengths, seed):
 
 def rows(groups, slots=LENGTH):
     """Each group of documents in a row of its own, as pack and collate lay them out."""
-    data = {name: np.zeros((len(groups), slots), np.int32) for name in ("input_ids", "segment_ids", "position_ids")}
+    data = {
+        name: np.zeros((len(groups), slots), np.int32)
+        for name in ("input_ids", "segment_ids", "position_ids")
+    }
     data["labels"] = np.full((len(groups), slots), IGNORE, np.int32)
     for row, group in enumerate(groups):
         start = 0
@@ -68,14 +92,22 @@ def test_perturbing_one_segment_changes_no_other(backend, lengths, seed, choice)
     victim = choice % len(lengths)
     before = documents(lengths, seed)
     after = list(before)
-    after[victim] = (before[victim] + 1 + np.random.default_rng(seed).integers(0, VOCAB - 1, lengths[victim])).astype(np.int32) % VOCAB
+    after[victim] = (
+        before[victim] + 1 + np.random.default_rng(seed).integers(0, VOCAB - 1, lengths[victim])
+    ).astype(np.int32) % VOCAB
     first, second = rows([before, *EMPTY]), rows([after, *EMPTY])
     elsewhere = first["segment_ids"] != victim + 1
-    np.testing.assert_array_equal(np.asarray(hidden(params, first))[elsewhere], np.asarray(hidden(params, second))[elsewhere])
-    assert not np.array_equal(np.asarray(hidden(params, first))[~elsewhere], np.asarray(hidden(params, second))[~elsewhere])
+    np.testing.assert_array_equal(
+        np.asarray(hidden(params, first))[elsewhere], np.asarray(hidden(params, second))[elsewhere]
+    )
+    assert not np.array_equal(
+        np.asarray(hidden(params, first))[~elsewhere],
+        np.asarray(hidden(params, second))[~elsewhere],
+    )
     # The loss of the others, and what they give to the gradient of every parameter.
     (loss, grads), (other_loss, other_grads) = (
-        value_and_grad(params, {**data, "labels": np.where(elsewhere, data["labels"], IGNORE)}) for data in (first, second)
+        value_and_grad(params, {**data, "labels": np.where(elsewhere, data["labels"], IGNORE)})
+        for data in (first, second)
     )
     np.testing.assert_array_equal(loss, other_loss)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
@@ -90,7 +122,10 @@ def test_packed_loss_and_gradients_equal_unpacked(backend, lengths, seed):
     pieces = documents(lengths, seed)
     packed = rows([pieces, *EMPTY])
     unpacked = rows([[piece] for piece in pieces] + [[]] * (6 - len(pieces)))
-    (loss, grads), (other_loss, other_grads) = value_and_grad(params, packed), value_and_grad(params, unpacked)
+    (loss, grads), (other_loss, other_grads) = (
+        value_and_grad(params, packed),
+        value_and_grad(params, unpacked),
+    )
     np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(a).max()))
@@ -104,4 +139,6 @@ def test_the_check_can_fail():
     data = rows([documents([5, 6], 0)])
     changed = data["input_ids"].copy()
     changed[0, 0] = (changed[0, 0] + 1) % VOCAB
-    assert not np.array_equal(model.hidden(data["input_ids"])[0, 5:11], model.hidden(changed)[0, 5:11])
+    assert not np.array_equal(
+        model.hidden(data["input_ids"])[0, 5:11], model.hidden(changed)[0, 5:11]
+    )

@@ -28,7 +28,11 @@ def environment(tmp_path_factory):
 
 def train(environment, folder, *options):
     return subprocess.run(
-        [sys.executable, PROGRAM, folder, *map(str, options)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, PROGRAM, folder, *map(str, options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -58,7 +62,9 @@ def test_killed_at_a_random_step_the_curve_is_the_same_bit_for_bit(environment, 
 def test_killed_while_saving_the_last_good_checkpoint_stands(environment, whole, tmp_path):
     for save, files in ((5, 0), (10, 7)):
         assert train(environment, tmp_path, 0, save, files).returncode == -signal.SIGKILL
-        committed = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+        committed = sorted(
+            int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()
+        )
         assert committed == list(range(5, save, 5)), "the save that was cut off does not count"
         resumed = train(environment, tmp_path, save + 1)  # dies after the save that failed before
         assert resumed.returncode == -signal.SIGKILL
@@ -71,7 +77,11 @@ def test_killed_while_saving_the_last_good_checkpoint_stands(environment, whole,
 
 def test_sigterm_saves_the_step_and_exits_with_143(environment, whole, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, PROGRAM, tmp_path], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, PROGRAM, tmp_path],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     while int(process.stdout.readline()) < 7:
         pass

@@ -1,4 +1,6 @@
-"""What a loader can be told, as the Trainer sees it: micro-batches, batch sizes by step, and data that changed."""
+"""What a loader can be told, as the Trainer sees it: micro-batches, batch sizes by step, and data
+that changed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ OTHER = MemoryCache(some_docs([9] * 90, vocab_size=32, seed=4), vocab_size=32)
 
 def loader(cache=CACHE, **load) -> Loader:
     load = {"batch_size": 4, "num_epochs": None, "mesh": MESH, **load}
-    return Loader(plan_rows([cache], seq_length=12, num_epochs=load["num_epochs"]), LoadStageConfig(**load))
+    return Loader(
+        plan_rows([cache], seq_length=12, num_epochs=load["num_epochs"]), LoadStageConfig(**load)
+    )
 
 
 def trainer(folder, train, evals=None, **changes) -> Trainer:
@@ -48,36 +52,60 @@ def test_both_have_to_agree_on_how_many(tmp_path, pieces):
     message = rf"train\.accumulate_steps: {pieces}, but the loader cuts its batches into 2 micro-batches\. Use the same number"
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, loader(accumulation_steps=2), accumulate_steps=pieces)
-    with pytest.raises(ConfigError, match=r"eval\.held\.load\.accumulation_steps: 1, but the loader cuts"):
+    with pytest.raises(
+        ConfigError, match=r"eval\.held\.load\.accumulation_steps: 1, but the loader cuts"
+    ):
         trainer(tmp_path, loader(), {"held": loader(accumulation_steps=2, num_epochs=1)})
 
 
 def test_batches_grow_with_the_step(tmp_path):
-    one = loader(batch_size_schedule=((2, 8),), accumulation_steps=2, mesh=None)  # NumPy batches, which the Trainer places
+    # NumPy batches, which the Trainer places
+    one = loader(batch_size_schedule=((2, 8),), accumulation_steps=2, mesh=None)
     trainer(tmp_path, one, steps=4, accumulate_steps=2).run()
     tokens = [record["num_tokens"] for record in curve(tmp_path)]
-    real = [sum(int((b["segment_ids"] > 0).sum()) for b in [loader(mesh=None, batch_size_schedule=((2, 8),)).batch(t)]) for t in range(4)]
+    real = [
+        sum(
+            int((b["segment_ids"] > 0).sum())
+            for b in [loader(mesh=None, batch_size_schedule=((2, 8),)).batch(t)]
+        )
+        for t in range(4)
+    ]
     assert tokens == real
     assert np.diff(tokens)[1] > 20
 
 
 def test_a_refusal_names_every_key_that_differs_ready_to_paste_and_no_other(tmp_path):
     trainer(tmp_path, loader(), steps=3).run()
-    for given in ((), ("train.steps",), ("loader.sources", "loader.tokenizer")):  # the last did not change
+    # the last did not change
+    for given in ((), ("train.steps",), ("loader.sources", "loader.tokenizer")):
         with pytest.raises(StateError) as error:
             trainer(tmp_path, loader(OTHER, batch_size=8), steps=5, resume_changes=given).run()
         pasted = re.findall(r"train\.resume_changes=(\[\S+\])\.$", str(error.value))
-        assert pasted == ["[train.steps,loader.batch_size,loader.sources,loader.config,loader.plan]"], str(error.value)
+        assert pasted == [
+            "[train.steps,loader.batch_size,loader.sources,loader.config,loader.plan]"
+        ], str(error.value)
     assert "batch_size was 4, is 8" in str(error.value)
-    changes = from_dict(TrainingConfig, apply_overrides({"output_dir": "x"}, [f"resume_changes={pasted[0]}"])).resume_changes
-    assert trainer(tmp_path, loader(OTHER, batch_size=8), steps=5, resume_changes=changes).run().resumed_from == 3
+    changes = from_dict(
+        TrainingConfig, apply_overrides({"output_dir": "x"}, [f"resume_changes={pasted[0]}"])
+    ).resume_changes
+    assert (
+        trainer(tmp_path, loader(OTHER, batch_size=8), steps=5, resume_changes=changes)
+        .run()
+        .resumed_from
+        == 3
+    )
 
 
 def test_changed_data_are_refused_unless_the_config_says_so(tmp_path):
     trainer(tmp_path, loader(), steps=3).run()
-    with pytest.raises(StateError, match=r"3: belongs to a run on other data: sources and plan changed.*train\.resume_changes=\[train"):
+    with pytest.raises(
+        StateError,
+        match=r"3: belongs to a run on other data: sources and plan changed.*train\.resume_changes=\[train",
+    ):
         trainer(tmp_path, loader(OTHER), steps=5, resume_changes=("train.steps",)).run()
     one = loader(OTHER)
-    trainer(tmp_path, one, steps=5, resume_changes=("train.steps", "loader.sources", "loader.plan")).run()
+    trainer(
+        tmp_path, one, steps=5, resume_changes=("train.steps", "loader.sources", "loader.plan")
+    ).run()
     assert len(curve(tmp_path)) == 5
     assert one.state().changes[0]["batch"] == 3

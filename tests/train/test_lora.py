@@ -1,4 +1,6 @@
-"""Low-rank adapters: what is trained, what is kept, what is written, and that a run with them resumes bit for bit."""
+"""Low-rank adapters: what is trained, what is kept, what is written, and that a run with them
+resumes bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ from train.runs import VOCAB, Arithmetic, Tiny, numbers, settings
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 MESH = make_mesh(devices=jax.devices()[:1])
-SHAPE = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1)
+SHAPE = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+)
 IDS = jnp.arange(11, dtype=jnp.int32)[None]
 call = nnx.jit(lambda module, ids: module(ids))
 
@@ -65,9 +74,13 @@ def test_first_values_follow_from_seed_and_name_alone(decoder: Decoder) -> None:
     one = add_lora(nnx.clone(decoder), LoraConfig(rank=2), 5)
     other = add_lora(nnx.clone(decoder), LoraConfig(rank=2, targets=("query",)), 5)
     assert list(adapters(other)) == ["layers.query"]
-    np.testing.assert_array_equal(adapters(one)["layers.query"].lora_a[...], adapters(other)["layers.query"].lora_a[...])
+    np.testing.assert_array_equal(
+        adapters(one)["layers.query"].lora_a[...], adapters(other)["layers.query"].lora_a[...]
+    )
     again = add_lora(nnx.clone(decoder), LoraConfig(rank=2), 6)
-    assert not np.array_equal(adapters(one)["layers.query"].lora_a[...], adapters(again)["layers.query"].lora_a[...])
+    assert not np.array_equal(
+        adapters(one)["layers.query"].lora_a[...], adapters(again)["layers.query"].lora_a[...]
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +92,9 @@ def test_first_values_follow_from_seed_and_name_alone(decoder: Decoder) -> None:
         ({"rank": 2, "alpha": 2.0, "targets": ["layers.[gd]*"]}, 1.0, 2),
     ],
 )
-def test_options_decide_size_scale_and_place(decoder: Decoder, changes: dict, scale: float, names: int) -> None:
+def test_options_decide_size_scale_and_place(
+    decoder: Decoder, changes: dict, scale: float, names: int
+) -> None:
     config = LoraConfig(**changes)
     found = adapters(moved(decoder, config))
     assert len(found) == names
@@ -96,8 +111,14 @@ def test_options_decide_size_scale_and_place(decoder: Decoder, changes: dict, sc
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": ["qery"]}, r"targets\[0\]: no projection fits 'qery' \(have: layers.down, .*\)\. Did you mean 'query'\?"),
-        ({"targets": ["query", "q_proj"]}, r"targets\[1\]: .* What others call 'q_proj' is 'query' here"),
+        (
+            {"targets": ["qery"]},
+            r"targets\[0\]: no projection fits 'qery' \(have: layers.down, .*\)\. Did you mean 'query'\?",
+        ),
+        (
+            {"targets": ["query", "q_proj"]},
+            r"targets\[1\]: .* What others call 'q_proj' is 'query' here",
+        ),
         ({"targets": ["head"]}, "'head' takes no adapter: its matrix goes into the loss whole"),
         ({"targets": []}, "targets: names nothing to train"),
         ({"rank": 9}, r"rank: 9, but layers.key is \[16, 8\]\. Give at most 8"),
@@ -105,13 +126,17 @@ def test_options_decide_size_scale_and_place(decoder: Decoder, changes: dict, sc
         ({"alpha": 0.0}, "alpha: 0.0 is not a positive number"),
     ],
 )
-def test_bad_options_are_refused(decoder: Decoder, changes: dict, message: str, tmp_path: Path) -> None:
+def test_bad_options_are_refused(
+    decoder: Decoder, changes: dict, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(SHAPE, settings(tmp_path, lora=changes), Arithmetic(), mesh=MESH)
 
 
 def test_a_module_has_one_adapter_at_most(decoder: Decoder) -> None:
-    with pytest.raises(ConfigError, match=r"has an adapter already\. Merge it first: merge_lora\(module\)"):
+    with pytest.raises(
+        ConfigError, match=r"has an adapter already\. Merge it first: merge_lora\(module\)"
+    ):
         add_lora(moved(decoder, LoraConfig(rank=1)), LoraConfig(rank=1), 0)
 
 
@@ -120,22 +145,36 @@ def test_the_fingerprint_tells_order_and_bits() -> None:
     swapped = values.copy()
     swapped[0, 0], swapped[2, 3] = swapped[2, 3], swapped[0, 0]
     nudged = np.nextafter(values, np.float32(100))
-    seen = [fingerprint({"w": jnp.asarray(v)})["w"] for v in (values, swapped, nudged, values.T, values.astype(jnp.bfloat16))]
+    seen = [
+        fingerprint({"w": jnp.asarray(v)})["w"]
+        for v in (values, swapped, nudged, values.T, values.astype(jnp.bfloat16))
+    ]
     assert len(set(seen)) == 5
 
 
 def trainer(folder: Path, model: object = SHAPE, **changes: object) -> Trainer:
-    changes = {"lora": LoraConfig(rank=2), "steps": 6, "checkpoint": CheckpointConfig(every=2), **changes}
+    changes = {
+        "lora": LoraConfig(rank=2),
+        "steps": 6,
+        "checkpoint": CheckpointConfig(every=2),
+        **changes,
+    }
     return Trainer(model, settings(folder, **changes), Arithmetic(), mesh=MESH)  # type: ignore[arg-type]
 
 
 def test_adapters_alone_are_trained_and_kept(tmp_path: Path) -> None:
-    """By bytes: the optimizer and the checkpoint hold what the adapters need, and nothing of the frozen model."""
+    """By bytes: the optimizer and the checkpoint hold what the adapters need, and nothing of the
+    frozen model.
+    """
     run = trainer(tmp_path / "lora")
     count = sum(leaf.size for leaf in run.layout.params.values())
     with states.on(MESH):
         state = run.fresh()
-    assert set(state.params) == {f"layers.{n}.lora_{ab}" for n in ("query", "key", "value", "output", "gate", "up", "down") for ab in "ab"}
+    assert set(state.params) == {
+        f"layers.{n}.lora_{ab}"
+        for n in ("query", "key", "value", "output", "gate", "up", "down")
+        for ab in "ab"
+    }
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))
     assert 2 * 4 * count <= moments <= 2 * 4 * count + 64  # two moments of float32, and counters
     result = run.run()
@@ -143,32 +182,59 @@ def test_adapters_alone_are_trained_and_kept(tmp_path: Path) -> None:
     plain = Decoder(SHAPE, nnx.Rngs(0))
     before, after = nnx.state(plain), nnx.state(result.model)
     for path, variable in nnx.to_flat_state(before):
-        np.testing.assert_array_equal(variable.get_value(), dict(nnx.to_flat_state(after))[path].get_value())
+        np.testing.assert_array_equal(
+            variable.get_value(), dict(nnx.to_flat_state(after))[path].get_value()
+        )
     assert param_count(result.model) == param_count(plain) + count
     kept = json.loads((result.checkpoint / "arrays" / "_METADATA").read_text())["tree_metadata"]
-    assert {key.split("'")[1] for key in kept} == set(run.layout.without_frozen(states.flatten(state)))
+    assert {key.split("'")[1] for key in kept} == set(
+        run.layout.without_frozen(states.flatten(state))
+    )
     assert not any("kernel" in key or "embedding" in key for key in kept)
 
 
 def test_flops_are_those_of_the_program_that_is_compiled(tmp_path: Path) -> None:
     """A frozen matrix has no gradient, the head neither: that product is not in the program."""
-    wide = ModelConfig(vocab_size=4096, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=1, num_kv_heads=1)
+    wide = ModelConfig(
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+    )
     run = trainer(tmp_path, wide)
-    batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in Arithmetic().batch(1).items()}
+    batch = {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+        for name, array in Arithmetic().batch(1).items()
+    }
     with states.on(MESH):
-        program = run.train_step.lower(states.abstract_state(run.layout, run.optimizer), batch).compile()  # type: ignore[attr-defined]
+        program = run.train_step.lower(
+            states.abstract_state(run.layout, run.optimizer), batch
+        ).compile()  # type: ignore[attr-defined]
     slots = batch["input_ids"].size
     adapted = sum(leaf.size for leaf in run.layout.params.values())
     counted = slots * (6 * matmul_params(wide) + adapter_flops(wide, adapted))
-    assert counted < program.cost_analysis()["flops"] < 1.2 * counted < 6 * matmul_params(wide) * slots
+    assert (
+        counted < program.cost_analysis()["flops"] < 1.2 * counted < 6 * matmul_params(wide) * slots
+    )
 
 
 @pytest.mark.parametrize("kind", ["config", "module"])
-def test_a_run_with_adapters_resumes_bit_for_bit(tmp_path: Path, decoder: Decoder, kind: str) -> None:
+def test_a_run_with_adapters_resumes_bit_for_bit(
+    tmp_path: Path, decoder: Decoder, kind: str
+) -> None:
     model = SHAPE if kind == "config" else decoder
-    whole = [json.loads(line) for line in trainer(tmp_path / "whole", model).run().metrics.read_text().splitlines()]
+    whole = [
+        json.loads(line)
+        for line in trainer(tmp_path / "whole", model).run().metrics.read_text().splitlines()
+    ]
     stopped = trainer(tmp_path / "two", model)
-    stopped.callbacks = (lambda event: event.control.stop("enough") if event.kind == "step" and event.step == 3 else None,)
+    stopped.callbacks = (
+        lambda event: (
+            event.control.stop("enough") if event.kind == "step" and event.step == 3 else None
+        ),
+    )
     stopped.run()
     second = trainer(tmp_path / "two", model).run()
     assert second.resumed_from is not None
@@ -214,10 +280,16 @@ print("all equal")
 
 @pytest.mark.slow
 def test_on_eight_devices_adapters_lie_as_what_they_adapt(tmp_path: Path) -> None:
-    """With a base in bfloat16, accumulation, and a checkpoint that is opened on another mesh; in a process of its own."""
+    """With a base in bfloat16, accumulation, and a checkpoint that is opened on another mesh; in a
+    process of its own.
+    """
     model = write_model(tmp_path / "model", CONFIGS["llama3"], tensors(CONFIGS["llama3"]))
     tests = str(Path(__file__).parents[1])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
+    }
     arguments = [sys.executable, "-c", EIGHT, str(model), str(tmp_path)]
     done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -227,7 +299,9 @@ def test_on_eight_devices_adapters_lie_as_what_they_adapt(tmp_path: Path) -> Non
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free"])
 def test_any_module_and_optimizer(tmp_path: Path, optimizer: str) -> None:
     config = OptimizerConfig(name=optimizer, learning_rate=0.03)  # type: ignore[arg-type]
-    result = trainer(tmp_path, Tiny, lora=LoraConfig(rank=2, targets=("layers.*",)), optimizer=config, steps=20).run()
+    result = trainer(
+        tmp_path, Tiny, lora=LoraConfig(rank=2, targets=("layers.*",)), optimizer=config, steps=20
+    ).run()
     assert result.first["loss"] > result.last["loss"] + 0.01
     assert isinstance(result.model.layers[0], LoraLinear)
     assert isinstance(merge_lora(result.model).layers[1], nnx.Linear)

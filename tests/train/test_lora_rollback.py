@@ -1,4 +1,5 @@
-"""Adapters, ZeRO-1 and a roll-back at once, on eight devices, over packed documents; in a process that has them.
+"""Adapters, ZeRO-1 and a roll-back at once, on eight devices, over packed documents; in a process
+that has them.
 
 `python test_lora_rollback.py FOLDER` prints what it saw as JSON.
 """
@@ -24,7 +25,8 @@ def measure(folder: Path) -> dict[str, Any]:
 
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    jax.config.update("jax_disable_most_optimizations", True)  # it compiles sooner, and what is compared is compiled alike
+    # it compiles sooner, and what is compared is compiled alike
+    jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     import numpy as np
     from flax import nnx
@@ -39,7 +41,14 @@ def measure(folder: Path) -> dict[str, Any]:
     from pipelines import config, tokenizer
     from train.runs import numbers, settings
 
-    model = ModelConfig(vocab_size=320, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2)
+    model = ModelConfig(
+        vocab_size=320,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+    )
     data = Pipeline(config(folder)).source().tokenize().mix().pack(PackStageConfig(seq_length=32))
     clean = data.load(LoadStageConfig(batch_size=8, num_epochs=None)).loader()
 
@@ -48,7 +57,12 @@ def measure(folder: Path) -> dict[str, Any]:
 
         def __init__(self) -> None:
             self.loader = clean.copy()
-            self.batch_size, self.state, self.restore, self.explain = 8, self.loader.state, self.loader.restore, self.loader.explain
+            self.batch_size, self.state, self.restore, self.explain = (
+                8,
+                self.loader.state,
+                self.loader.restore,
+                self.loader.explain,
+            )
 
         def __len__(self) -> int:
             return len(self.loader)
@@ -60,10 +74,18 @@ def measure(folder: Path) -> dict[str, Any]:
                 yield batch
 
     def placed(state: Any) -> dict[str, list[float]]:
-        """The largest and the smallest share of an array that one device holds, by part of the state."""
+        """The largest and the smallest share of an array that one device holds, by part of the
+        state.
+        """
         of = {"optimizer": state.optimizer, "params": state.params, "rest": state.rest}
         shares = {
-            part: [s.data.size / x.size for x in jax.tree.leaves(held) if x.ndim for s in x.addressable_shards] for part, held in of.items()
+            part: [
+                s.data.size / x.size
+                for x in jax.tree.leaves(held)
+                if x.ndim
+                for s in x.addressable_shards
+            ]
+            for part, held in of.items()
         }
         return {part: [min(some), max(some)] for part, some in shares.items()}
 
@@ -82,8 +104,15 @@ def measure(folder: Path) -> dict[str, Any]:
         events: list[tuple[str, int]] = []
         seen: list[Any] = []
         spikes = SpikeConfig(window=4, threshold=6.0, patience=2)
-        changes = {"lora": LoraConfig(rank=2), "mesh": "zero1", "spikes": spikes, "checkpoint": CheckpointConfig(every=3, keep=4)}
-        trainer = Trainer(model, settings(folder / name, steps=STEPS, **changes), Shaken(), listener=listener)
+        changes = {
+            "lora": LoraConfig(rank=2),
+            "mesh": "zero1",
+            "spikes": spikes,
+            "checkpoint": CheckpointConfig(every=3, keep=4),
+        }
+        trainer = Trainer(
+            model, settings(folder / name, steps=STEPS, **changes), Shaken(), listener=listener
+        )
         step = trainer.train_step
 
         def looked_at(state: Any, batch: Any) -> Any:
@@ -93,11 +122,17 @@ def measure(folder: Path) -> dict[str, Any]:
 
         trainer.train_step = looked_at
         result = trainer.run()
-        arrays = {".".join(map(str, path)): np.asarray(value.get_value()) for path, value in nnx.to_flat_state(nnx.state(result.model))}
+        arrays = {
+            ".".join(map(str, path)): np.asarray(value.get_value())
+            for path, value in nnx.to_flat_state(nnx.state(result.model))
+        }
         return result, events, seen, arrays
 
     whole, events, seen, arrays = run("whole", copied=10)
-    lines, books = numbers(read_metrics(whole.metrics)), read_metrics(folder / "whole" / "rollbacks.jsonl")
+    lines, books = (
+        numbers(read_metrics(whole.metrics)),
+        read_metrics(folder / "whole" / "rollbacks.jsonl"),
+    )
     saw: dict[str, Any] = {
         "rollbacks": [step for kind, step in events if kind == "rollback"],
         "told": [[b["step"], b["to"], b["batch_of_step"], len(b["documents"])] for b in books],
@@ -119,7 +154,9 @@ def measure(folder: Path) -> dict[str, Any]:
     saw["resumed_from"] = again.resumed_from
     saw["same_lines"] = numbers(read_metrics(again.metrics)) == lines
     saw["same_books"] = read_metrics(folder / "died" / "rollbacks.jsonl") == books
-    saw["same_arrays"] = arrays.keys() == theirs.keys() and all(arrays[key].tobytes() == theirs[key].tobytes() for key in arrays)
+    saw["same_arrays"] = arrays.keys() == theirs.keys() and all(
+        arrays[key].tobytes() == theirs[key].tobytes() for key in arrays
+    )
     return saw
 
 
@@ -130,9 +167,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_rolled_back_run_with_adapters_stays_divided_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_rolled_back_run_with_adapters_stays_divided_and_resumes_bit_for_bit(
+    tmp_path: Path,
+) -> None:
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=False
+        [sys.executable, __file__, str(tmp_path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     saw = json.loads(done.stdout.splitlines()[-1])
@@ -144,7 +187,9 @@ def test_a_rolled_back_run_with_adapters_stays_divided_and_resumes_bit_for_bit(t
     assert len(saw["places"]) == STEPS + STEPS - 9
     for place in saw["places"]:
         assert place["optimizer"] == [1 / 8, 1 / 8], "every moment is divided over all devices"
-        assert place["params"] == place["rest"] == [1, 1], "adapters and model are whole on each, as ZeRO-1 has them"
+        assert place["params"] == place["rest"] == [1, 1], (
+            "adapters and model are whole on each, as ZeRO-1 has them"
+        )
     assert saw["resumed_from"] == 9
     assert saw["same_lines"]
     assert saw["same_books"]

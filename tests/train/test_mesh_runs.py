@@ -1,4 +1,6 @@
-"""Runs on eight devices, in a process that has them. `python test_mesh_runs.py FOLDER` prints what it saw as JSON."""
+"""Runs on eight devices, in a process that has them. `python test_mesh_runs.py FOLDER` prints what
+it saw as JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,18 @@ from pathlib import Path
 
 import pytest
 
-MORE = ({"preset": "fsdp", "tensor": 2}, {"preset": "hybrid", "fsdp": 4}, {"preset": "hybrid", "tensor": 2}, {"sequence": -1, "data": 2})
-SCATTERED = {"data": 2, "fsdp": 2, "tensor": 2, "axis_rules": {"vocab": "fsdp", "embed": "tensor", "heads": None, "mlp": ["fsdp", "data"]}}
+MORE = (
+    {"preset": "fsdp", "tensor": 2},
+    {"preset": "hybrid", "fsdp": 4},
+    {"preset": "hybrid", "tensor": 2},
+    {"sequence": -1, "data": 2},
+)
+SCATTERED = {
+    "data": 2,
+    "fsdp": 2,
+    "tensor": 2,
+    "axis_rules": {"vocab": "fsdp", "embed": "tensor", "heads": None, "mlp": ["fsdp", "data"]},
+}
 SCATTERED_NAMES = ("embedding", "layers.gate.kernel", "layers.query.kernel")
 
 
@@ -36,7 +48,14 @@ def measure(folder: Path) -> dict:
     from pipelines import config
     from train.runs import Arithmetic, Tiny, settings
 
-    model = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=2)
+    model = ModelConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+    )
     saw: dict = {"refused": {}, "losses": {}}
 
     def run(name, mesh, loader, *, stop=None, **changes):
@@ -44,49 +63,98 @@ def measure(folder: Path) -> dict:
             if event.kind == "step" and event.step == stop:
                 raise KeyboardInterrupt
 
-        config = settings(folder / name, steps=6, checkpoint=CheckpointConfig(every=3), mesh=mesh, **changes)
+        config = settings(
+            folder / name, steps=6, checkpoint=CheckpointConfig(every=3), mesh=mesh, **changes
+        )
         trainer = Trainer(Tiny, config, loader, listener=listener)
         try:
             trainer.run()
         except KeyboardInterrupt:
             return
-        saw["losses"][name] = [[r["loss"], r["grad_norm"]] for r in read_metrics(folder / name / "metrics.jsonl")]
+        saw["losses"][name] = [
+            [r["loss"], r["grad_norm"]] for r in read_metrics(folder / name / "metrics.jsonl")
+        ]
 
     def held(trainer):
-        """Bytes of a device after a step: of parameters and of the optimizer's state, and of all devices' worth of the latter."""
+        """Bytes of a device after a step: of parameters and of the optimizer's state, and of all
+        devices' worth of the latter.
+        """
         with states.on(trainer.mesh, trainer.rules):
             state = trainer.fresh()
             state, _ = trainer.train_step(state, place_batch(Arithmetic().batch(1), trainer.mesh))
-        own = [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part)) for part in (state.params, state.optimizer)]
+        own = [
+            sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part))
+            for part in (state.params, state.optimizer)
+        ]
         return [*own, sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer))]
 
     def decoded(mesh):
-        """Loss, and gradients by name, of packed rows whose segments lie across the devices that share a row."""
+        """Loss, and gradients by name, of packed rows whose segments lie across the devices that
+        share a row.
+        """
         told = mesh_config({"data": 1} if mesh == "one" else mesh)
         mesh = make_mesh(told, devices=jax.devices()[:1] if mesh == "one" else None)
         shape = ModelConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2, sliding_window=5, global_every=2
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            sliding_window=5,
+            global_every=2,
         )
         random = np.random.default_rng(0)
-        segments = np.array([[1] * 5 + [2] * 9 + [0] * 2, [1] * 12 + [2] * 4, [1] * 16, [1] * 3 + [2] * 3 + [3] * 10], np.int32)
+        segments = np.array(
+            [
+                [1] * 5 + [2] * 9 + [0] * 2,
+                [1] * 12 + [2] * 4,
+                [1] * 16,
+                [1] * 3 + [2] * 3 + [3] * 10,
+            ],
+            np.int32,
+        )
         ids, labels = random.integers(0, 32, (2, *segments.shape)).astype(np.int32)
         labels = np.where(segments == 0, -100, labels).astype(np.int32)
-        starts = np.maximum.accumulate(np.where(np.diff(segments, prepend=-1) != 0, np.arange(16), 0), axis=1)
-        batch = {"input_ids": ids, "labels": labels, "segment_ids": segments, "position_ids": (np.arange(16) - starts).astype(np.int32)}
+        starts = np.maximum.accumulate(
+            np.where(np.diff(segments, prepend=-1) != 0, np.arange(16), 0), axis=1
+        )
+        batch = {
+            "input_ids": ids,
+            "labels": labels,
+            "segment_ids": segments,
+            "position_ids": (np.arange(16) - starts).astype(np.int32),
+        }
         with states.on(mesh, told.rules):
             layout = states.layout_of(nnx.eval_shape(lambda: Decoder(shape, nnx.Rngs(0))), mesh)
             params, rest = jax.device_put(
-                layout.split(Decoder(shape, nnx.Rngs(0))), states.shardings((dict(layout.params), dict(layout.rest)))
+                layout.split(Decoder(shape, nnx.Rngs(0))),
+                states.shardings((dict(layout.params), dict(layout.rest))),
             )
-            loss = jax.jit(jax.value_and_grad(lambda params, batch: loss_sums(layout.merge(params, rest), batch).loss_sum))
+            loss = jax.jit(
+                jax.value_and_grad(
+                    lambda params, batch: loss_sums(layout.merge(params, rest), batch).loss_sum
+                )
+            )
             placed = place_batch(batch, mesh)
             value, grads = loss(params, placed)
-        parts = [list(placed["labels"].addressable_shards[0].data.shape), *(str(layout.params[n].sharding.spec) for n in SCATTERED_NAMES)]
-        return float(value), {name: np.asarray(grad).ravel().tolist() for name, grad in grads.items()}, parts
+        parts = [
+            list(placed["labels"].addressable_shards[0].data.shape),
+            *(str(layout.params[n].sharding.spec) for n in SCATTERED_NAMES),
+        ]
+        return (
+            float(value),
+            {name: np.asarray(grad).ravel().tolist() for name, grad in grads.items()},
+            parts,
+        )
 
     class Odd(nnx.Module):
         def __init__(self, rngs):
-            self.weight = nnx.Param(partitioned(nnx.initializers.zeros, "vocab", None)(rngs.params(), (33, 4), "float32"))
+            self.weight = nnx.Param(
+                partitioned(nnx.initializers.zeros, "vocab", None)(
+                    rngs.params(), (33, 4), "float32"
+                )
+            )
 
     class Placed(Arithmetic):
         """Batches that lie on the mesh already, as easypipe's loader makes them."""
@@ -106,26 +174,38 @@ def measure(folder: Path) -> dict:
     run("rows in parts", {"data": 2, "sequence": 2, "tensor": 2}, Placed(), accumulate_steps=2)
     saw["presets"] = {name: list(make_mesh(name).shape.values()) for name in PRESETS}
     saw["more"] = [list(make_mesh(mesh).shape.values()) for mesh in MORE]
-    saw["held"] = {name: held(Trainer(Tiny, settings(folder / "held", mesh=name), Arithmetic())) for name in ("dp", "zero1")}
-    saw["decoder"] = [decoded(mesh) for mesh in ("one", {"data": 2, "sequence": 2, "tensor": 2}, SCATTERED)]
+    saw["held"] = {
+        name: held(Trainer(Tiny, settings(folder / "held", mesh=name), Arithmetic()))
+        for name in ("dp", "zero1")
+    }
+    saw["decoder"] = [
+        decoded(mesh) for mesh in ("one", {"data": 2, "sequence": 2, "tensor": 2}, SCATTERED)
+    ]
 
     trainer = Trainer(model, settings(folder / "look", mesh=cube), Arithmetic())
     with states.on(trainer.mesh):
         state = states.init_state(trainer.origin.build, trainer.layout, trainer.optimizer)
     saw["shapes"] = {
-        name: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)] for name, leaf in states.flatten(state).items() if leaf.ndim
+        name: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)]
+        for name, leaf in states.flatten(state).items()
+        if leaf.ndim
     }
     with states.on(trainer.mesh):
         batch = place_batch(Arithmetic().batch(1), trainer.mesh)
         after, _ = trainer.train_step(state, batch)
     saw["rows"] = sorted({str(shard.index[0]) for shard in batch["labels"].addressable_shards})
     saw["consumed"] = all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    saw["same_places"] = states.shardings(after) == states.shardings(states.abstract_state(trainer.layout, trainer.optimizer))
+    saw["same_places"] = states.shardings(after) == states.shardings(
+        states.abstract_state(trainer.layout, trainer.optimizer)
+    )
     whole = Trainer(Tiny, settings(folder / "tiny", mesh=cube), Arithmetic())
     module = Tiny(nnx.Rngs(0))
     with states.on(whole.mesh):
         moved = states.state_from(module, whole.layout, whole.optimizer)
-    saw["moved_in"] = [list(moved.params["table.embedding"].addressable_shards[0].data.shape), int(np.prod(module.table.embedding.shape))]
+    saw["moved_in"] = [
+        list(moved.params["table.embedding"].addressable_shards[0].data.shape),
+        int(np.prod(module.table.embedding.shape)),
+    ]
 
     def refusal(name, call):
         try:
@@ -136,16 +216,37 @@ def measure(folder: Path) -> dict:
     refusal("product", lambda: make_mesh({"data": 3}))
     refusal("remain", lambda: make_mesh({"data": -1, "tensor": 3}))
     refusal("fewer", lambda: make_mesh({"data": 4}))
-    refusal("batch", lambda: Trainer(model, settings(folder / "x", mesh={"data": 8}), Arithmetic(batch_size=12)))
-    refusal("vocab", lambda: Trainer(ModelConfig(vocab_size=33, num_heads=8), settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
+    refusal(
+        "batch",
+        lambda: Trainer(model, settings(folder / "x", mesh={"data": 8}), Arithmetic(batch_size=12)),
+    )
+    refusal(
+        "vocab",
+        lambda: Trainer(
+            ModelConfig(vocab_size=33, num_heads=8),
+            settings(folder / "x", mesh={"tensor": 8}),
+            Arithmetic(),
+        ),
+    )
     refusal("width", lambda: Trainer(Odd, settings(folder / "x", mesh={"tensor": 8}), Arithmetic()))
     refusal("rows in parts", lambda: place_batch(Arithmetic().batch(1), make_mesh({"sequence": 8})))
-    rows = RunConfig(data=config(folder, pack={"seq_length": 36}), train=settings(folder / "x", mesh={"sequence": 8}))
+    rows = RunConfig(
+        data=config(folder, pack={"seq_length": 36}),
+        train=settings(folder / "x", mesh={"sequence": 8}),
+    )
     refusal("rows of a config", lambda: prepare(rows))
-    few = ModelConfig(vocab_size=32, hidden_size=16, num_heads=2)  # 2 heads of 8 numbers: their columns would divide, they do not
+    # 2 heads of 8 numbers: their columns would divide, they do not
+    few = ModelConfig(vocab_size=32, hidden_size=16, num_heads=2)
     refusal("heads", lambda: Trainer(few, settings(folder / "x", mesh="tp"), Arithmetic()))
-    refusal("axes", lambda: Trainer(Tiny, settings(folder / "x"), Arithmetic(), mesh=jax.make_mesh((8,), ("data",))))
-    refusal("placed", lambda: place_batch(Arithmetic(batch_size=6).batch(1), make_mesh({"data": 8})))
+    refusal(
+        "axes",
+        lambda: Trainer(
+            Tiny, settings(folder / "x"), Arithmetic(), mesh=jax.make_mesh((8,), ("data",))
+        ),
+    )
+    refusal(
+        "placed", lambda: place_batch(Arithmetic(batch_size=6).batch(1), make_mesh({"data": 8}))
+    )
     check_batch_size(16, make_mesh({"data": 8}))
     return saw
 
@@ -182,7 +283,9 @@ def test_parameters_and_moments_are_born_in_parts(saw):
     for name, (whole, part) in shapes.items():
         _, _, parameter = name.rpartition("/")
         assert [whole, part] == shapes[f"params/{parameter}"], name
-    assert sum(name.startswith("optimizer") for name in shapes) == 2 * sum(name.startswith("params") for name in shapes)
+    assert sum(name.startswith("optimizer") for name in shapes) == 2 * sum(
+        name.startswith("params") for name in shapes
+    )
 
 
 def test_a_step_consumes_its_state_and_leaves_the_next_in_the_same_places(saw):
@@ -191,11 +294,22 @@ def test_a_step_consumes_its_state_and_leaves_the_next_in_the_same_places(saw):
 
 
 def test_rows_are_spread_over_data_and_fsdp(saw):
-    assert saw["rows"] == ["slice(0, 2, None)", "slice(2, 4, None)", "slice(4, 6, None)", "slice(6, 8, None)"]
+    assert saw["rows"] == [
+        "slice(0, 2, None)",
+        "slice(2, 4, None)",
+        "slice(4, 6, None)",
+        "slice(6, 8, None)",
+    ]
 
 
 def test_presets_are_meshes(saw):
-    assert saw["presets"] == {"dp": [8, 1, 1, 1], "fsdp": [1, 8, 1, 1], "zero1": [8, 1, 1, 1], "tp": [1, 1, 1, 8], "hybrid": [1, 8, 1, 1]}
+    assert saw["presets"] == {
+        "dp": [8, 1, 1, 1],
+        "fsdp": [1, 8, 1, 1],
+        "zero1": [8, 1, 1, 1],
+        "tp": [1, 1, 1, 8],
+        "hybrid": [1, 8, 1, 1],
+    }
     assert saw["more"] == [[1, 4, 1, 2], [2, 4, 1, 1], [1, 4, 1, 2], [2, 1, 4, 1]]
 
 
@@ -239,9 +353,15 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
             "mesh: {data: -1, fsdp: 1, sequence: 1, tensor: 3} does not fit 8 cpu devices. Let the sizes multiply to 8",
         ),
         ("fewer", "mesh: {data: 4, fsdp: 1, sequence: 1, tensor: 1} does not fit 8 cpu devices."),
-        ("batch", "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 or 16 rows."),
+        (
+            "batch",
+            "batch_size: 12 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 or 16 rows.",
+        ),
         ("vocab", "model.vocab_size: 33 does not divide over the 8 devices of mesh axis 'tensor'."),
-        ("width", "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of 8. Choose a multiple of 8"),
+        (
+            "width",
+            "model.weight: dimension 0 (vocab) of (33, 4) does not divide by mesh axis 'tensor' of 8. Choose a multiple of 8",
+        ),
         (
             "rows in parts",
             "batch.input_ids: rows of 12 slots do not divide over mesh axis 'sequence' of 8. Choose a seq_length that 8 divides",
@@ -254,8 +374,14 @@ def test_a_module_made_elsewhere_is_laid_out(saw):
             "heads",
             "model.num_heads: 2 does not divide over the 8 devices of mesh axis 'tensor'. Give axis 'tensor' one of [1, 2]",
         ),
-        ("axes", "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.mesh.make_mesh."),
-        ("placed", "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 rows."),
+        (
+            "axes",
+            "mesh: has no axis fsdp, sequence, tensor (have: data). Make it with easypipe.train.mesh.make_mesh.",
+        ),
+        (
+            "placed",
+            "batch.input_ids: 6 rows do not divide by the mesh (data 8, fsdp 1) times accumulate_steps 1. Use 8 rows.",
+        ),
     ],
 )
 def test_what_does_not_fit_says_so(saw, name, message):

@@ -24,7 +24,10 @@ def written(path, steps):
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_a_float32_reads_back_bit_for_bit(value):
     loss = np.float32(value)
-    assert np.float32(json.loads(json.dumps({"loss": loss.item()}))["loss"]).tobytes() == loss.tobytes()
+    assert (
+        np.float32(json.loads(json.dumps({"loss": loss.item()}))["loss"]).tobytes()
+        == loss.tobytes()
+    )
 
 
 def test_opening_cuts_to_the_step_gone_on_from(tmp_path):
@@ -62,8 +65,15 @@ def test_perplexity_of_what_no_float_holds():
 
 def test_plot_is_a_png_of_its_size(tmp_path):
     path = written(tmp_path / "metrics.jsonl", range(1, 5))
-    plan = {"unit": "rows", "steps": 5, "datasets": [{"name": name, "requested": 0.5, "realised": 0.5} for name in "ab"]}
-    plan["by_step"] = [{"step": step, "requested": {"a": 0.5, "b": 0.5}, "realised": {"a": 0.4, "b": 0.6}} for step in (2, 5)]
+    plan = {
+        "unit": "rows",
+        "steps": 5,
+        "datasets": [{"name": name, "requested": 0.5, "realised": 0.5} for name in "ab"],
+    }
+    plan["by_step"] = [
+        {"step": step, "requested": {"a": 0.5, "b": 0.5}, "realised": {"a": 0.4, "b": 0.6}}
+        for step in (2, 5)
+    ]
     with path.open("a") as file:
         file.write(json.dumps({"step": 5, "loss": 0.1, "eval": {"held": {"loss": 0.3}}}) + "\n")
     (tmp_path / "plan.json").write_text(json.dumps(plan))

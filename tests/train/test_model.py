@@ -19,7 +19,15 @@ from easypipe.core.errors import ConfigError
 from easypipe.train.loss import loss_sums
 from easypipe.train.model import Decoder, ModelConfig, param_count, positions
 
-TINY = ModelConfig(vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8)
+TINY = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+)
 
 
 def tiny(**changes) -> Decoder:
@@ -30,8 +38,15 @@ def batch(rows=2, length=12, seed=0):
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, TINY.vocab_size, (rows, length)).astype(np.int32)
     segments = np.array([[1] * 5 + [2] * 4 + [3] + [0] * 2] * rows, np.int32)
-    labels = np.where((segments == np.roll(segments, -1, 1)) & (segments > 0), np.roll(ids, -1, 1), -100).astype(np.int32)
-    return {"input_ids": ids, "segment_ids": segments, "position_ids": np.asarray(positions(jnp.asarray(segments))), "labels": labels}
+    labels = np.where(
+        (segments == np.roll(segments, -1, 1)) & (segments > 0), np.roll(ids, -1, 1), -100
+    ).astype(np.int32)
+    return {
+        "input_ids": ids,
+        "segment_ids": segments,
+        "position_ids": np.asarray(positions(jnp.asarray(segments))),
+        "labels": labels,
+    }
 
 
 def gradients(model, data, **options):
@@ -47,7 +62,9 @@ def gradients(model, data, **options):
 def numpy_logits(model: Decoder, ids, segments, places):
     """One row at a time, one head at a time, in float64."""
     config = model.config
-    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    weights = jax.tree.map(
+        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
     head = config.head_width
 
     def norm(x, scale):
@@ -55,7 +72,9 @@ def numpy_logits(model: Decoder, ids, segments, places):
 
     def turn(x, place):
         pairs = np.arange(head // 2)
-        z = (x[:, : head // 2] + 1j * x[:, head // 2 :]) * np.exp(1j * place[:, None] * config.rope_theta ** (-2 * pairs / head))
+        z = (x[:, : head // 2] + 1j * x[:, head // 2 :]) * np.exp(
+            1j * place[:, None] * config.rope_theta ** (-2 * pairs / head)
+        )
         return np.concatenate([z.real, z.imag], axis=1)
 
     rows = []
@@ -70,7 +89,9 @@ def numpy_logits(model: Decoder, ids, segments, places):
             for h in range(config.num_heads):
                 k = h // (config.num_heads // config.num_kv_heads)
                 cut, kv_cut = slice(h * head, (h + 1) * head), slice(k * head, (k + 1) * head)
-                scores = turn(query[:, cut], place) @ turn(key[:, kv_cut], place).T / math.sqrt(head)
+                scores = (
+                    turn(query[:, cut], place) @ turn(key[:, kv_cut], place).T / math.sqrt(head)
+                )
                 p = np.exp(np.where(may_see, scores, -np.inf))
                 heads.append(p / p.sum(-1, keepdims=True) @ value[:, kv_cut])
             x = x + np.concatenate(heads, axis=1) @ w["output"]["kernel"]
@@ -82,35 +103,63 @@ def numpy_logits(model: Decoder, ids, segments, places):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"num_kv_heads": 6}, {"num_kv_heads": 1, "rope_theta": 100.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": True}, {"num_kv_heads": 6}, {"num_kv_heads": 1, "rope_theta": 100.0}],
+)
 def test_logits_equal_numpy(changes):
     model, data = tiny(**changes), batch()
-    logits = nnx.jit(Decoder.__call__)(model, data["input_ids"], data["segment_ids"], data["position_ids"])
+    logits = nnx.jit(Decoder.__call__)(
+        model, data["input_ids"], data["segment_ids"], data["position_ids"]
+    )
     want = numpy_logits(model, data["input_ids"], data["segment_ids"], data["position_ids"])
     np.testing.assert_allclose(logits, want, rtol=1e-4, atol=1e-5)
 
 
 def test_positions_restart_with_each_segment_and_default_to_the_whole_row():
     segments = jnp.array([[1, 1, 1, 2, 2, 0, 0], [1, 2, 3, 3, 3, 3, 0]])
-    np.testing.assert_array_equal(positions(segments), [[0, 1, 2, 0, 1, 0, 1], [0, 0, 0, 1, 2, 3, 0]])
+    np.testing.assert_array_equal(
+        positions(segments), [[0, 1, 2, 0, 1, 0, 1], [0, 0, 0, 1, 2, 3, 0]]
+    )
     model, ids = tiny(), batch()["input_ids"]
-    np.testing.assert_array_equal(model(ids), model(ids, jnp.ones_like(ids), jnp.arange(12)[None] + jnp.zeros_like(ids)))
+    np.testing.assert_array_equal(
+        model(ids), model(ids, jnp.ones_like(ids), jnp.arange(12)[None] + jnp.zeros_like(ids))
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [{"implementation": "reference"}, {"implementation": "chunked", "chunk_size": 7}, {"rule": "strict"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"implementation": "reference"},
+        {"implementation": "chunked", "chunk_size": 7},
+        {"rule": "strict"},
+    ],
+)
 def test_loss_sums_are_those_of_the_logits(options, tied):
     model, data = tiny(tie_embeddings=tied), batch()
     out = loss_sums(model, data, **options)
     log_p = jax.nn.log_softmax(model(data["input_ids"], data["segment_ids"], data["position_ids"]))
     kept = data["labels"] >= 0
-    want = -np.take_along_axis(np.asarray(log_p), np.where(kept, data["labels"], 0)[..., None], -1)[..., 0][kept].sum()
+    want = -np.take_along_axis(np.asarray(log_p), np.where(kept, data["labels"], 0)[..., None], -1)[
+        ..., 0
+    ][kept].sum()
     np.testing.assert_allclose(out.loss_sum, want, rtol=1e-5)
     assert int(out.num_targets) == kept.sum()
-    assert tied or abs(float(out.loss_sum) / kept.sum() - math.log(TINY.vocab_size)) < 0.2, "an untrained model guesses evenly"
+    assert tied or abs(float(out.loss_sum) / kept.sum() - math.log(TINY.vocab_size)) < 0.2, (
+        "an untrained model guesses evenly"
+    )
 
 
-@pytest.mark.parametrize("changes", [{"scan_layers": False}, {"remat": "dots"}, {"remat": "full"}, {"scan_layers": False, "remat": "full"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scan_layers": False},
+        {"remat": "dots"},
+        {"remat": "full"},
+        {"scan_layers": False, "remat": "full"},
+    ],
+)
 def test_scan_and_remat_change_the_program_and_not_the_result(changes):
     data = batch()
     (loss, _), grads = gradients(tiny(), data)
@@ -122,45 +171,65 @@ def test_scan_and_remat_change_the_program_and_not_the_result(changes):
 
 def compiled(data, **changes):
     graph, params = nnx.split(tiny(**changes), nnx.Param)
-    return jax.jit(jax.grad(lambda p: loss_sums(nnx.merge(graph, p), data).loss_sum)).lower(params).compile()
+    return (
+        jax.jit(jax.grad(lambda p: loss_sums(nnx.merge(graph, p), data).loss_sum))
+        .lower(params)
+        .compile()
+    )
 
 
 def test_remat_keeps_less_and_unrolling_leaves_no_loop():
     data = {name: np.tile(array, (16, 1)) for name, array in batch().items()}
     programs = {remat: compiled(data, remat=remat) for remat in ("none", "dots", "full")}
-    memory = {remat: program.memory_analysis().temp_size_in_bytes for remat, program in programs.items()}
+    memory = {
+        remat: program.memory_analysis().temp_size_in_bytes for remat, program in programs.items()
+    }
     assert memory["full"] < memory["dots"] < memory["none"], memory
-    assert compiled(data, scan_layers=False).as_text().count("while(") < programs["none"].as_text().count("while(")
+    assert compiled(data, scan_layers=False).as_text().count("while(") < programs[
+        "none"
+    ].as_text().count("while(")
 
 
 def test_dtypes():
     model, data = tiny(dtype="bfloat16"), batch()
     assert nnx.eval_shape(lambda: model.hidden(data["input_ids"])).dtype == jnp.bfloat16
     assert nnx.eval_shape(lambda: model(data["input_ids"])).dtype == jnp.float32
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype("float32")
+    }
     (loss, _), grads = gradients(model, data)
     assert {loss.dtype, *(leaf.dtype for leaf in jax.tree.leaves(grads))} == {jnp.dtype("float32")}
     np.testing.assert_allclose(loss, gradients(tiny(), data)[0][0], rtol=0.01)
     half = tiny(dtype="bfloat16", param_dtype="bfloat16")
-    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half, nnx.Param))} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half, nnx.Param))} == {
+        jnp.dtype("bfloat16")
+    }
 
 
 def test_parameters():
-    assert param_count(tiny()) - param_count(tiny(tie_embeddings=True)) == TINY.vocab_size * TINY.hidden_size
+    assert (
+        param_count(tiny()) - param_count(tiny(tie_embeddings=True))
+        == TINY.vocab_size * TINY.hidden_size
+    )
     default = nnx.eval_shape(lambda: Decoder(ModelConfig(vocab_size=8192), nnx.Rngs(0)))
     assert 4.5e6 < param_count(default) < 5e6
     layers = nnx.state(tiny(), nnx.Param)["layers"]
     kernels = np.asarray(layers["gate"]["kernel"].get_value())
     assert kernels.shape == (3, 24, 40)
     assert not np.array_equal(kernels[0], kernels[1]), "each layer draws its own weights"
-    np.testing.assert_array_equal(kernels, np.asarray(nnx.state(tiny(), nnx.Param)["layers"]["gate"]["kernel"].get_value()))
+    np.testing.assert_array_equal(
+        kernels, np.asarray(nnx.state(tiny(), nnx.Param)["layers"]["gate"]["kernel"].get_value())
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_kv_heads": 4}, r"num_kv_heads: 4 does not divide num_heads 6 \(have: 1, 2, 3, 6\)"),
-        ({"head_dim": None, "hidden_size": 25}, "num_heads: 6 does not divide hidden_size 25. Set head_dim"),
+        (
+            {"head_dim": None, "hidden_size": 25},
+            "num_heads: 6 does not divide hidden_size 25. Set head_dim",
+        ),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"num_layers": 0}, "num_layers: 0 is not a size. Give at least 1"),
         ({"norm_epsilon": 0.0}, "norm_epsilon: 0.0 is not positive"),
@@ -237,7 +306,9 @@ def test_born_sharded_and_equal_on_every_mesh(tied):
     """In a process of its own: a process fixes its number of devices when jax starts."""
     program = MESH_PROGRAM.replace("TIED", str(tied))
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all equal" in done.stdout
     assert "rematerialization" not in done.stderr, "the partitioner gave up on a layout"

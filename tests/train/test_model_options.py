@@ -1,4 +1,6 @@
-"""What each option of the published families does to a decoder; their formulas are held to torch in test_hf.py."""
+"""What each option of the published families does to a decoder; their formulas are held to torch in
+test_hf.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from easypipe.core.errors import ConfigError
 from easypipe.train.generate import generate
 from easypipe.train.model import Decoder, ModelConfig
 
-TINY = ModelConfig(vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=8)
+TINY = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+)
 IDS = np.random.default_rng(0).integers(0, 61, (1, 24)).astype(np.int32)
 LINEAR = {"kind": "linear", "factor": 4.0}
 LLAMA3 = {"kind": "llama3", "factor": 4.0, "original_length": 16}
@@ -69,7 +79,9 @@ def test_a_window_hides_what_is_far_and_every_nth_layer_sees_it(scan_layers):
 
 
 def test_a_window_as_long_as_the_row_and_a_local_theta_of_the_same_size_change_nothing():
-    np.testing.assert_array_equal(logits(sliding_window=24, local_rope_theta=TINY.rope_theta), logits())
+    np.testing.assert_array_equal(
+        logits(sliding_window=24, local_rope_theta=TINY.rope_theta), logits()
+    )
 
 
 def test_caps_bound_and_bias_and_scales_are_parameters():
@@ -81,7 +93,9 @@ def test_caps_bound_and_bias_and_scales_are_parameters():
     assert all("bias" in name for name in more)
     model = built(norm_scale="one_plus")
     assert not model.norm.scale.get_value().any(), "1 + w begins at 1, as w does"
-    np.testing.assert_allclose(np.asarray(nnx.jit(Decoder.__call__)(model, IDS)), logits(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(nnx.jit(Decoder.__call__)(model, IDS)), logits(), rtol=1e-4, atol=1e-5
+    )
     moved = built(qkv_bias=True)
     moved.layers.value.bias.set_value(jnp.ones_like(moved.layers.value.bias.get_value()))
     assert np.abs(np.asarray(nnx.jit(Decoder.__call__)(moved, IDS)) - logits()).max() > 1e-3
@@ -102,16 +116,37 @@ def test_sampling_draws_from_capped_logits():
         ({"global_every": 2}, "global_every: has no effect without sliding_window"),
         ({"local_rope_theta": 100.0}, "local_rope_theta: has no effect without sliding_window"),
         ({"attention_width": 0}, "attention_width: 0 is not a size"),
-        ({"attention_soft_cap": 0.0}, "attention_soft_cap: 0.0 is not positive. Leave it out for none"),
+        (
+            {"attention_soft_cap": 0.0},
+            "attention_soft_cap: 0.0 is not positive. Leave it out for none",
+        ),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap: -1.0 is not positive"),
         ({"activation": "gelu"}, "activation: 'gelu' is not an option"),
         ({"norm_scale": "one"}, "norm_scale: 'one' is not an option"),
-        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.kind: 'yarn' is not an option"),
-        ({"rope_scaling": {"kind": "linear", "factor": 0.5}}, "rope_scaling.factor: 0.5 is less than 1"),
-        ({"rope_scaling": LINEAR | {"original_length": 32}}, "rope_scaling.original_length: has no effect with kind linear"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor: 4.0 is not between"),
-        ({"rope_scaling": LLAMA3 | {"original_length": 0}}, "rope_scaling.original_length: 0 is no length"),
-        ({"rope_scaling": LINEAR, "sliding_window": 4, "local_rope_theta": 10.0}, "rope_scaling: has no effect: every layer has a window"),
+        (
+            {"rope_scaling": {"kind": "yarn", "factor": 2.0}},
+            "rope_scaling.kind: 'yarn' is not an option",
+        ),
+        (
+            {"rope_scaling": {"kind": "linear", "factor": 0.5}},
+            "rope_scaling.factor: 0.5 is less than 1",
+        ),
+        (
+            {"rope_scaling": LINEAR | {"original_length": 32}},
+            "rope_scaling.original_length: has no effect with kind linear",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+            "rope_scaling.low_freq_factor: 4.0 is not between",
+        ),
+        (
+            {"rope_scaling": LLAMA3 | {"original_length": 0}},
+            "rope_scaling.original_length: 0 is no length",
+        ),
+        (
+            {"rope_scaling": LINEAR, "sliding_window": 4, "local_rope_theta": 10.0},
+            "rope_scaling: has no effect: every layer has a window",
+        ),
     ],
 )
 def test_bad_options_are_refused(change, message):

@@ -33,8 +33,14 @@ MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 def trainer(folder, callbacks, *, listener=lambda event: None, **changes):
     values = from_dict(TrainingConfig, {"output_dir": str(folder), "callbacks": callbacks})
-    config = settings(folder, callbacks=values.callbacks, **{"eval_every": 2, "checkpoint": CheckpointConfig(every=None)} | changes)
-    return Trainer(Tiny, config, Arithmetic(), {"held": Arithmetic(1, seed=7)}, listener=listener, mesh=MESH)
+    config = settings(
+        folder,
+        callbacks=values.callbacks,
+        **{"eval_every": 2, "checkpoint": CheckpointConfig(every=None)} | changes,
+    )
+    return Trainer(
+        Tiny, config, Arithmetic(), {"held": Arithmetic(1, seed=7)}, listener=listener, mesh=MESH
+    )
 
 
 class Stop(Exception):
@@ -51,7 +57,13 @@ def stop_after(step):
 
 def told(control, metric_values, steps=100, begin=1):
     return [
-        TrainEvent(kind="step", step=step, steps=steps, record={"eval": {"held": {"loss": value}}}, control=control)
+        TrainEvent(
+            kind="step",
+            step=step,
+            steps=steps,
+            record={"eval": {"held": {"loss": value}}},
+            control=control,
+        )
         for step, value in enumerate(metric_values, start=begin)
     ]
 
@@ -88,11 +100,13 @@ def test_a_run_stops_early_and_says_why(tmp_path, caplog):
     result = trainer(tmp_path, {"early_stopping": early}).run()
     assert result.steps == 4
     assert "stopped at step 4 of 12: eval.held.loss is" in caplog.text
-    for again in ({"early_stopping": early}, {}):  # run once more it stays there, whatever made it end
+    # run once more it stays there, whatever made it end
+    for again in ({"early_stopping": early}, {}):
         caplog.clear()
         assert trainer(tmp_path, again).run().steps == 4
         assert "the run ended at step 4 of 12: eval.held.loss is" in caplog.text
-    on = trainer(tmp_path, {"early_stopping": early}, resume_changes=("ended",)).run()  # what it says to do
+    # what it says to do
+    on = trainer(tmp_path, {"early_stopping": early}, resume_changes=("ended",)).run()
     assert on.resumed_from == 4
     assert on.steps == 6, "one evaluation more, as the patience of a new run has it"
     assert trainer(tmp_path, {}, resume_changes=("ended",)).run().steps == 12
@@ -108,11 +122,21 @@ def test_the_best_checkpoints_are_kept_and_listed(tmp_path):
         trainer(tmp_path / "cut", callbacks, listener=stop_after(10), **how).run()
     trainer(tmp_path / "cut", callbacks, **how).run()
     for name in ("whole", "cut"):
-        seen = {r["step"]: r["eval"]["held"]["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl") if "eval" in r}
+        seen = {
+            r["step"]: r["eval"]["held"]["loss"]
+            for r in read_metrics(tmp_path / name / "metrics.jsonl")
+            if "eval" in r
+        }
         best = sorted(seen, key=lambda step: -seen[step])[:2]
         listed = read_kept(tmp_path / name / "best.json")
-        assert listed == [{"step": step, "eval.held.loss": seen[step], "checkpoint": f"checkpoints/{step}"} for step in best]
-        assert {int(path.name) for path in (tmp_path / name / "checkpoints").iterdir()} == {12, *best}
+        assert listed == [
+            {"step": step, "eval.held.loss": seen[step], "checkpoint": f"checkpoints/{step}"}
+            for step in best
+        ]
+        assert {int(path.name) for path in (tmp_path / name / "checkpoints").iterdir()} == {
+            12,
+            *best,
+        }
 
 
 def test_best_json_names_only_checkpoints_that_are_there_whole(tmp_path):
@@ -122,11 +146,22 @@ def test_best_json_names_only_checkpoints_that_are_there_whole(tmp_path):
         if (tmp_path / "best.json").exists():
             names = [one["checkpoint"] for one in read_kept(tmp_path / "best.json")]
             whole = max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-            assert all(int(name.rpartition("/")[2]) <= whole for name in names), "none that is still being written"
+            assert all(int(name.rpartition("/")[2]) <= whole for name in names), (
+                "none that is still being written"
+            )
             listed.append(names)
 
-    trainer(tmp_path, {"best": {"metric": "eval.held.loss"}}, listener=listener, checkpoint=CheckpointConfig(every=None, keep=1)).run()
-    assert [one["step"] for one in read_kept(tmp_path / "best.json")] == [int(path.name) for path in folder.iterdir()] == [12]
+    trainer(
+        tmp_path,
+        {"best": {"metric": "eval.held.loss"}},
+        listener=listener,
+        checkpoint=CheckpointConfig(every=None, keep=1),
+    ).run()
+    assert (
+        [one["step"] for one in read_kept(tmp_path / "best.json")]
+        == [int(path.name) for path in folder.iterdir()]
+        == [12]
+    )
     assert ["checkpoints/2"] in listed, "listed when it was whole, and not only at the end"
     assert [] not in listed, "the one before is listed until the next one is whole"
 
@@ -148,7 +183,12 @@ def test_a_best_checkpoint_that_is_gone_is_told(tmp_path, caplog):
 def test_heartbeats_are_renewed_and_say_how_it_ended(tmp_path):
     trainer(tmp_path, {"heartbeat": {"every_s": 0.0}}, steps=3).run()
     beat = json.loads((tmp_path / "heartbeat-0.json").read_text())
-    assert (beat["step"], beat["steps"], beat["status"], beat["pid"]) == (3, 3, "ended", os.getpid())
+    assert (beat["step"], beat["steps"], beat["status"], beat["pid"]) == (
+        3,
+        3,
+        "ended",
+        os.getpid(),
+    )
     seen = []
 
     def listener(event):
@@ -162,7 +202,12 @@ def test_heartbeats_are_renewed_and_say_how_it_ended(tmp_path):
     assert {one["status"] for one in seen} == {"running"}
     assert seen[-1]["time"] > seen[0]["time"]
     assert json.loads((tmp_path / "two/heartbeat-0.json").read_text())["status"] == "failed"
-    stopped = TrainEvent(kind="exception", step=4, steps=9, record={"error": "Interrupted: step 4: stopped by SIGTERM"})
+    stopped = TrainEvent(
+        kind="exception",
+        step=4,
+        steps=9,
+        record={"error": "Interrupted: step 4: stopped by SIGTERM"},
+    )
     Heartbeat(HeartbeatConfig(), tmp_path / "two")(stopped)
     assert json.loads((tmp_path / "two/heartbeat-0.json").read_text())["status"] == "stopped"
 
@@ -172,14 +217,19 @@ def test_heartbeats_come_no_more_often_than_every_s(tmp_path):
     heart = Heartbeat(HeartbeatConfig(every_s=10.0), tmp_path, process=3, clock=lambda: now[0])
     for step, now[0] in enumerate([0.0, 4.0, 9.0, 11.0, 15.0], start=1):
         heart(TrainEvent(kind="dispatch", step=step, steps=9))
-        assert json.loads((tmp_path / "heartbeat-3.json").read_text())["step"] == (1 if step < 4 else 4)
+        assert json.loads((tmp_path / "heartbeat-3.json").read_text())["step"] == (
+            1 if step < 4 else 4
+        )
 
 
 def test_a_profile_of_the_window_is_written(tmp_path):
     trainer(tmp_path, {"profile": {"start": 3, "steps": 2}}, steps=7).run()
     (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
     assert trace.stat().st_size > 1000
-    with pytest.raises(ConfigError, match=r"train\.callbacks\.profile\.start: 13, but the run ends after 12 steps\. Give at most 12\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.callbacks\.profile\.start: 13, but the run ends after 12 steps\. Give at most 12\.",
+    ):
         trainer(tmp_path / "never", {"profile": {"start": 13}})
     assert not (tmp_path / "never").exists()
 
@@ -194,12 +244,15 @@ def test_the_window_is_as_long_as_it_is_told(tmp_path, monkeypatch, steps):
         window(TrainEvent(kind="dispatch", step=step, steps=12))
         seen.append(step)
     at = seen.index("start"), seen.index("stop")
-    assert (seen[at[0] + 1], seen[at[1] + 1]) == (4, 4 + steps + 1)  # one dispatch later, when the last of them has been read
+    # one dispatch later, when the last of them has been read
+    assert (seen[at[0] + 1], seen[at[1] + 1]) == (4, 4 + steps + 1)
     assert seen.count("start") == seen.count("stop") == 1
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """tag -> step -> value of the event files of a folder, read as TensorBoard does: what lies behind a later start is hidden."""
+    """tag -> step -> value of the event files of a folder, read as TensorBoard does: what lies
+    behind a later start is hidden.
+    """
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     events = []
@@ -228,7 +281,9 @@ def test_tensorboard_has_every_number_once(tmp_path):
     trainer(tmp_path / "run", callbacks, **how).run()
     board, records = scalars(tmp_path / "board"), read_metrics(tmp_path / "run/metrics.jsonl")
     assert board["train/loss"] == {r["step"]: pytest.approx(r["loss"]) for r in records}
-    assert board["eval/held/ppl"] == {r["step"]: pytest.approx(r["eval"]["held"]["ppl"]) for r in records if "eval" in r}
+    assert board["eval/held/ppl"] == {
+        r["step"]: pytest.approx(r["eval"]["held"]["ppl"]) for r in records if "eval" in r
+    }
     trainer(tmp_path / "own", {"tensorboard": {}}, steps=3).run()
     assert len(scalars(tmp_path / "own/tensorboard")["train/grad_norm"]) == 3
 
@@ -262,7 +317,15 @@ def test_wandb_offline_keeps_the_run_and_no_key(tmp_path, monkeypatch):
 
     def listener(event):
         if event.kind == "step" and event.step == 2:
-            seen.append((wandb.run.project, wandb.run.entity, wandb.run.name, wandb.run.offline, dict(wandb.run.summary)))
+            seen.append(
+                (
+                    wandb.run.project,
+                    wandb.run.entity,
+                    wandb.run.name,
+                    wandb.run.offline,
+                    dict(wandb.run.summary),
+                )
+            )
 
     options = {"project": "tests", "entity": "us", "name": "one", "mode": "offline"}
     trainer(tmp_path / "run", {"wandb": options}, steps=3, listener=listener).run()
@@ -278,7 +341,10 @@ def test_wandb_offline_keeps_the_run_and_no_key(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
 def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"train\.callbacks\.{name}: needs the package {package}: .*easypipe\[{name}\]"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"train\.callbacks\.{name}: needs the package {package}: .*easypipe\[{name}\]",
+    ):
         trainer(tmp_path, {name: {}})
 
 
@@ -290,14 +356,26 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, name, packa
             "callbacks.earlystopping: unknown key (have: early_stopping, best, tensorboard, wandb, profile, heartbeat). ",
         ),
         ({"early_stopping": {}}, "callbacks.early_stopping.metric: required"),
-        ({"early_stopping": {"metric": "loss", "patience": 0}}, "callbacks.early_stopping.patience: 0 is too small"),
-        ({"early_stopping": {"metric": "loss", "min_delta": -1.0}}, "callbacks.early_stopping.min_delta: -1.0 is not a number"),
-        ({"early_stopping": {"metric": "loss", "mode": "low"}}, "callbacks.early_stopping.mode: 'low' is not an option (have: min, max)"),
+        (
+            {"early_stopping": {"metric": "loss", "patience": 0}},
+            "callbacks.early_stopping.patience: 0 is too small",
+        ),
+        (
+            {"early_stopping": {"metric": "loss", "min_delta": -1.0}},
+            "callbacks.early_stopping.min_delta: -1.0 is not a number",
+        ),
+        (
+            {"early_stopping": {"metric": "loss", "mode": "low"}},
+            "callbacks.early_stopping.mode: 'low' is not an option (have: min, max)",
+        ),
         ({"best": {"metric": "eval.held.loss", "keep": 0}}, "callbacks.best.keep: 0 is too small"),
         ({"tensorboard": {"flush_s": 0}}, "callbacks.tensorboard.flush_s: 0 is too small"),
         ({"profile": {"steps": 0}}, "callbacks.profile.steps: 0 is too small"),
         ({"heartbeat": {"every_s": -1.0}}, "callbacks.heartbeat.every_s: -1.0 is no time"),
-        ({"wandb": {"mode": "disabled"}}, "callbacks.wandb.mode: 'disabled' is not an option (have: online, offline)"),
+        (
+            {"wandb": {"mode": "disabled"}},
+            "callbacks.wandb.mode: 'disabled' is not an option (have: online, offline)",
+        ),
     ],
 )
 def test_bad_values_are_refused(callbacks, message):
@@ -308,17 +386,29 @@ def test_bad_values_are_refused(callbacks, message):
 
 def test_metrics_that_will_not_be_there_are_refused(tmp_path):
     for callbacks, message in (
-        ({"early_stopping": {"metric": "eval.hold.loss"}}, r"no metric named 'eval\.hold\.loss' .*Did you mean 'eval\.held\.loss'\?"),
-        ({"best": {"metric": "loss"}}, r"train\.callbacks\.best\.metric: no held-out metric named 'loss' \(have: eval\.held\.loss, "),
+        (
+            {"early_stopping": {"metric": "eval.hold.loss"}},
+            r"no metric named 'eval\.hold\.loss' .*Did you mean 'eval\.held\.loss'\?",
+        ),
+        (
+            {"best": {"metric": "loss"}},
+            r"train\.callbacks\.best\.metric: no held-out metric named 'loss' \(have: eval\.held\.loss, ",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             trainer(tmp_path, callbacks)
-    with pytest.raises(ConfigError, match=r"eval\.held\.loss is measured once, after the last step\. Set train\.eval_every\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"eval\.held\.loss is measured once, after the last step\. Set train\.eval_every\.",
+    ):
         trainer(tmp_path, {"best": {"metric": "eval.held.loss"}}, eval_every=None)
 
 
 def test_the_command_line_names_them_too():
-    values = apply_overrides({"output_dir": "out"}, ["callbacks.heartbeat.every_s=5.0", "callbacks.early_stopping={metric: loss}"])
+    values = apply_overrides(
+        {"output_dir": "out"},
+        ["callbacks.heartbeat.every_s=5.0", "callbacks.early_stopping={metric: loss}"],
+    )
     config = from_dict(TrainingConfig, values).callbacks
     assert config.heartbeat == HeartbeatConfig(every_s=5.0)
     assert config.early_stopping == EarlyStoppingConfig(metric="loss")

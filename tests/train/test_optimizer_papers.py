@@ -1,4 +1,6 @@
-"""Optimizers that are ours, or optax's with a mend, against their papers' algorithms written out in NumPy, in float64."""
+"""Optimizers that are ours, or optax's with a mend, against their papers' algorithms written out in
+NumPy, in float64.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,19 @@ def given(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def constant(name: str, **options) -> OptimizerConfig:
-    return OptimizerConfig(name=name, schedule="constant", warmup_steps=WARMUP, clip_norm=None, **options)
+    return OptimizerConfig(
+        name=name, schedule="constant", warmup_steps=WARMUP, clip_norm=None, **options
+    )
 
 
 def test_adan_is_the_algorithm_of_the_paper():
-    """Xie et al., 2022, algorithm 1 with the bias corrections and the decay of the authors' code (no_prox). Their paper's beta is our
-    1 - beta: its weight of the difference, (1 - 0.08), is our beta2."""
+    """Xie et al., 2022, algorithm 1 with the bias corrections and the decay of the authors' code
+    (no_prox). Their paper's beta is our 1 - beta: its weight of the difference, (1 - 0.08), is our
+    beta2."""
     b1, b2, b3, eps, decay = 0.98, 0.92, 0.99, 1e-8, 0.02
-    config = constant("adan", learning_rate=0.01, beta1=b1, beta2=b2, beta3=b3, epsilon=eps, weight_decay=decay)
+    config = constant(
+        "adan", learning_rate=0.01, beta1=b1, beta2=b2, beta3=b3, epsilon=eps, weight_decay=decay
+    )
     x, grads = given()
     got, _ = trajectory(config, x, grads)
     mean, change, square, before = np.zeros_like(x), np.zeros_like(x), np.zeros_like(x), grads[0]
@@ -63,16 +70,22 @@ def test_adan_is_the_algorithm_of_the_paper():
         mean = b1 * mean + (1 - b1) * gradient
         change = b2 * change + (1 - b2) * difference
         square = b3 * square + (1 - b3) * (gradient + b2 * difference) ** 2
-        direction = (mean / (1 - b1**t) + b2 * change / (1 - b2**t)) / (np.sqrt(square / (1 - b3**t)) + eps)
+        direction = (mean / (1 - b1**t) + b2 * change / (1 - b2**t)) / (
+            np.sqrt(square / (1 - b3**t)) + eps
+        )
         x = x - rate * (direction + decay * x)
         before = gradient
         np.testing.assert_allclose(got[t - 1], x, rtol=1e-6, atol=1e-8)
 
 
 def test_schedule_free_is_the_algorithm_of_the_paper():
-    """Defazio et al., 2024, algorithm 1, with the weights of the authors' code: the square of the largest rate so far. Decay at y."""
+    """Defazio et al., 2024, algorithm 1, with the weights of the authors' code: the square of the
+    largest rate so far. Decay at y.
+    """
     b1, b2, eps, decay = 0.9, 0.95, 1e-8, 0.1
-    config = constant("schedule_free", learning_rate=0.05, beta1=b1, beta2=b2, epsilon=eps, weight_decay=decay)
+    config = constant(
+        "schedule_free", learning_rate=0.05, beta1=b1, beta2=b2, epsilon=eps, weight_decay=decay
+    )
     start, grads = given()
     got, averages = trajectory(config, start, grads)
     x, z, square, largest, weights = start, start, np.zeros_like(start), 0.0, 0.0
@@ -90,15 +103,24 @@ def test_schedule_free_is_the_algorithm_of_the_paper():
 
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_prodigy_is_the_algorithm_of_the_paper_also_where_the_first_gradients_are_zero(zeros):
-    """Mishchenko and Defazio, 2023, algorithm 4 with Adam's bias corrections. While no gradient was seen there is no estimate, and as in
-    the authors' code nothing moves."""
+    """Mishchenko and Defazio, 2023, algorithm 4 with Adam's bias corrections. While no gradient was
+    seen there is no estimate, and as in the authors' code nothing moves."""
     b1, b2, eps, decay, first = 0.9, 0.999, 1e-8, 0.1, 1e-6
     b3 = np.sqrt(b2)
-    config = constant("prodigy", learning_rate=1.0, beta1=b1, beta2=b2, epsilon=eps, weight_decay=decay)
+    config = constant(
+        "prodigy", learning_rate=1.0, beta1=b1, beta2=b2, epsilon=eps, weight_decay=decay
+    )
     start, grads = given()
     grads[:zeros] = 0.0
     got, _ = trajectory(config, start, grads)
-    x, mean, square, total, progress, d = start, np.zeros_like(start), np.zeros_like(start), np.zeros_like(start), 0.0, first
+    x, mean, square, total, progress, d = (
+        start,
+        np.zeros_like(start),
+        np.zeros_like(start),
+        np.zeros_like(start),
+        0.0,
+        first,
+    )
     for t, (schedule, gradient) in enumerate(zip(rates(config), grads, strict=True), 1):
         rate = d * schedule * np.sqrt(1 - b2**t) / (1 - b1**t)
         mean = b1 * mean + (1 - b1) * d * gradient
@@ -119,27 +141,41 @@ def test_zero_gradients_and_half_precision_leave_finite_parameters_that_move(nam
     """The first gradients are zero, as those of a batch without a target; a later one is, too."""
     start, grads = given()
     grads[[0, 1, 6]] = 0.0
-    optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=1.0 if name == "prodigy" else 0.05), STEPS, {"w": True})
+    optimizer = make_optimizer(
+        OptimizerConfig(name=name, learning_rate=1.0 if name == "prodigy" else 0.05),
+        STEPS,
+        {"w": True},
+    )
     params = {"w": jnp.asarray(start, dtype)}
     state = optimizer.init(params)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
 
     @jax.jit
     def step(params, state, gradient):
-        updates, state = optimizer.update({"w": gradient}, state, params, obj_fn=lambda p: (p["w"].astype(jnp.float32) ** 2).sum())
+        updates, state = optimizer.update(
+            {"w": gradient}, state, params, obj_fn=lambda p: (p["w"].astype(jnp.float32) ** 2).sum()
+        )
         return optax.apply_updates(params, updates), state
 
     for gradient in grads:
         params, state = step(params, state, jnp.asarray(gradient, dtype))
-        assert jax.tree.all(jax.tree.map(lambda leaf: bool(jnp.isfinite(leaf.astype(jnp.float32)).all()), (params, state)))
+        assert jax.tree.all(
+            jax.tree.map(
+                lambda leaf: bool(jnp.isfinite(leaf.astype(jnp.float32)).all()), (params, state)
+            )
+        )
     assert params["w"].dtype == dtype
     assert shapes == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
     assert name == "prodigy" or not np.array_equal(params["w"], jnp.asarray(start, dtype))
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "polynomial", "inverse_sqrt", "constant", "one_cycle"])
+@pytest.mark.parametrize(
+    "name", ["cosine", "linear", "wsd", "polynomial", "inverse_sqrt", "constant", "one_cycle"]
+)
 def test_a_schedule_takes_the_integers_of_python_and_those_of_a_device(name):
-    schedule = make_schedule(OptimizerConfig(schedule=name, learning_rate=0.5, warmup_steps=WARMUP), STEPS)
+    schedule = make_schedule(
+        OptimizerConfig(schedule=name, learning_rate=0.5, warmup_steps=WARMUP), STEPS
+    )
     rates = [float(schedule(k)) for k in range(STEPS + 1)]
     assert np.isfinite(rates).all()
     assert min(rates) > 0

@@ -1,5 +1,5 @@
-"""Every optimizer and every schedule of the configuration: that they descend, that their options do something, that nothing of their
-state is on every device by accident."""
+"""Every optimizer and every schedule of the configuration: that they descend, that their options do
+something, that nothing of their state is on every device by accident."""
 
 from __future__ import annotations
 
@@ -48,17 +48,24 @@ def quadratic():
     """A loss whose curvature differs by direction: 0.5 |A^T (W - B)|^2 + |b - 1|^2."""
     random = np.random.default_rng(0)
     aim = jnp.asarray(random.normal(size=(6, 4)), jnp.float32)
-    mix = jnp.asarray(np.diag([3.0, 2.0, 1.0, 0.7, 0.5, 0.3]) @ np.linalg.qr(random.normal(size=(6, 6)))[0], jnp.float32)
+    mix = jnp.asarray(
+        np.diag([3.0, 2.0, 1.0, 0.7, 0.5, 0.3]) @ np.linalg.qr(random.normal(size=(6, 6)))[0],
+        jnp.float32,
+    )
 
     def loss(params):
-        return 0.5 * jnp.sum((mix @ (params["w"] - aim)) ** 2) + jnp.sum((params["bias"] - 1.0) ** 2)
+        return 0.5 * jnp.sum((mix @ (params["w"] - aim)) ** 2) + jnp.sum(
+            (params["bias"] - 1.0) ** 2
+        )
 
     return loss, {"w": jnp.ones((6, 4), jnp.float32), "bias": jnp.zeros(4, jnp.float32)}
 
 
 def descend(config: OptimizerConfig, steps: int = STEPS, hidden: bool = True):
     loss, params = quadratic()
-    optimizer = make_optimizer(config, steps, {"w": True, "bias": False}, {"w": hidden, "bias": False})
+    optimizer = make_optimizer(
+        config, steps, {"w": True, "bias": False}, {"w": hidden, "bias": False}
+    )
     state = optimizer.init(params)
 
     def step(carry, _):
@@ -66,20 +73,32 @@ def descend(config: OptimizerConfig, steps: int = STEPS, hidden: bool = True):
         updates, state = optimizer.update(jax.grad(loss)(params), state, params, obj_fn=loss)
         return (optax.apply_updates(params, updates), state), None
 
-    (params, state), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))((params, state))
-    return loss(quadratic()[1]), loss(optimizer.eval_params(state, params)), params, state, optimizer
+    (params, state), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))(
+        (params, state)
+    )
+    return (
+        loss(quadratic()[1]),
+        loss(optimizer.eval_params(state, params)),
+        params,
+        state,
+        optimizer,
+    )
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_f25_every_optimizer_descends(name):
-    config = OptimizerConfig(name=name, learning_rate=RATES.get(name, 0.1), weight_decay=0.0, clip_norm=None)
+    config = OptimizerConfig(
+        name=name, learning_rate=RATES.get(name, 0.1), weight_decay=0.0, clip_norm=None
+    )
     before, after, *_ = descend(config)
     assert after < 0.2 * before
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_every_option_of_an_optimizer_does_something_and_others_are_refused(name):
-    given = {"learning_rate": RATES.get(name, 0.05), "clip_norm": None} | ({"gamma": 1.0} if name == "sophia" else {})
+    given = {"learning_rate": RATES.get(name, 0.05), "clip_norm": None} | (
+        {"gamma": 1.0} if name == "sophia" else {}
+    )
     other = {
         "beta1": 0.5,
         "beta2": 0.7,
@@ -99,34 +118,61 @@ def test_every_option_of_an_optimizer_does_something_and_others_are_refused(name
         if option in DEFAULTS[name]:
             # muon's betas and epsilon are those of the AdamW that its other parameters get
             key = "bias" if name == "muon" and option in ("beta1", "beta2", "epsilon") else "w"
-            assert not np.array_equal(base[key], descend(OptimizerConfig(name=name, **given | {option: value}), 5)[2][key]), option
+            assert not np.array_equal(
+                base[key], descend(OptimizerConfig(name=name, **given | {option: value}), 5)[2][key]
+            ), option
         else:
-            with pytest.raises(ConfigError, match=rf"^{option}: {name} has no {option}\. Remove it, or choose one of "):
+            with pytest.raises(
+                ConfigError,
+                match=rf"^{option}: {name} has no {option}\. Remove it, or choose one of ",
+            ):
                 OptimizerConfig(name=name, **given | {option: value})
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_decay_is_decoupled_on_matrices_alone_and_groups_train_otherwise(name):
-    """With no gradient a matrix shrinks by the rate times the decay, a bias stays; a frozen group does not move at all."""
+    """With no gradient a matrix shrinks by the rate times the decay, a bias stays; a frozen group
+    does not move at all.
+    """
     rate, decay = 0.125, 0.25
-    params = {"w": jnp.full((6, 4), 2.0), "frozen.w": jnp.full((6, 4), 2.0), "bias": jnp.full(4, 2.0)}
+    params = {
+        "w": jnp.full((6, 4), 2.0),
+        "frozen.w": jnp.full((6, 4), 2.0),
+        "bias": jnp.full(4, 2.0),
+    }
     kinds = {"w": True, "frozen.w": True, "bias": False}
     groups = (ParameterGroup(match="frozen.*", learning_rate_scale=0.0),)
-    config = OptimizerConfig(name=name, learning_rate=rate, schedule="constant", weight_decay=decay, clip_norm=None, groups=groups)
+    config = OptimizerConfig(
+        name=name,
+        learning_rate=rate,
+        schedule="constant",
+        weight_decay=decay,
+        clip_norm=None,
+        groups=groups,
+    )
 
     def first_update(config: OptimizerConfig, gradient: float):
         optimizer = make_optimizer(config, 10, kinds)
         grads = jax.tree.map(lambda p: jnp.full(p.shape, gradient), params)
-        return optimizer.update(grads, optimizer.init(params), params, obj_fn=lambda p: 0.0 * sum(jnp.sum(x) for x in p.values()))[0]
+        return optimizer.update(
+            grads,
+            optimizer.init(params),
+            params,
+            obj_fn=lambda p: 0.0 * sum(jnp.sum(x) for x in p.values()),
+        )[0]
 
-    if name == "prodigy":  # without a gradient it has no rate; decay is of the rate that the step is taken with
-        with_decay, without = (first_update(dataclasses.replace(config, weight_decay=d), 1.0) for d in (decay, 0.0))
+    # without a gradient it has no rate; decay is of the rate that the step is taken with
+    if name == "prodigy":
+        with_decay, without = (
+            first_update(dataclasses.replace(config, weight_decay=d), 1.0) for d in (decay, 0.0)
+        )
         updates = jax.tree.map(jnp.subtract, with_decay, without)
         assert np.all(np.asarray(with_decay["frozen.w"]) == 0)
         expected = -rate * decay * 2.0 * 1e-6 * np.sqrt(1 - 0.999) / (1 - 0.9)
     else:
         updates = first_update(config, 0.0)
-        expected = -rate * 2.0 if name == "lamb" else -rate * decay * 2.0  # lamb's trust ratio makes any step as long as the parameter
+        # lamb's trust ratio makes any step as long as the parameter
+        expected = -rate * 2.0 if name == "lamb" else -rate * decay * 2.0
     for still in ("bias", "frozen.w"):
         assert np.all(np.asarray(updates[still]) == 0)
     np.testing.assert_allclose(updates["w"], expected, rtol=1e-2 if name == "prodigy" else 1e-4)
@@ -138,34 +184,67 @@ def test_a_group_decides_by_name_first_match_first():
         ParameterGroup(match="layers.*", weight_decay=0.5),
         ParameterGroup(match="norm.*", weight_decay=0.25, learning_rate_scale=2.0),
     )
-    config = OptimizerConfig(name="lion", learning_rate=0.1, schedule="constant", weight_decay=1.0, clip_norm=None, groups=groups)
+    config = OptimizerConfig(
+        name="lion",
+        learning_rate=0.1,
+        schedule="constant",
+        weight_decay=1.0,
+        clip_norm=None,
+        groups=groups,
+    )
     optimizer = make_optimizer(config, 10, kinds)
     params = {name: jnp.ones(3) for name in kinds}
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    np.testing.assert_allclose([float(updates[name][0]) for name in kinds], [-0.05, -0.1, -0.05], rtol=1e-6)
-    for match, reason in (("layer.*", "fits no parameter"), ("layers.query.*", "fits only parameters that an earlier group has")):
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    np.testing.assert_allclose(
+        [float(updates[name][0]) for name in kinds], [-0.05, -0.1, -0.05], rtol=1e-6
+    )
+    for match, reason in (
+        ("layer.*", "fits no parameter"),
+        ("layers.query.*", "fits only parameters that an earlier group has"),
+    ):
         with pytest.raises(ConfigError, match=reason) as error:
-            make_optimizer(OptimizerConfig(groups=(ParameterGroup(match="layers.*"), ParameterGroup(match=match))), 10, kinds)
+            make_optimizer(
+                OptimizerConfig(
+                    groups=(ParameterGroup(match="layers.*"), ParameterGroup(match=match))
+                ),
+                10,
+                kinds,
+            )
         assert error.value.at == "train.optimizer.groups[1].match"
     assert "layers.query.kernel" in str(error.value)
 
 
 def test_schedule_free_is_evaluated_at_its_average():
-    config = OptimizerConfig(name="schedule_free", learning_rate=0.1, weight_decay=0.0, clip_norm=None)
+    config = OptimizerConfig(
+        name="schedule_free", learning_rate=0.1, weight_decay=0.0, clip_norm=None
+    )
     _, after, params, state, optimizer = descend(config)
     loss, _ = quadratic()
     assert float(after) != float(loss(params))
     averages = optimizer.eval_params(state, params)
     expected = jax.tree.map(lambda y, z: (y - 0.1 * z) / 0.9, params, state[-1].z)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), averages, expected)
-    with pytest.raises(ConfigError, match=r"schedule: schedule_free runs at a constant rate, not cosine"):
+    with pytest.raises(
+        ConfigError, match=r"schedule: schedule_free runs at a constant rate, not cosine"
+    ):
         OptimizerConfig(name="schedule_free", schedule="cosine")
 
 
 def test_soap_is_the_algorithm_of_the_paper():
-    """Against a plain float64 loop over one matrix: rotate, Adam, rotate back; then averages, and one power step with QR."""
+    """Against a plain float64 loop over one matrix: rotate, Adam, rotate back; then averages, and
+    one power step with QR.
+    """
     b1, b2, eps, every = 0.9, 0.8, 1e-8, 2
-    config = OptimizerConfig(name="soap", learning_rate=1.0, schedule="constant", beta1=b1, beta2=b2, update_interval=every)
+    config = OptimizerConfig(
+        name="soap",
+        learning_rate=1.0,
+        schedule="constant",
+        beta1=b1,
+        beta2=b2,
+        update_interval=every,
+    )
     config = dataclasses.replace(config, epsilon=eps, weight_decay=0.0, clip_norm=None)
     optimizer = make_optimizer(config, 10, {"w": True})
     random = np.random.default_rng(1)
@@ -178,7 +257,12 @@ def test_soap_is_the_algorithm_of_the_paper():
             updates, state = optimizer.update({"w": jnp.asarray(gradient)}, state, params)
             got.append(np.asarray(updates["w"]))
     for which in range(2):
-        left, right, mean, square = np.zeros((4, 4)), np.zeros((4, 4)), np.zeros((4, 4)), np.zeros((4, 4))
+        left, right, mean, square = (
+            np.zeros((4, 4)),
+            np.zeros((4, 4)),
+            np.zeros((4, 4)),
+            np.zeros((4, 4)),
+        )
         q_left, q_right = np.eye(4), np.eye(4)
         for t, gradient in enumerate(grads[:, which]):
             if t == 0:
@@ -186,12 +270,20 @@ def test_soap_is_the_algorithm_of_the_paper():
             else:
                 turned = q_left.T @ gradient @ q_right
                 mean, square = b1 * mean + (1 - b1) * gradient, b2 * square + (1 - b2) * turned**2
-                scaled = (q_left.T @ (mean / (1 - b1**t)) @ q_right) / (np.sqrt(square / (1 - b2**t)) + eps)
+                scaled = (q_left.T @ (mean / (1 - b1**t)) @ q_right) / (
+                    np.sqrt(square / (1 - b2**t)) + eps
+                )
                 expected = -(q_left @ scaled @ q_right.T)
             np.testing.assert_allclose(got[t][which], expected, rtol=1e-6, atol=1e-9)
-            left, right = b2 * left + (1 - b2) * gradient @ gradient.T, b2 * right + (1 - b2) * gradient.T @ gradient
+            left, right = (
+                b2 * left + (1 - b2) * gradient @ gradient.T,
+                b2 * right + (1 - b2) * gradient.T @ gradient,
+            )
             if t == 0:
-                q_left, q_right = np.linalg.eigh(left)[1][:, ::-1], np.linalg.eigh(right)[1][:, ::-1]
+                q_left, q_right = (
+                    np.linalg.eigh(left)[1][:, ::-1],
+                    np.linalg.eigh(right)[1][:, ::-1],
+                )
             elif t % every == 0:
                 order = np.argsort(-np.diag(q_left.T @ left @ q_left))
                 q_left, square = np.linalg.qr(left @ q_left[:, order])[0], square[order]
@@ -200,19 +292,25 @@ def test_soap_is_the_algorithm_of_the_paper():
 
 
 class Wide(nnx.Module):
-    """An embedding, two stacked layers, a head: every kind of parameter a decoder has, large enough that Adafactor factors them."""
+    """An embedding, two stacked layers, a head: every kind of parameter a decoder has, large enough
+    that Adafactor factors them.
+    """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(0.1)
         key = rngs.params()
         self.table = nnx.Param(partitioned(normal, "vocab", "embed")(key, (256, 128), jnp.float32))
-        self.layers = nnx.Param(partitioned(normal, "layers", "embed", "mlp")(key, (2, 128, 384), jnp.float32))
+        self.layers = nnx.Param(
+            partitioned(normal, "layers", "embed", "mlp")(key, (2, 128, 384), jnp.float32)
+        )
         self.square = nnx.Param(partitioned(normal, "embed", "mlp")(key, (128, 128), jnp.float32))
         self.scale = nnx.Param(partitioned(nnx.initializers.ones, None)(key, (128,), jnp.float32))
 
 
 def print_what_devices_hold() -> None:
-    """Runs in a process with eight devices: {optimizer: [[where, ndim, size, size on a device], ...]} of real states, as JSON."""
+    """Runs in a process with eight devices: {optimizer: [[where, ndim, size, size on a device],
+    ...]} of real states, as JSON.
+    """
     mesh = make_mesh({"fsdp": 2, "tensor": 4})
     held = {}
     with states.on(mesh):
@@ -221,30 +319,46 @@ def print_what_devices_hold() -> None:
             optimizer = make_optimizer(OptimizerConfig(name=name), 10, layout.decays, layout.hidden)
             state = states.init_state(lambda: Wide(nnx.Rngs(0)), layout, optimizer)
             leaves = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
-            held[name] = [(jax.tree_util.keystr(p), x.ndim, x.size, x.addressable_shards[0].data.size) for p, x in leaves]
+            held[name] = [
+                (jax.tree_util.keystr(p), x.ndim, x.size, x.addressable_shards[0].data.size)
+                for p, x in leaves
+            ]
     for axes, spread in QUARTERS.items():
         mesh = make_mesh(dict(axes))
         with states.on(mesh):
-            layout = states.layout_of(nnx.eval_shape(lambda: Wide(nnx.Rngs(0))), mesh, spread=spread)
+            layout = states.layout_of(
+                nnx.eval_shape(lambda: Wide(nnx.Rngs(0))), mesh, spread=spread
+            )
             for name in DEFAULTS:
-                optimizer = make_optimizer(OptimizerConfig(name=name), 10, layout.decays, layout.hidden)
-                leaves = jax.tree_util.tree_flatten_with_path(states.abstract_state(layout, optimizer).optimizer)[0]
+                optimizer = make_optimizer(
+                    OptimizerConfig(name=name), 10, layout.decays, layout.hidden
+                )
+                leaves = jax.tree_util.tree_flatten_with_path(
+                    states.abstract_state(layout, optimizer).optimizer
+                )[0]
                 on_device = [math.prod(x.sharding.shard_shape(x.shape)) for _, x in leaves]
                 key = f"{name} {axes} {spread}"
-                held[key] = [(jax.tree_util.keystr(p), x.ndim, x.size, n) for (p, x), n in zip(leaves, on_device, strict=True)]
+                held[key] = [
+                    (jax.tree_util.keystr(p), x.ndim, x.size, n)
+                    for (p, x), n in zip(leaves, on_device, strict=True)
+                ]
     print(json.dumps(held))
 
 
 @pytest.fixture(scope="module")
 def held() -> dict[str, list[list]]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, __file__], env=environment, stdout=subprocess.PIPE, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, timeout=300, check=True
+    )
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_no_moment_is_on_every_device_by_accident(name, held):
-    """On a mesh of 2 x 4, what a device holds of the optimizer is an eighth of it, plus what is small: counters, vectors, keys."""
+    """On a mesh of 2 x 4, what a device holds of the optimizer is an eighth of it, plus what is
+    small: counters, vectors, keys.
+    """
     for where, ndim, size, on_device in held[name]:
         if ndim >= 2 and name not in ("soap", "adafactor"):
             assert on_device * 8 == size, where
@@ -257,7 +371,9 @@ def test_no_moment_is_on_every_device_by_accident(name, held):
 @pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize(("axes", "spread"), QUARTERS.items())
 def test_no_moment_is_whole_under_zero1_and_beside_a_sequence_axis(name, axes, spread, held):
-    """A device holds a quarter of every moment, as the rest of the mesh shares rows: of ZeRO-1's four replicas each holds its part."""
+    """A device holds a quarter of every moment, as the rest of the mesh shares rows: of ZeRO-1's
+    four replicas each holds its part.
+    """
     found = held[f"{name} {axes} {spread}"]
     for where, ndim, size, on_device in found:
         if ndim >= 2 and name not in ("soap", "adafactor"):
@@ -272,8 +388,14 @@ def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
     with states.on(mesh):
         layout = states.layout_of(nnx.eval_shape(lambda: Tiny(nnx.Rngs(0))), mesh)
-    assert [name for name, is_hidden in layout.hidden.items() if is_hidden] == ["layers.0.kernel", "layers.1.kernel"]
-    hidden, embedded = (descend(OptimizerConfig(name="muon", learning_rate=0.01), 1, hidden)[2]["w"] for hidden in (True, False))
+    assert [name for name, is_hidden in layout.hidden.items() if is_hidden] == [
+        "layers.0.kernel",
+        "layers.1.kernel",
+    ]
+    hidden, embedded = (
+        descend(OptimizerConfig(name="muon", learning_rate=0.01), 1, hidden)[2]["w"]
+        for hidden in (True, False)
+    )
     adam = descend(OptimizerConfig(name="adamw", learning_rate=0.01), 1)[2]["w"]
     np.testing.assert_allclose(embedded, adam, rtol=1e-6)
     step = np.asarray(hidden) * (1 / (1 - 0.01 * 0.1)) - 1.0  # without the decay of w = 1
@@ -283,8 +405,14 @@ def test_muon_leaves_embeddings_heads_and_vectors_to_adamw():
 
 @pytest.mark.parametrize("name", ["sophia", "schedule_free", "soap", "muon"])
 def test_a_run_resumes_bit_for_bit_whatever_the_optimizer_keeps(name, tmp_path):
-    """Sophia's curvature comes from the first micro-batch through the loss itself; schedule_free is evaluated at its average."""
-    options = {"optimizer": OptimizerConfig(name=name, learning_rate=0.02, update_interval=2 if name in ("sophia", "soap") else None)}
+    """Sophia's curvature comes from the first micro-batch through the loss itself; schedule_free is
+    evaluated at its average.
+    """
+    options = {
+        "optimizer": OptimizerConfig(
+            name=name, learning_rate=0.02, update_interval=2 if name in ("sophia", "soap") else None
+        )
+    }
     options |= {"accumulate_steps": 2, "eval_every": 4}
 
     def run(folder, steps):
@@ -295,7 +423,9 @@ def test_a_run_resumes_bit_for_bit_whatever_the_optimizer_keeps(name, tmp_path):
                 raise KeyboardInterrupt
 
         mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-        return Trainer(Tiny, config, Arithmetic(), {"held": Arithmetic(2, seed=7)}, listener=stop, mesh=mesh).run()
+        return Trainer(
+            Tiny, config, Arithmetic(), {"held": Arithmetic(2, seed=7)}, listener=stop, mesh=mesh
+        ).run()
 
     whole = run(tmp_path / "whole", None)
     with pytest.raises(KeyboardInterrupt):
@@ -308,10 +438,18 @@ def test_a_run_resumes_bit_for_bit_whatever_the_optimizer_keeps(name, tmp_path):
 
 def test_any_optax_transformation_from_python(tmp_path):
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-    result = Trainer(Tiny, settings(tmp_path, optimizer=OptimizerConfig()), Arithmetic(), mesh=mesh, optimizer=optax.sgd(0.5)).run()
+    result = Trainer(
+        Tiny,
+        settings(tmp_path, optimizer=OptimizerConfig()),
+        Arithmetic(),
+        mesh=mesh,
+        optimizer=optax.sgd(0.5),
+    ).run()
     assert result.last["loss"] < result.first["loss"]
     assert "learning_rate" not in result.last
-    with pytest.raises(ConfigError, match=r"^train\.optimizer: given, and so is an optimizer from Python"):
+    with pytest.raises(
+        ConfigError, match=r"^train\.optimizer: given, and so is an optimizer from Python"
+    ):
         Trainer(Tiny, settings(tmp_path), Arithmetic(), mesh=mesh, optimizer=optax.sgd(0.5))
 
 
@@ -321,37 +459,74 @@ def test_any_optax_transformation_from_python(tmp_path):
         ({"schedule": "constant"}, [0.2, 0.8, 1.0, 1.0, 1.0]),
         ({"schedule": "linear"}, [0.2, 0.8, 1.0, 0.55, 0.1 + 0.9 / 16]),
         ({"schedule": "polynomial", "final_fraction": 0.0}, [0.2, 0.8, 1.0, 0.25, 1 / 256]),
-        ({"schedule": "polynomial", "final_fraction": 0.0, "power": 3.0}, [0.2, 0.8, 1.0, 0.125, 1 / 4096]),
+        (
+            {"schedule": "polynomial", "final_fraction": 0.0, "power": 3.0},
+            [0.2, 0.8, 1.0, 0.125, 1 / 4096],
+        ),
         ({"schedule": "inverse_sqrt"}, [0.2, 0.8, 1.0, 3**-0.5, (4 / 19) ** 0.5]),
         ({"schedule": "wsd"}, [0.2, 0.8, 1.0, 1.0, 0.55]),
-        ({"schedule": "wsd", "cooldown_steps": 10, "final_fraction": 0.0}, [0.2, 0.8, 1.0, 0.8, 0.1]),
-        ({"schedule": "constant", "cooldown_steps": 10, "cooldown_shape": "sqrt"}, [0.2, 0.8, 1.0, 1 - 0.9 * 0.2**0.5, 1 - 0.9 * 0.9**0.5]),
         (
-            {"schedule": "constant", "cooldown_steps": 10, "cooldown_shape": "cosine", "final_fraction": 0.0},
+            {"schedule": "wsd", "cooldown_steps": 10, "final_fraction": 0.0},
+            [0.2, 0.8, 1.0, 0.8, 0.1],
+        ),
+        (
+            {"schedule": "constant", "cooldown_steps": 10, "cooldown_shape": "sqrt"},
+            [0.2, 0.8, 1.0, 1 - 0.9 * 0.2**0.5, 1 - 0.9 * 0.9**0.5],
+        ),
+        (
+            {
+                "schedule": "constant",
+                "cooldown_steps": 10,
+                "cooldown_shape": "cosine",
+                "final_fraction": 0.0,
+            },
             [0.2, 0.8, 1.0, (1 + np.cos(0.2 * np.pi)) / 2, (1 + np.cos(0.9 * np.pi)) / 2],
         ),
-        ({"schedule": "inverse_sqrt", "cooldown_steps": 4, "final_fraction": 0.0}, [0.2, 0.8, 1.0, 3**-0.5, 0.125]),
+        (
+            {"schedule": "inverse_sqrt", "cooldown_steps": 4, "final_fraction": 0.0},
+            [0.2, 0.8, 1.0, 3**-0.5, 0.125],
+        ),
         (
             {"schedule": "one_cycle", "final_fraction": 0.0},
-            [0.04, 0.04 + 0.96 * (1 - np.cos(0.75 * np.pi)) / 2, 1.0, 0.5, (1 + np.cos(15 / 16 * np.pi)) / 2],
+            [
+                0.04,
+                0.04 + 0.96 * (1 - np.cos(0.75 * np.pi)) / 2,
+                1.0,
+                0.5,
+                (1 + np.cos(15 / 16 * np.pi)) / 2,
+            ],
         ),
     ],
 )
 def test_f25_schedules_have_their_formula(options, expected):
     schedule = make_schedule(OptimizerConfig(learning_rate=2.0, warmup_steps=4, **options), 20)
-    np.testing.assert_allclose([float(schedule(jnp.int32(k))) / 2.0 for k in (0, 3, 4, 12, 19)], expected, rtol=2e-5)
+    np.testing.assert_allclose(
+        [float(schedule(jnp.int32(k))) / 2.0 for k in (0, 3, 4, 12, 19)], expected, rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "cosine", "cooldown_steps": 3}, "cooldown_steps: cosine falls all along: it has no cool-down"),
-        ({"schedule": "constant", "cooldown_shape": "sqrt"}, "cooldown_shape: there is no cool-down"),
-        ({"schedule": "constant", "final_fraction": 0.1}, "final_fraction: the constant schedule falls to no end"),
+        (
+            {"schedule": "cosine", "cooldown_steps": 3},
+            "cooldown_steps: cosine falls all along: it has no cool-down",
+        ),
+        (
+            {"schedule": "constant", "cooldown_shape": "sqrt"},
+            "cooldown_shape: there is no cool-down",
+        ),
+        (
+            {"schedule": "constant", "final_fraction": 0.1},
+            "final_fraction: the constant schedule falls to no end",
+        ),
         ({"schedule": "cosine", "power": 2.0}, "power: the cosine schedule has none"),
         ({"schedule": "one_cycle"}, "warmup_steps: one_cycle rises over its warm-up, and has none"),
         ({"schedule": "cosin"}, "schedule: 'cosin' is not an option"),
-        ({"groups": ({"match": "a", "weight_decay": -1.0},)}, r"groups\[0\].weight_decay: -1.0 is not a number from 0 up"),
+        (
+            {"groups": ({"match": "a", "weight_decay": -1.0},)},
+            r"groups\[0\].weight_decay: -1.0 is not a number from 0 up",
+        ),
         ({"beta1": 1.0}, r"beta1: 1.0 is outside \[0, 1\)"),
         ({"learning_rate": float("nan")}, "learning_rate: nan is not a positive number"),
     ],
@@ -362,7 +537,10 @@ def test_what_has_no_effect_is_refused(options, message):
 
 
 def test_warm_up_and_cool_down_leave_a_step_between_them():
-    with pytest.raises(ConfigError, match=r"5 warm-up steps and 5 of cool-down do not end before the last of 10 steps\. Give at most 4\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"5 warm-up steps and 5 of cool-down do not end before the last of 10 steps\. Give at most 4\.",
+    ):
         make_schedule(OptimizerConfig(schedule="wsd", warmup_steps=5, cooldown_steps=5), 10)
 
 

@@ -1,4 +1,6 @@
-"""`easypipe.Trainer` takes what its engine takes; a loss of one's own gives a mean, means by name, or sums."""
+"""`easypipe.Trainer` takes what its engine takes; a loss of one's own gives a mean, means by name,
+or sums.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,21 @@ MESH = make_mesh(devices=jax.devices()[:1])
 def each(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
     """The cross entropy of every label, and which count."""
     logits = model.hidden(batch["input_ids"]) @ model.lm_head()
-    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+    nll = -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1
+    )[..., 0]
     return nll, batch["labels"] != IGNORE
 
 
 def sums(model: Any, batch: Any) -> LossOutput:
     nll, counted = each(model, batch)
     total = (nll * counted).sum()
-    return LossOutput(total, counted.sum(), jax.lax.stop_gradient(total), {"sharp": ((nll < 2) & counted).sum().astype(jnp.float32)})
+    return LossOutput(
+        total,
+        counted.sum(),
+        jax.lax.stop_gradient(total),
+        {"sharp": ((nll < 2) & counted).sum().astype(jnp.float32)},
+    )
 
 
 def mean(model: Any, batch: Any) -> jax.Array:
@@ -63,7 +72,9 @@ class Uneven(Arithmetic):
 
 
 def train(loss: Any, folder: Path, accumulate: int = 1) -> list[dict[str, Any]]:
-    config = settings(folder, steps=4, accumulate_steps=accumulate, optimizer={"learning_rate": 0.05})
+    config = settings(
+        folder, steps=4, accumulate_steps=accumulate, optimizer={"learning_rate": 0.05}
+    )
     Trainer(Tiny, config, Uneven(), {"held": Uneven(3, seed=5, last=3)}, loss=loss, mesh=MESH).run()
     return read_metrics(folder / "metrics.jsonl")
 
@@ -74,7 +85,9 @@ def by_sums(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("loss", "accumulate"), [(means, 4), (mean, 1)])
-def test_means_train_as_their_sums_do(by_sums: list[dict[str, Any]], loss: Any, accumulate: int, tmp_path: Path) -> None:
+def test_means_train_as_their_sums_do(
+    by_sums: list[dict[str, Any]], loss: Any, accumulate: int, tmp_path: Path
+) -> None:
     records = train(loss, tmp_path, accumulate)
     for wanted, got in zip(by_sums, records, strict=True):
         assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
@@ -86,23 +99,53 @@ def test_means_train_as_their_sums_do(by_sums: list[dict[str, Any]], loss: Any, 
         assert got.get("sharp", wanted["sharp"]) == pytest.approx(wanted["sharp"], abs=1e-5)
     assert by_sums[-1]["loss"] < by_sums[0]["loss"]
     seen, wanted = records[-1]["eval"]["held"], by_sums[-1]["eval"]["held"]
-    told = wanted if loss is means else {"loss": wanted["loss"], "nll": None, "ppl": None, "num_targets": wanted["num_targets"]}
-    assert seen == {key: value if value is None else pytest.approx(value, rel=1e-5) for key, value in told.items()}
+    told = (
+        wanted
+        if loss is means
+        else {
+            "loss": wanted["loss"],
+            "nll": None,
+            "ppl": None,
+            "num_targets": wanted["num_targets"],
+        }
+    )
+    assert seen == {
+        key: value if value is None else pytest.approx(value, rel=1e-5)
+        for key, value in told.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda nll: nll, r"loss: gave float32 of shape \(8, 12\)\. A loss gives a scalar, the mean over the batch's targets; \(scalar"),
+        (
+            lambda nll: nll,
+            r"loss: gave float32 of shape \(8, 12\)\. A loss gives a scalar, the mean over the batch's targets; \(scalar",
+        ),
         (lambda nll: {"loss": nll.mean()}, r"loss: gave dict\. A loss gives"),
-        (lambda nll: (nll.sum(), 1, 2), r"loss: gave tuple\. A loss gives .* or a LossOutput of sums"),
-        (lambda nll: (nll.mean(), {"each": nll.mean(0)}), r"loss, 'each': gave float32 of shape \(12,\)\. Give a scalar"),
-        (lambda nll: (nll.mean(), {"grad_norm": nll.mean()}), r"loss, 'grad_norm': is the name of something that every record has"),
+        (
+            lambda nll: (nll.sum(), 1, 2),
+            r"loss: gave tuple\. A loss gives .* or a LossOutput of sums",
+        ),
+        (
+            lambda nll: (nll.mean(), {"each": nll.mean(0)}),
+            r"loss, 'each': gave float32 of shape \(12,\)\. Give a scalar",
+        ),
+        (
+            lambda nll: (nll.mean(), {"grad_norm": nll.mean()}),
+            r"loss, 'grad_norm': is the name of something that every record has",
+        ),
     ],
 )
 def test_what_is_no_loss_is_refused(given: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        Trainer(Tiny, settings(tmp_path, steps=3), Arithmetic(), loss=lambda model, batch: given(each(model, batch)[0]), mesh=MESH).run()
+        Trainer(
+            Tiny,
+            settings(tmp_path, steps=3),
+            Arithmetic(),
+            loss=lambda model, batch: given(each(model, batch)[0]),
+            mesh=MESH,
+        ).run()
 
 
 def test_a_mean_over_what_nobody_has_counted_is_refused(tmp_path: Path) -> None:
@@ -113,13 +156,22 @@ def test_a_mean_over_what_nobody_has_counted_is_refused(tmp_path: Path) -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return model.hidden(batch["input_ids"]).mean()
 
-    with pytest.raises(ConfigError, match=r"loss: gave a mean, and without labels.*Give a LossOutput of sums, with num_targets"):
+    with pytest.raises(
+        ConfigError,
+        match=r"loss: gave a mean, and without labels.*Give a LossOutput of sums, with num_targets",
+    ):
         Trainer(Tiny, settings(tmp_path / "a", steps=3), Bare(), loss=loss, mesh=MESH).run()
 
     def counted(model: Any, batch: Any) -> LossOutput:
-        return LossOutput(loss(model, batch) * batch["input_ids"].size, jnp.int32(batch["input_ids"].size), jnp.float32(0))
+        return LossOutput(
+            loss(model, batch) * batch["input_ids"].size,
+            jnp.int32(batch["input_ids"].size),
+            jnp.float32(0),
+        )
 
-    last = Trainer(Tiny, settings(tmp_path / "b", steps=3), Bare(), loss=counted, mesh=MESH).run().last
+    last = (
+        Trainer(Tiny, settings(tmp_path / "b", steps=3), Bare(), loss=counted, mesh=MESH).run().last
+    )
     assert math.isfinite(last["loss"])
 
 
@@ -130,7 +182,8 @@ def test_names_of_a_record_are_refused_of_a_loss(by_sums: list[dict[str, Any]]) 
 @pytest.mark.parametrize("metric", ["sharp", "eval.held.sharp"])
 def test_what_a_loss_tells_by_name_can_be_watched(metric: str, tmp_path: Path) -> None:
     def steps(mode: str, name: str = metric) -> Any:
-        early = {"early_stopping": {"metric": name, "mode": mode, "patience": 1, "min_delta": 1.0}}  # a share never gains that much
+        # a share never gains that much
+        early = {"early_stopping": {"metric": name, "mode": mode, "patience": 1, "min_delta": 1.0}}
         config = settings(tmp_path / mode, steps=5, eval_every=1, callbacks=early)
         held = {"held": Uneven(3, seed=5, last=3)}
         Trainer(Tiny, config, Uneven(), held, loss=means, mesh=MESH).run()
@@ -140,7 +193,8 @@ def test_what_a_loss_tells_by_name_can_be_watched(metric: str, tmp_path: Path) -
     at = r"train\.callbacks\.early_stopping\.metric: the loss gives no "
     with pytest.raises(ConfigError, match=at + rf"'{metric}er' .*Did you mean '{metric}'"):
         steps("min", metric + "er")
-    with pytest.raises(ConfigError, match=r"no metric named 'eval\.hold\.sharp'"):  # known before anything runs
+    # known before anything runs
+    with pytest.raises(ConfigError, match=r"no metric named 'eval\.hold\.sharp'"):
         steps("min", "eval.hold.sharp")
 
 
@@ -185,7 +239,9 @@ def test_callbacks_mesh_loss_and_optimizer_from_python(by: str, tmp_path: Path) 
 
         rows = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts(40)])
         data = easypipe.DatasetConfig(data_files=str(rows), tokenizer=tokenizer())
-        trainer = Trainer(model, data=data, seq_length=16, batch_size=4, progress=lambda event: None, **options)
+        trainer = Trainer(
+            model, data=data, seq_length=16, batch_size=4, progress=lambda event: None, **options
+        )
     assert trainer.mesh is MESH
     assert trainer.callbacks == (heard,)
     last = trainer.run().last
@@ -195,7 +251,12 @@ def test_callbacks_mesh_loss_and_optimizer_from_python(by: str, tmp_path: Path) 
 
 
 def test_the_same_names_with_options(tmp_path: Path) -> None:
-    given = {"mesh": "fsdp", "callbacks": {"heartbeat": {}}, "loss": {"z_loss": 0.1}, "optimizer": {"learning_rate": 0.1}}
+    given = {
+        "mesh": "fsdp",
+        "callbacks": {"heartbeat": {}},
+        "loss": {"z_loss": 0.1},
+        "optimizer": {"learning_rate": 0.1},
+    }
     config = Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), **given).config
     assert (config.loss.z_loss, config.optimizer.learning_rate) == (0.1, 0.1)
     assert config.mesh == "fsdp"
@@ -206,15 +267,26 @@ def test_the_same_names_with_options(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"callbacks": [Heard]}, r"callbacks\[0\]: <class .*Heard'> is no Callback"),
-        ({"callbacks": ["early_stopping"]}, r"callbacks\[0\]: 'early_stopping' is no Callback.*stand in a mapping: \{best: \{\}\}"),
+        (
+            {"callbacks": ["early_stopping"]},
+            r"callbacks\[0\]: 'early_stopping' is no Callback.*stand in a mapping: \{best: \{\}\}",
+        ),
         ({"callbacks": 3}, r"callbacks\[0\]: 3 is no Callback"),
-        ({"callbacks": {"early_stoping": {}}}, r"callbacks\.early_stoping: unknown key.*Did you mean 'early_stopping'"),
+        (
+            {"callbacks": {"early_stoping": {}}},
+            r"callbacks\.early_stoping: unknown key.*Did you mean 'early_stopping'",
+        ),
         ({"mesh": jax.make_mesh((1,), ("data",))}, r"mesh: has no axis fsdp"),
         ({"mesh": "fspd"}, r"mesh.*fspd"),
         ({"callback": []}, r"callback: no such option of Trainer.*Did you mean 'callbacks'"),
     ],
 )
-def test_what_is_none_of_them_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_is_none_of_them_is_refused(
+    given: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), **given)
-    assert Trainer(Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), callbacks=Heard()).callbacks  # one alone will do
+    # one alone will do
+    assert Trainer(
+        Tiny, train=Arithmetic(), steps=1, output_dir=str(tmp_path), callbacks=Heard()
+    ).callbacks

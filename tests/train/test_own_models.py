@@ -1,4 +1,6 @@
-"""Modules of other makes in the same call: NNX modules that give logits, and Flax Linen through its bridge."""
+"""Modules of other makes in the same call: NNX modules that give logits, and Flax Linen through its
+bridge.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,17 @@ class Plain(nnx.Module):
         return self.head(self.table(input_ids))
 
 
-@pytest.mark.parametrize("model", [Linen(), Plain, Plain(nnx.Rngs(0))], ids=["linen", "nnx function", "nnx module"])
+@pytest.mark.parametrize(
+    "model", [Linen(), Plain, Plain(nnx.Rngs(0))], ids=["linen", "nnx function", "nnx module"]
+)
 def test_a_module_that_gives_logits_is_trained_and_resumed(model: Any, tmp_path: Path) -> None:
     def trainer(steps: int) -> Trainer:
-        config = settings(tmp_path, steps=steps, resume_changes=("train.steps",), optimizer={"learning_rate": 0.03})
+        config = settings(
+            tmp_path,
+            steps=steps,
+            resume_changes=("train.steps",),
+            optimizer={"learning_rate": 0.03},
+        )
         return Trainer(model, config, Arithmetic(), {"held": Arithmetic(1, seed=7)}, mesh=MESH)
 
     first = trainer(2).run()
@@ -59,7 +68,15 @@ def test_a_module_that_gives_logits_is_trained_and_resumed(model: Any, tmp_path:
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "label_smoothing": 0.2}])
 def test_the_loss_of_logits_is_the_fused_one(options: dict[str, float]) -> None:
     model = Decoder(
-        ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1), nnx.Rngs(0)
+        ModelConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+        ),
+        nnx.Rngs(0),
     )
     batch = {name: jnp.asarray(array) for name, array in Arithmetic().batch(1).items()}
     with jax.default_matmul_precision("highest"):
@@ -69,11 +86,19 @@ def test_the_loss_of_logits_is_the_fused_one(options: dict[str, float]) -> None:
     assert np.isnan(logits_loss_sums(model, wrong).loss_sum)
 
 
-def test_what_cannot_have_an_effect_is_refused_and_what_is_not_isolated_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"train\.loss\.chunk_size: has no effect on a module without `hidden` and `lm_head`"):
+def test_what_cannot_have_an_effect_is_refused_and_what_is_not_isolated_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.loss\.chunk_size: has no effect on a module without `hidden` and `lm_head`",
+    ):
         Trainer(Plain, settings(tmp_path, loss={"chunk_size": 8}), Arithmetic(), mesh=MESH)
     with caplog.at_level(logging.WARNING, "easypipe"):
         Trainer(Linen(), settings(tmp_path), Arithmetic(), mesh=MESH)
         assert "segment_ids" not in caplog.text
         Trainer(Plain, settings(tmp_path), Arithmetic(), mesh=MESH)
-    assert "model: Plain takes no segment_ids: documents that are packed into one row see each other" in caplog.text
+    assert (
+        "model: Plain takes no segment_ids: documents that are packed into one row see each other"
+        in caplog.text
+    )

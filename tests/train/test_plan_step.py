@@ -23,7 +23,14 @@ from easypipe.train.model import ModelConfig
 from easypipe.train.peak import known_device
 from easypipe.train.topology import topology
 
-SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "num_heads": 2, "num_kv_heads": 2}
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_layers": 3,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+}
 MODEL = ModelConfig(**SHAPE, dtype="bfloat16", remat="full")
 CONFIG = f"""
 data: {{datasets: [{{data_files: nowhere.jsonl}}], seed: 1, pack: {{seq_length: 512}}, load: {{batch_size: 8}}}}
@@ -52,10 +59,18 @@ def plan(tpu, config):
 def test_memory_is_told_by_part(plan):
     memory, parameters = plan.memory, plan.parameters
     assert parameters == 2 * 512 * 256 + 3 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256) + 256
-    assert abs(memory.parameters - 4 * parameters / 2) < 4 * 4096  # in two parts; norms are whole on every device
+    # in two parts; norms are whole on every device
+    assert abs(memory.parameters - 4 * parameters / 2) < 4 * 4096
     assert abs(memory.optimizer - 2 * memory.parameters) < 1024  # two moments each, and counters
     assert memory.batch == 4 * 4 * 512 * 8 // 4  # four columns of int32 over four devices
-    parts = (memory.parameters, memory.optimizer, memory.other_state, memory.batch, memory.temporaries, memory.program)
+    parts = (
+        memory.parameters,
+        memory.optimizer,
+        memory.other_state,
+        memory.batch,
+        memory.temporaries,
+        memory.program,
+    )
     assert sum(parts) == memory.peak
     assert memory.temporaries > memory.gradients // 2
     assert memory.available == 16 << 30
@@ -68,15 +83,21 @@ def test_collectives_are_counted_as_often_as_loops_turn(plan):
     layers = [one for one in plan.collectives if one.times % MODEL.num_layers == 0]
     assert {"all-gather", "all-reduce"} <= {one.kind for one in layers}
     assert {one.devices for one in plan.collectives} <= {2, 4}
-    gathered = sum(one.times * one.size for one in plan.collectives if one.kind in ("all-gather", "all-reduce") and one.devices == 2)
-    assert gathered > 3 * 2 * (4 * 256 * 256 + 3 * 256 * 512) * 2  # each layer's weights in bfloat16, forward and again
+    gathered = sum(
+        one.times * one.size
+        for one in plan.collectives
+        if one.kind in ("all-gather", "all-reduce") and one.devices == 2
+    )
+    # each layer's weights in bfloat16, forward and again
+    assert gathered > 3 * 2 * (4 * 256 * 256 + 3 * 256 * 512) * 2
 
 
 def test_flops_are_ours_and_the_roofline_is_arithmetic(plan):
     line, device = plan.roofline, known_device(plan.device)
     assert line.flops == flops_per_step(MODEL, [512] * 8)
     assert line.palm_flops == palm_flops_per_step(MODEL, 8 * 512, 512)
-    assert line.flops < line.executed_flops < 4 / 3 * line.flops  # remat: full computes the layers once more, and not the head
+    # remat: full computes the layers once more, and not the head
+    assert line.flops < line.executed_flops < 4 / 3 * line.flops
     assert line.compute_s == line.executed_flops / (4 * device.flops)
     assert line.link_s == sum(one.sent for one in plan.collectives) / device.link_rate
     assert line.best_s == max(line.compute_s, line.memory_s, line.link_s) < line.worst_s
@@ -96,7 +117,9 @@ def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch)
         "Check the path.",
     ):
         assert text in shown.output
-    told = CliRunner().invoke(app, ["plan", str(config), "--topology", "v5e:2x2", "--no-prepare", "--json"])
+    told = CliRunner().invoke(
+        app, ["plan", str(config), "--topology", "v5e:2x2", "--no-prepare", "--json"]
+    )
     found = json.loads(told.stdout)
     assert found["data"] is None
     assert "nowhere.jsonl" in found["data_missing"]
@@ -105,8 +128,22 @@ def test_the_command_prints_it_with_what_is_not_known(plan, config, monkeypatch)
 
 
 def test_what_does_not_fit_says_what_to_change(tpu):
-    model = ModelConfig(vocab_size=1 << 17, hidden_size=8192, head_dim=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=2)
-    plan = plan_step(model, TrainingConfig(output_dir="out", mesh={"data": 4}), "v5e:2x2", batch_size=8, seq_length=128)
+    model = ModelConfig(
+        vocab_size=1 << 17,
+        hidden_size=8192,
+        head_dim=64,
+        intermediate_size=128,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+    )
+    plan = plan_step(
+        model,
+        TrainingConfig(output_dir="out", mesh={"data": 4}),
+        "v5e:2x2",
+        batch_size=8,
+        seq_length=128,
+    )
     assert plan.memory.peak > plan.memory.available
     assert plan.memory.fits is False
     assert "IT DOES NOT FIT" in str(plan)
@@ -118,7 +155,10 @@ def test_what_does_not_fit_says_what_to_change(tpu):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("v5q:2x2", r"topology: no kind of device named 'v5q' \(have: v5e, v5p, .*Did you mean 'v5"),
+        (
+            "v5q:2x2",
+            r"topology: no kind of device named 'v5q' \(have: v5e, v5p, .*Did you mean 'v5",
+        ),
         ("v5p", r"'v5p' names no shape.*like 'v5p:4x4x4'"),
         ("v5p:4x4", r"'v5p:4x4' has 2 dimensions, and slices of v5p have 3"),
         ("v5p:3x3x3", r"libtpu knows no 'v5p:3x3x3'"),
@@ -140,19 +180,25 @@ def test_a_mesh_that_the_torus_cannot_carry_is_refused(tpu):
 def test_rows_that_the_mesh_cannot_divide_are_refused(tpu):
     train = TrainingConfig(output_dir="out", mesh={"sequence": 4})
     with pytest.raises(
-        PlacementError, match=r"seq_length: rows of 30 slots do not divide over mesh axis 'sequence' of 4\. Choose a seq_length"
+        PlacementError,
+        match=r"seq_length: rows of 30 slots do not divide over mesh axis 'sequence' of 4\. Choose a seq_length",
     ):
         plan_step(MODEL, train, "v5e:2x2", batch_size=4, seq_length=30)
 
 
 def test_a_run_whose_rows_have_no_length_is_refused(config):
     run = RunConfig.load(config, ["data.pack=null"])
-    with pytest.raises(ConfigError, match=r"data\.pack: neither it nor data\.tokenize\.max_length says how long rows are"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.pack: neither it nor data\.tokenize\.max_length says how long rows are",
+    ):
         runs.plan_on(run, "v5e:2x2")
 
 
 def test_groups_and_loops_are_read_as_xla_writes_them():
-    """Three spellings of groups; a loop within a loop; a kernel whose text has lines that begin with a brace; a loop of unknown length."""
+    """Three spellings of groups; a loop within a loop; a kernel whose text has lines that begin
+    with a brace; a loop of unknown length.
+    """
     text = """
 %inner (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %k = f32[8]{0} custom-call(%x), backend_config={"kernel":"
@@ -191,7 +237,9 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 def test_a_reduce_scatter_is_counted_as_one_however_the_compiler_writes_it():
-    """Gradients bf16[1024,256] of two layers, summed over 8 devices that keep 128 rows each: 7/8 of 512 KiB leave a device, twice."""
+    """Gradients bf16[1024,256] of two layers, summed over 8 devices that keep 128 rows each: 7/8 of
+    512 KiB leave a device, twice.
+    """
     tpu = """
 %add (a: f32[], b: f32[]) -> f32[] {
   ROOT %sum = f32[] add(%a, %b)
@@ -221,14 +269,19 @@ ENTRY %main (a: bf16[1024,256]) -> f32[] {
 }
 """
     for program in (tpu, gpu):
-        seen = {one.kind: (one.shape, one.size, one.devices, one.times, one.sent) for one in read(program, 8).collectives}
+        seen = {
+            one.kind: (one.shape, one.size, one.devices, one.times, one.sent)
+            for one in read(program, 8).collectives
+        }
         assert seen == {
             "reduce-scatter": ("bf16[128,256]", 128 * 256 * 2, 8, 2, 2 * 7 / 8 * 1024 * 256 * 2),
             "all-reduce": ("f32[]", 4, 8, 1, 2 * 7 / 8 * 4),
         }
 
 
-@pytest.mark.skipif(os.environ.get("EASYPIPE_AOT") != "all", reason="a minute of a core (nox -s aot_tpu)")
+@pytest.mark.skipif(
+    os.environ.get("EASYPIPE_AOT") != "all", reason="a minute of a core (nox -s aot_tpu)"
+)
 def test_an_8b_model_is_planned_for_64_chips_in_minutes(tpu):
     run = RunConfig.load(Path(__file__).parents[2] / "configs" / "llama_8b_v5p.yaml")
     started = time.process_time()

@@ -1,4 +1,6 @@
-"""Preferences: the loss is the published formula, packed or not, and training on pairs separates the answers."""
+"""Preferences: the loss is the published formula, packed or not, and training on pairs separates
+the answers.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,25 @@ import pytest
 from flax import nnx
 
 from chat_support import chat_tokenizer
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, PipelineConfig, PromptConfig, RunConfig
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    PipelineConfig,
+    PromptConfig,
+    RunConfig,
+)
 from easypipe.core.errors import ConfigError
 from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, POSITION_IDS, SEGMENT_IDS
 from easypipe.run import train
-from easypipe.train.config import CheckpointConfig, LossConfig, OptimizerConfig, PreferenceConfig, SpikeConfig, TrainingConfig
+from easypipe.train.config import (
+    CheckpointConfig,
+    LossConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    SpikeConfig,
+    TrainingConfig,
+)
 from easypipe.train.events import TrainEvent
 from easypipe.train.lora_config import LoraConfig
 from easypipe.train.mesh import make_mesh
@@ -32,7 +48,14 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 
 SLOTS, VOCAB = 16, 40
 PAIRS: Any = {"format_type": "prompt_completion", "input_columns": ("prompt",)}
-CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=2)
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+)
 
 
 @functools.cache
@@ -44,13 +67,20 @@ def batch() -> dict[str, np.ndarray]:
     """Two rows: two pairs and padding; one pair."""
     rng = np.random.Generator(np.random.PCG64(0))
     lengths = [[3, 4, 2, 5], [6, 7]]
-    out = {name: np.full((2, SLOTS), IGNORE if name == LABELS else 0, np.int32) for name in (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)}
+    out = {
+        name: np.full((2, SLOTS), IGNORE if name == LABELS else 0, np.int32)
+        for name in (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
+    }
     for row, segments in enumerate(lengths):
         at = 0
         for number, length in enumerate(segments, 1):
             here = slice(at, at + length)
             ids = rng.integers(2, VOCAB, length)
-            out[INPUT_IDS][row, here], out[SEGMENT_IDS][row, here], out[POSITION_IDS][row, here] = ids, number, np.arange(length)
+            out[INPUT_IDS][row, here], out[SEGMENT_IDS][row, here], out[POSITION_IDS][row, here] = (
+                ids,
+                number,
+                np.arange(length),
+            )
             out[LABELS][row, at + 1 : at + length - 1] = ids[2:]  # the first token is a prompt's
             if length == 2:
                 out[LABELS][row, at] = ids[1]
@@ -66,7 +96,9 @@ def program() -> Any:
 
 
 def by_hand(of: Decoder) -> list[tuple[float, float]]:
-    """(log p of the chosen answer, of the rejected one) of the three pairs, each answer alone in a row."""
+    """(log p of the chosen answer, of the rejected one) of the three pairs, each answer alone in a
+    row.
+    """
     given, found = batch(), []
     for row in range(2):
         for segment in range(1, int(given[SEGMENT_IDS][row].max()) + 1):
@@ -74,7 +106,13 @@ def by_hand(of: Decoder) -> list[tuple[float, float]]:
             ids = np.zeros((1, SLOTS), np.int32)
             ids[0, : len(slots)] = given[INPUT_IDS][row, slots]
             logs = np.asarray(program()(nnx.split(of)[1], ids))[0]
-            found.append(sum(float(logs[t, label]) for t, label in enumerate(given[LABELS][row, slots]) if label >= 0))
+            found.append(
+                sum(
+                    float(logs[t, label])
+                    for t, label in enumerate(given[LABELS][row, slots])
+                    if label >= 0
+                )
+            )
     return list(zip(found[::2], found[1::2], strict=True))
 
 
@@ -100,7 +138,9 @@ def test_answers_packed_are_as_likely_as_alone():
     assert found.shape == (2, SLOTS)
     for row, segments in ((0, (1, 2, 3, 4)), (1, (1, 2))):
         wanted = np.ravel(by_hand(model()))[4 * row :][: len(segments)]
-        sums = [float(found[row][batch()[SEGMENT_IDS][row] == segment].sum()) for segment in segments]
+        sums = [
+            float(found[row][batch()[SEGMENT_IDS][row] == segment].sum()) for segment in segments
+        ]
         np.testing.assert_allclose(sums, wanted, rtol=1e-5)
 
 
@@ -113,21 +153,28 @@ def test_the_loss_is_the_formula(label_smoothing):
     run = jax.jit(lambda params, rest, given: loss(layout.merge(params, rest), given))
     out = run(*layout.split(model()), given)
     wanted, margins = 0.0, []
-    for (chosen, rejected), (chosen_0, rejected_0) in zip(by_hand(model()), by_hand(model(1)), strict=True):
+    for (chosen, rejected), (chosen_0, rejected_0) in zip(
+        by_hand(model()), by_hand(model(1)), strict=True
+    ):
         margin = beta * ((chosen - chosen_0) - (rejected - rejected_0))
-        wanted += -(1 - label_smoothing) * np.log(1 / (1 + np.exp(-margin))) - label_smoothing * np.log(1 / (1 + np.exp(margin)))
+        wanted += -(1 - label_smoothing) * np.log(
+            1 / (1 + np.exp(-margin))
+        ) - label_smoothing * np.log(1 / (1 + np.exp(margin)))
         margins.append(margin)
     np.testing.assert_allclose(out.loss_sum, wanted, rtol=1e-5)
     np.testing.assert_allclose(out.more["reward_margin"], sum(margins), rtol=1e-4)
     assert out.more["reward_accuracy"] == sum(margin > 0 for margin in margins)
     assert out.num_targets == 3
     same = run(*layout.split(model(1)), given)
-    np.testing.assert_allclose(same.loss_sum / 3, np.log(2), rtol=1e-6)  # the reference itself tells no pair apart
+    # the reference itself tells no pair apart
+    np.testing.assert_allclose(same.loss_sum / 3, np.log(2), rtol=1e-6)
 
 
 def test_micro_batches_have_the_reference_of_the_whole():
     given = on_device()
-    cut = reference_of(model(1), {name: column.reshape(2, 1, SLOTS) for name, column in given.items()})
+    cut = reference_of(
+        model(1), {name: column.reshape(2, 1, SLOTS) for name, column in given.items()}
+    )
     np.testing.assert_allclose(cut.reshape(2, SLOTS), reference_of(model(1), given), rtol=1e-6)
 
 
@@ -155,10 +202,16 @@ class Pairs:
 
 
 def losses(folder: Path, **changes: Any) -> list[dict[str, Any]]:
-    options: Any = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0), "eval_every": 3} | changes
+    options: Any = {
+        "steps": 6,
+        "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0),
+        "eval_every": 3,
+    } | changes
     config = TrainingConfig(output_dir=folder, mesh={"data": 1}, **options)
     mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
-    Trainer(CONFIG, config, Pairs(), {"same": Pairs()} if config.eval_batches else None, mesh=mesh).run()
+    Trainer(
+        CONFIG, config, Pairs(), {"same": Pairs()} if config.eval_batches else None, mesh=mesh
+    ).run()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -169,8 +222,13 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
     assert whole[0]["reward_accuracy"] == 0.0
     assert whole[-1]["loss"] < 0.5 < whole[-1]["reward_accuracy"]
     assert whole[-1]["eval"]["same"]["reward_margin"] > 0
-    # Killed after step 3 and run again: the reference is the model before step 1, not the one that it goes on with.
-    checkpoint = {"checkpoint": CheckpointConfig(every=3), "preference": preference, "eval_batches": 1}
+    # Killed after step 3 and run again: the reference is the model before step 1, not the one that
+    # it goes on with.
+    checkpoint = {
+        "checkpoint": CheckpointConfig(every=3),
+        "preference": preference,
+        "eval_batches": 1,
+    }
     stopping = losses_until(tmp_path / "parts", 3, **checkpoint)
     assert stopping == 3
     parts = losses(tmp_path / "parts", **checkpoint)
@@ -179,9 +237,17 @@ def test_training_tells_the_answers_apart_and_goes_on_from_its_reference(tmp_pat
 
 def test_a_run_is_told_by_its_configuration(tmp_path):
     """From rows to the loss: the whole chain that `easypipe train configs/dpo.yaml` runs."""
-    rows = [{"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{n}, I think"} for n in range(8)]
+    rows = [
+        {"prompt": f"{n} + {n} = ", "chosen": f"{2 * n}", "rejected": f"{n}, I think"}
+        for n in range(8)
+    ]
     data = PipelineConfig(
-        datasets=[DatasetConfig(data_files=rows, prompt=PromptConfig(label_column="chosen", rejected_column="rejected", **PAIRS))],
+        datasets=[
+            DatasetConfig(
+                data_files=rows,
+                prompt=PromptConfig(label_column="chosen", rejected_column="rejected", **PAIRS),
+            )
+        ],
         default_tokenizer=chat_tokenizer(),
         seed=1,
         cache_dir=tmp_path,
@@ -194,7 +260,13 @@ def test_a_run_is_told_by_its_configuration(tmp_path):
         preference=PreferenceConfig(beta=0.5),
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=0),
     )
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+    }
     result = train(RunConfig(data=data, train=settings, model=ModelConfig(**size)))
     assert result.first["loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert result.last["loss"] < result.first["loss"]
@@ -205,7 +277,10 @@ def test_pairs_are_trained_as_pairs_and_nothing_else_is(tmp_path):
     def run(columns: dict[str, Any], preference: PreferenceConfig | None) -> RunConfig:
         data = PipelineConfig(
             datasets=[
-                DatasetConfig(data_files=[{"prompt": "a ", "chosen": "b", "rejected": "c"}], prompt=PromptConfig(**PAIRS, **columns))
+                DatasetConfig(
+                    data_files=[{"prompt": "a ", "chosen": "b", "rejected": "c"}],
+                    prompt=PromptConfig(**PAIRS, **columns),
+                )
             ],
             default_tokenizer=chat_tokenizer(),
             seed=1,
@@ -213,13 +288,24 @@ def test_pairs_are_trained_as_pairs_and_nothing_else_is(tmp_path):
             pack=PackStageConfig(seq_length=64, oversize="drop"),
             load=LoadStageConfig(batch_size=1),
         )
-        size = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+        size = {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+        }
         settings = TrainingConfig(output_dir=tmp_path / "run", steps=1, preference=preference)
         return RunConfig(data=data, train=settings, model=ModelConfig(**size))
 
-    with pytest.raises(ConfigError, match=r"data: holds pairs of answers, and without train.preference"):
+    with pytest.raises(
+        ConfigError, match=r"data: holds pairs of answers, and without train.preference"
+    ):
         train(run({"label_column": "chosen", "rejected_column": "rejected"}, None))
-    with pytest.raises(ConfigError, match=r"train.preference: is given, but the rows hold no pairs of answers \(data\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.preference: is given, but the rows hold no pairs of answers \(data\)",
+    ):
         train(run({"label_column": "chosen"}, PreferenceConfig()))
 
 
@@ -236,7 +322,11 @@ def test_without_a_reference_the_first_loss_tells_pairs_apart(tmp_path):
 
 def losses_until(folder: Path, step: int, **changes: Any) -> int:
     """Stops after `step`, as a signal would."""
-    options: Any = {"steps": 6, "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0), "eval_every": 3} | changes
+    options: Any = {
+        "steps": 6,
+        "optimizer": OptimizerConfig(learning_rate=0.02, warmup_steps=0),
+        "eval_every": 3,
+    } | changes
     config = TrainingConfig(output_dir=folder, mesh={"data": 1}, **options)
     mesh = make_mesh(config.mesh, devices=jax.devices()[:1])
 
@@ -255,7 +345,12 @@ def losses_until(folder: Path, step: int, **changes: Any) -> int:
     [
         (lambda: PreferenceConfig(beta=0.0), "beta"),
         (lambda: PreferenceConfig(label_smoothing=0.5), "label_smoothing"),
-        (lambda: TrainingConfig(output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)), "loss: has no effect on pref"),
+        (
+            lambda: TrainingConfig(
+                output_dir="x", preference=PreferenceConfig(), loss=LossConfig(z_loss=0.1)
+            ),
+            "loss: has no effect on pref",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
@@ -275,8 +370,16 @@ class Swapped(Pairs):
 
 def test_preferences_that_turn_round_are_rolled_back_with_the_same_reference(tmp_path):
     spikes = SpikeConfig(window=4, threshold=6.0, patience=2)
-    options: Any = {"steps": 12, "spikes": spikes, "lora": LoraConfig(rank=2), "preference": PreferenceConfig(beta=0.5)}
-    options |= {"optimizer": OptimizerConfig(learning_rate=0.05, warmup_steps=0), "checkpoint": CheckpointConfig(every=3)}
+    options: Any = {
+        "steps": 12,
+        "spikes": spikes,
+        "lora": LoraConfig(rank=2),
+        "preference": PreferenceConfig(beta=0.5),
+    }
+    options |= {
+        "optimizer": OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+        "checkpoint": CheckpointConfig(every=3),
+    }
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
     def run(name: str, stop: int | None = None) -> list[tuple[int, float]]:
@@ -286,12 +389,21 @@ def test_preferences_that_turn_round_are_rolled_back_with_the_same_reference(tmp
 
         config = TrainingConfig(output_dir=tmp_path / name, mesh={"data": 1}, **options)
         Trainer(CONFIG, config, Swapped(), mesh=mesh, listener=listener).run()
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         return [(line["step"], line["loss"]) for line in lines]
 
     whole = run("whole")
-    went = [json.loads(line) for line in (tmp_path / "whole" / "rollbacks.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["to"], line["batch_of_step"]) for line in went] == [(8, 6, 7), (8, 6, 8)]
+    went = [
+        json.loads(line)
+        for line in (tmp_path / "whole" / "rollbacks.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["to"], line["batch_of_step"]) for line in went] == [
+        (8, 6, 7),
+        (8, 6, 8),
+    ]
     assert [step for step, _ in whole] == list(range(1, 13))
     assert whole[-1][1] < whole[5][1] < whole[6][1]
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,6 @@
-"""Runs of several processes, which meet by jax.distributed and gloo on this machine: four devices in all, however many share them."""
+"""Runs of several processes, which meet by jax.distributed and gloo on this machine: four devices
+in all, however many share them.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,24 @@ MESH = {"data": 2, "tensor": 2}  # sums of two numbers, which are the same in an
 
 def start(count: int, folder: Path, *jobs: dict) -> list[subprocess.Popen[str]]:
     flags = f"--xla_force_host_platform_device_count={4 // count}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(PROGRAM.parents[1])}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(PROGRAM.parents[1]),
+    }
     if count > 1:
-        environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+        environment |= {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_NUM_PROCESSES": str(count),
+        }
     command = [sys.executable, str(PROGRAM), str(folder), *map(json.dumps, jobs)]
     each = [environment | ({"JAX_PROCESS_ID": str(i)} if count > 1 else {}) for i in range(count)]
-    return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for env in each]
+    return [
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for env in each
+    ]
 
 
 def finish(processes: list[subprocess.Popen[str]], code: int = 0) -> list[tuple[str, str]]:
@@ -44,15 +58,22 @@ def finish(processes: list[subprocess.Popen[str]], code: int = 0) -> list[tuple[
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """whole: one process, 8 steps. stopped: two processes, of which one is told to stop at step 3; four go on with it. moved: one process
-    goes on with it on another mesh."""
+    """whole: one process, 8 steps. stopped: two processes, of which one is told to stop at step 3;
+    four go on with it. moved: one process goes on with it on another mesh."""
     folder = tmp_path_factory.mktemp("runs")
     job = {"steps": 8, "every": 4, "mesh": MESH}
     said = finish(start(2, folder, job | {"name": "stopped", "signal": [1, 3]}), code=143)
     stopped = max(int(path.name) for path in (folder / "stopped" / "checkpoints").iterdir())
     shutil.copytree(folder / "stopped", folder / "moved")
     four = start(4, folder, job | {"name": "stopped"})
-    finish(start(1, folder, job | {"name": "whole"}, job | {"name": "moved", "mesh": {"fsdp": 2, "sequence": 2}}))
+    finish(
+        start(
+            1,
+            folder,
+            job | {"name": "whole"},
+            job | {"name": "moved", "mesh": {"fsdp": 2, "sequence": 2}},
+        )
+    )
     finish(four)
     return folder, said, stopped
 
@@ -68,7 +89,9 @@ def test_the_curve_is_the_same_bit_for_bit_for_one_two_and_four_processes(runs):
     assert "held" in whole[-1]["eval"]
     # Before the stop written by the first of two processes, behind it by the first of four.
     assert 3 <= stopped < 8
-    assert [r | {"eval": None} for r in curve(folder / "stopped")] == [r | {"eval": None} for r in whole]
+    assert [r | {"eval": None} for r in curve(folder / "stopped")] == [
+        r | {"eval": None} for r in whole
+    ]
     assert curve(folder / "stopped")[-1]["eval"] == whole[-1]["eval"]
 
 
@@ -81,7 +104,9 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs):
 def test_hybrid_puts_data_across_processes_and_fsdp_within(runs):
     _, said, _ = runs
     for out, _ in said:
-        assert json.loads(out.splitlines()[-1]) == [[0, 0], [1, 1]], "which process's devices lie along data, and along fsdp"
+        assert json.loads(out.splitlines()[-1]) == [[0, 0], [1, 1]], (
+            "which process's devices lie along data, and along fsdp"
+        )
 
 
 def test_a_run_goes_on_with_other_processes_on_another_mesh(runs):
@@ -114,13 +139,21 @@ def test_who_does_not_meet_the_others_says_so_in_time():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", ALONE, *case], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-c", ALONE, *case],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         for case in cases
     ]
     first, second, late = (process.communicate(timeout=120)[0] for process in started)
-    assert first.startswith(f"StallError train.distributed: process 0 of 2 did not meet the others within 1 s at {address}. See that all")
-    assert second.startswith(f"StallError train.distributed: process 1 of 2 did not meet the others within 1 s at {other}.")
+    assert first.startswith(
+        f"StallError train.distributed: process 0 of 2 did not meet the others within 1 s at {address}. See that all"
+    )
+    assert second.startswith(
+        f"StallError train.distributed: process 1 of 2 did not meet the others within 1 s at {other}."
+    )
     assert late.startswith(
         "ConfigError train.distributed: cannot be joined to other processes: JAX has made devices already. Call easypipe."
     )
@@ -136,24 +169,52 @@ print(jax.process_index(), jax.process_count(), shared_seed())
 
 
 def _slurm(process: int, nodes: str) -> dict[str, str]:
-    """What `srun` tells a task; jax takes the coordinator's port from the job's number, here one that is free."""
-    job = next(number for number in range(os.getpid(), os.getpid() + 4096) if _is_free(number % 4096 + 61440))
-    told = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": nodes, "SLURM_NTASKS": 2, "SLURM_PROCID": process, "SLURM_LOCALID": process}
+    """What `srun` tells a task; jax takes the coordinator's port from the job's number, here one
+    that is free.
+    """
+    job = next(
+        number
+        for number in range(os.getpid(), os.getpid() + 4096)
+        if _is_free(number % 4096 + 61440)
+    )
+    told = {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_NTASKS": 2,
+        "SLURM_PROCID": process,
+        "SLURM_LOCALID": process,
+    }
     return {name: str(value) for name, value in told.items()}
 
 
 def _openmpi(process: int) -> dict[str, str]:
     """What `mpirun` tells a rank; the port follows from the first number of the address."""
-    job = next(number for number in range(os.getpid() + 2048, os.getpid() + 6144) if _is_free(number % 4096 + 61440))
+    job = next(
+        number
+        for number in range(os.getpid() + 2048, os.getpid() + 6144)
+        if _is_free(number % 4096 + 61440)
+    )
     uri = f"{job * 4096}.0;tcp://127.0.0.1:34911"
-    ranks = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(process), "OMPI_COMM_WORLD_LOCAL_RANK": str(process)}
+    ranks = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+    }
     return {"OMPI_MCA_orte_hnp_uri": uri, **ranks}
 
 
 def _tpu_pod(process: int) -> dict[str, str]:
     """What GKE tells a worker of a TPU slice, on a machine that jax is made to take for one."""
-    slices = {"MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1", "MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"}
-    hosts = {"TPU_WORKER_HOSTNAMES": "127.0.0.1,127.0.0.1", "TPU_WORKER_ID": str(process), "TPU_SKIP_MDS_QUERY": "1"}
+    slices = {
+        "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1",
+        "MEGASCALE_NUM_SLICES": "1",
+        "MEGASCALE_SLICE_ID": "0",
+    }
+    hosts = {
+        "TPU_WORKER_HOSTNAMES": "127.0.0.1,127.0.0.1",
+        "TPU_WORKER_ID": str(process),
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
     return {"JAX_FORCE_TPU_INIT": "1", "JAX_COORDINATOR_PORT": str(_PORT), **slices, **hosts}
 
 
@@ -176,10 +237,19 @@ def _is_free(port: int) -> bool:
 )
 def test_processes_that_a_scheduler_has_started_find_each_other(scheduler, told):
     others = ("SLURM_", "OMPI_", "JAX_", "KUBERNETES_", "TPU_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(others)} | {"JAX_PLATFORMS": "cpu"}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(others)
+    } | {"JAX_PLATFORMS": "cpu"}
     each = [environment | told(i) for i in range(2)]
     command = [sys.executable, "-c", MET]
-    done = finish([subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for env in each])
+    done = finish(
+        [
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for env in each
+        ]
+    )
     (first, count, seed), (second, _, other) = (out.splitlines()[-1].split() for out, _ in done)
     assert (first, second, count) == ("0", "1", "2")
     assert seed == other, "they have spoken with each other"
@@ -197,9 +267,18 @@ time.sleep(90)
 
 
 def test_a_lost_process_ends_the_others_after_its_heartbeats():
-    address, environment, began = f"127.0.0.1:{free_port()}", os.environ | {"JAX_PLATFORMS": "cpu"}, time.monotonic()
+    address, environment, began = (
+        f"127.0.0.1:{free_port()}",
+        os.environ | {"JAX_PLATFORMS": "cpu"},
+        time.monotonic(),
+    )
     command = [sys.executable, "-c", LOST, address]
-    started = [subprocess.Popen([*command, str(i)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for i in range(2)]
+    started = [
+        subprocess.Popen(
+            [*command, str(i)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        for i in range(2)
+    ]
     errors = [process.communicate(timeout=120)[1] for process in started]
     assert b"heartbeat" in errors[0]
     assert started[0].returncode not in (0, None)
@@ -208,7 +287,12 @@ def test_a_lost_process_ends_the_others_after_its_heartbeats():
 
 @pytest.fixture
 def alone(monkeypatch):
-    for name in (*VARIABLES.values(), "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX"):
+    for name in (
+        *VARIABLES.values(),
+        "SLURM_NTASKS",
+        "OMPI_COMM_WORLD_SIZE",
+        "JOB_COMPLETION_INDEX",
+    ):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -224,7 +308,11 @@ def test_where_nothing_speaks_of_other_processes_nothing_is_done(alone):
 @pytest.mark.parametrize(
     ("given", "variables", "message"),
     [
-        ({"num_processes": 2}, {}, "train.distributed.coordinator_address: not given, though num_processes is. Set it, or JAX_COORDINATOR"),
+        (
+            {"num_processes": 2},
+            {},
+            "train.distributed.coordinator_address: not given, though num_processes is. Set it, or JAX_COORDINATOR",
+        ),
         ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES: 'two' is no number"),
         (
             {"coordinator_address": "a:1", "num_processes": 2},
@@ -250,11 +338,17 @@ def test_a_description_that_is_not_whole_is_refused(alone, given, variables, mes
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"coordinator_address": "host"}, "coordinator_address: 'host' has no port. Write it as \"host:port\"."),
+        (
+            {"coordinator_address": "host"},
+            "coordinator_address: 'host' has no port. Write it as \"host:port\".",
+        ),
         ({"num_processes": 0}, "num_processes: 0 is too small. Give at least 1."),
         ({"timeout": 0}, "timeout: 0 is too small. Give at least 1."),
         ({"process_id": -1}, "process_id: -1 is not from 0 up."),
-        ({"enabled": False, "process_id": 1}, "enabled: false, and the processes are described all the same"),
+        (
+            {"enabled": False, "process_id": 1},
+            "enabled: false, and the processes are described all the same",
+        ),
     ],
 )
 def test_bad_values_are_refused(values, message):

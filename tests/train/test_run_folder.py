@@ -39,7 +39,10 @@ class Dropping(Tiny):
 
 
 def loader(num_epochs: int | None = None) -> Loader:
-    return Loader(plan_rows([CACHE], seq_length=12, num_epochs=num_epochs), LoadStageConfig(batch_size=8, num_epochs=num_epochs, mesh=MESH))
+    return Loader(
+        plan_rows([CACHE], seq_length=12, num_epochs=num_epochs),
+        LoadStageConfig(batch_size=8, num_epochs=num_epochs, mesh=MESH),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,9 @@ def folder(compiled_once, tmp_path_factory) -> Path:
         "spikes": SpikeConfig(window=4),
         "callbacks": {"best": {"metric": "eval.one.loss"}},
     }
-    Trainer(Dropping, settings(folder, **how), loader(), {"one": loader(1), "two": loader(1)}, mesh=MESH).run()
+    Trainer(
+        Dropping, settings(folder, **how), loader(), {"one": loader(1), "two": loader(1)}, mesh=MESH
+    ).run()
     return folder
 
 
@@ -60,8 +65,23 @@ def test_the_folder_says_how_and_on_what_it_was_trained(folder):
     config = from_dict(TrainingConfig, yaml.safe_load((folder / "run.yaml").read_text())["train"])
     assert (config.steps, config.spikes) == (6, SpikeConfig(window=4))
     (ran,) = json.loads((folder / "versions.json").read_text())["versions"]
-    assert (ran["from_step"], ran["jax"], ran["device_kind"]) == (0, version("jax"), jax.devices()[0].device_kind)
-    assert {"python", "easypipe", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "pyarrow", "tokenizers", "gigatoken"} <= set(ran)
+    assert (ran["from_step"], ran["jax"], ran["device_kind"]) == (
+        0,
+        version("jax"),
+        jax.devices()[0].device_kind,
+    )
+    assert {
+        "python",
+        "easypipe",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "numpy",
+        "pyarrow",
+        "tokenizers",
+        "gigatoken",
+    } <= set(ran)
     prints = json.loads((folder / "fingerprints.json").read_text())
     assert prints["train"] == dict(loader().state().components)
     assert set(prints["eval"]) == {"one", "two"}
@@ -76,17 +96,44 @@ def test_other_versions_are_added_and_the_same_are_not(folder, tmp_path):
     (first,) = read_kept(path)
     path.write_text(json.dumps([first | {"jax": "0.1"}]))  # as before there were checksums
     write_versions(tmp_path, 8)
-    assert [(one["from_step"], one["jax"]) for one in read_kept(path)] == [(0, "0.1"), (8, version("jax"))]
+    assert [(one["from_step"], one["jax"]) for one in read_kept(path)] == [
+        (0, "0.1"),
+        (8, version("jax")),
+    ]
 
 
-KEPT = ("versions.json", "changes.json", "fingerprints.json", "ledger.json", "plan.json", "best.json")
-DAMAGE = [b"", b"{", b"[1]", b"null", b"[null]", b'[{"step": "1"}]', b'{"train": 3}', b'{"versions": [], "best": []}', b"[" * 100_000]
+KEPT = (
+    "versions.json",
+    "changes.json",
+    "fingerprints.json",
+    "ledger.json",
+    "plan.json",
+    "best.json",
+)
+DAMAGE = [
+    b"",
+    b"{",
+    b"[1]",
+    b"null",
+    b"[null]",
+    b'[{"step": "1"}]',
+    b'{"train": 3}',
+    b'{"versions": [], "best": []}',
+    b"[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage[:20].decode())
 def test_damage_of_any_shape_is_told_and_stops_no_command(folder, tmp_path, caplog, damage):
-    """The page says which file tells nothing; what decides what else is told of the run is an error that names it."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True, ignore=lambda at, names: [name for name in names if name.endswith(".png")])
+    """The page says which file tells nothing; what decides what else is told of the run is an error
+    that names it.
+    """
+    shutil.copytree(
+        folder,
+        tmp_path,
+        dirs_exist_ok=True,
+        ignore=lambda at, names: [name for name in names if name.endswith(".png")],
+    )
     for name in KEPT:
         (tmp_path / name).write_bytes(damage)
     text = page(tmp_path)
@@ -110,7 +157,9 @@ def test_damage_of_any_shape_is_told_and_stops_no_command(folder, tmp_path, capl
 def test_no_changed_byte_is_believed(folder, tmp_path, name):
     value = {
         "versions.json": [{"from_step": 0, "jax": "1"}],
-        "changes.json": [{"step": 6, "row": 24, "changed": {"train.steps": "was 1, is 2"}, "before": None}],
+        "changes.json": [
+            {"step": 6, "row": 24, "changed": {"train.steps": "was 1, is 2"}, "before": None}
+        ],
         "fingerprints.json": {"train": None, "eval": {"a": {"plan": "0"}}},
         "ledger.json": {"entries": [{"in": {"drawn": 3}}], "facts": {}},
         "plan.json": {"steps": 5, "datasets": [], "by_step": []},
@@ -136,7 +185,9 @@ def test_a_checkpoint_holds_the_data_s_fingerprint_the_config_and_the_random_sta
         described = checkpoints.describe(step)
     assert json.loads(saved["loader"]["text"])["components"] == dict(loader().state().components)
     assert saved["train"]["steps"] == 6
-    assert {name for name in described if name.startswith("rest/dropout.rngs")}, "the count and the key that dropout draws from"
+    assert {name for name in described if name.startswith("rest/dropout.rngs")}, (
+        "the count and the key that dropout draws from"
+    )
 
 
 class Tables(HTMLParser):
@@ -160,13 +211,36 @@ class Tables(HTMLParser):
 
 def test_the_page_holds_everything_and_fetches_nothing(folder, capsys):
     (folder / "ledger.json").write_text(
-        json.dumps({"entries": [{"stage": "pack", "dataset": "<code>", "unit": "tokens", "in": {"drawn": 1234}, "out": {"placed": 1234}}]})
+        json.dumps(
+            {
+                "entries": [
+                    {
+                        "stage": "pack",
+                        "dataset": "<code>",
+                        "unit": "tokens",
+                        "in": {"drawn": 1234},
+                        "out": {"placed": 1234},
+                    }
+                ]
+            }
+        )
     )
-    dataset = {"name": "code", "requested": 0.5, "realised": 0.25, "drawn": 7, "epochs": 0.5, "tokens_placed": 99}
+    dataset = {
+        "name": "code",
+        "requested": 0.5,
+        "realised": 0.25,
+        "drawn": 7,
+        "epochs": 0.5,
+        "tokens_placed": 99,
+    }
     by_step = [{"step": 6, "requested": {"code": 1.0}, "realised": {"code": 1.0}}]
-    (folder / "plan.json").write_text(json.dumps({"unit": "rows", "steps": 6, "datasets": [dataset], "by_step": by_step}))
+    (folder / "plan.json").write_text(
+        json.dumps({"unit": "rows", "steps": 6, "datasets": [dataset], "by_step": by_step})
+    )
     skipped = {"dataset": "code", "file": "a.txt", "row": 77}
-    (folder / "rollbacks.jsonl").write_text(json.dumps({"step": 5, "to": 2, "batch_of_step": 4, "documents": [skipped]}) + "\n")
+    (folder / "rollbacks.jsonl").write_text(
+        json.dumps({"step": 5, "to": 2, "batch_of_step": 4, "documents": [skipped]}) + "\n"
+    )
     assert main(["report", str(folder)]) == 0
     assert "report.html" in capsys.readouterr().out
     written = (folder / "report.html").read_text()
@@ -200,14 +274,20 @@ def test_it_goes_where_it_is_told_and_long_tables_lose_their_middle(folder, tmp_
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(folder, tmp_path, capsys):
-    for wrong, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "holds no metrics.jsonl")):
+    for wrong, message in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path, "holds no metrics.jsonl"),
+    ):
         assert main(["report", str(wrong)]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert "Give the train.output_dir of a run" in error
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (tmp_path / "ledger.json").write_text('{"entries": [{}]}')
-    assert "not known: ledger.json is damaged: it does not hold what a run writes there: KeyError(&#x27;stage&#x27;)" in page(tmp_path)
+    assert (
+        "not known: ledger.json is damaged: it does not hold what a run writes there: KeyError(&#x27;stage&#x27;)"
+        in page(tmp_path)
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "eval": 3}\n')
     with pytest.raises(StateError, match=r"a file in it is not what a run writes there: TypeError"):
         write_report(tmp_path)

@@ -1,4 +1,6 @@
-"""Fine-tuning on conversations, end to end: configs/sft.yaml and sft_lora.yaml, and the loss of packed conversations."""
+"""Fine-tuning on conversations, end to end: configs/sft.yaml and sft_lora.yaml, and the loss of
+packed conversations.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ pytestmark = [
     pytest.mark.usefixtures("compiled_once"),
 ]
 
-SHAPE = ModelConfig(vocab_size=1000, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1)
+SHAPE = ModelConfig(
+    vocab_size=1000, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1
+)
 SLOTS, ROWS = 768, 4
 WIDE = 2 * SLOTS  # rows that hold several conversations
 
@@ -52,7 +56,8 @@ DATA: dict[str, dict[str, Any]] = {
     "tools": {
         "data_files": str(SHARED / "chat" / "openai_messages_tools_150.jsonl"),
         "content_field": "messages",
-        "chat_template": str(SHARED / "templates" / "qwen2_5.jinja"),  # without generation markers: spans are proven
+        # without generation markers: spans are proven
+        "chat_template": str(SHARED / "templates" / "qwen2_5.jinja"),
         "num_rows": 40,
         "length": {"policy": "trim_oldest_turns"},
     },
@@ -61,10 +66,18 @@ DATA: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as it is published; its tokenizer knows the words of ChatML, and has no chat template."""
+    """A folder as it is published; its tokenizer knows the words of ChatML, and has no chat
+    template.
+    """
     base = tmp_path_factory.mktemp("published")
-    texts = [line for one in DATA.values() for line in Path(one["data_files"]).read_text().splitlines()[:150]]
-    train_bpe(texts, SHAPE.vocabulary, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], base / "tokenizer")
+    texts = [
+        line
+        for one in DATA.values()
+        for line in Path(one["data_files"]).read_text().splitlines()[:150]
+    ]
+    train_bpe(
+        texts, SHAPE.vocabulary, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], base / "tokenizer"
+    )
     save_pretrained(Decoder(SHAPE, nnx.Rngs(0)), base / "model", tokenizer=str(base / "tokenizer"))
     return base / "model"
 
@@ -90,7 +103,9 @@ def overrides(model: Path, folder: Path, run: str, data: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize("data", sorted(DATA))
@@ -98,12 +113,19 @@ def losses(folder: Path) -> list[float]:
 def test_the_shipped_configs_fine_tune(config: str, data: str, model: Path, tmp_path: Path) -> None:
     path = ROOT / "configs" / config
     changes = overrides(model, tmp_path, "run", data)
-    assert main(["train", str(path), "--samples", "0", *(f"--set={change}" for change in changes)]) == 0
+    assert (
+        main(["train", str(path), "--samples", "0", *(f"--set={change}" for change in changes)])
+        == 0
+    )
     seen = losses(tmp_path / "run")
     assert len(seen) == 6
     assert seen[-1] < seen[0] - 0.02
     entries = json.loads((tmp_path / "run" / "ledger.json").read_text())["entries"]
-    books = {(entry["stage"], entry["dataset"]): entry["out"] for entry in entries if entry["unit"] == "tokens"}
+    books = {
+        (entry["stage"], entry["dataset"]): entry["out"]
+        for entry in entries
+        if entry["unit"] == "tokens"
+    }
     for dataset in (data, "held_out"):
         trained = books["loss_mask", dataset]
         assert trained["targets"] > 0
@@ -126,13 +148,22 @@ def test_the_shipped_configs_fine_tune(config: str, data: str, model: Path, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("data.datasets.0.content_field=mesages", r"dataset 'tools', column 'mesages': no such column \(have: .*Did you mean 'messages'\?"),
-        ("data.datasets.0.chat_template=chatlm", r"chat_template: 'chatlm' is neither a file nor .* Did you mean 'chatml'\?"),
+        (
+            "data.datasets.0.content_field=mesages",
+            r"dataset 'tools', column 'mesages': no such column \(have: .*Did you mean 'messages'\?",
+        ),
+        (
+            "data.datasets.0.chat_template=chatlm",
+            r"chat_template: 'chatlm' is neither a file nor .* Did you mean 'chatml'\?",
+        ),
         (
             f"data.datasets.0.chat_template={SHARED / 'templates' / 'gemma.jinja'}",
             r"row 0, column 'messages': refused_by_template: .*Give a chat_template that takes such conversations, or set on_error to",
         ),
-        ("train.lora.targets=[q_proj]", r"train\.lora\.targets\[0\]: no projection fits 'q_proj' .* 'query' here\.$"),
+        (
+            "train.lora.targets=[q_proj]",
+            r"train\.lora\.targets\[0\]: no projection fits 'q_proj' .* 'query' here\.$",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_in_a_line(
@@ -144,9 +175,18 @@ def test_what_does_not_fit_is_told_in_a_line(
     assert re.search(message, capsys.readouterr().err.strip()), message
 
 
-def test_tokens_that_the_model_has_not(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = [*overrides(model, tmp_path, "run", "tools"), f"data.default_tokenizer={SHARED / 'tokenizers' / 'gpt2'}", "eval={}"]
-    assert main(["train", str(ROOT / "configs" / "sft.yaml"), *(f"--set={one}" for one in changes)]) == 2
+def test_tokens_that_the_model_has_not(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [
+        *overrides(model, tmp_path, "run", "tools"),
+        f"data.default_tokenizer={SHARED / 'tokenizers' / 'gpt2'}",
+        "eval={}",
+    ]
+    assert (
+        main(["train", str(ROOT / "configs" / "sft.yaml"), *(f"--set={one}" for one in changes)])
+        == 2
+    )
     said = "model.pretrained: has a vocabulary of 1000, but the tokenizer"
     assert said in capsys.readouterr().err
 
@@ -165,8 +205,12 @@ def padded(batch: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("data", sorted(DATA))
-def test_packed_conversations_have_the_loss_of_one_a_row(data: str, model: Path, tmp_path: Path) -> None:
-    """Token-weighted over an epoch, within 1e-5 in float32; the same documents, the same targets."""
+def test_packed_conversations_have_the_loss_of_one_a_row(
+    data: str, model: Path, tmp_path: Path
+) -> None:
+    """Token-weighted over an epoch, within 1e-5 in float32; the same documents, the same
+    targets.
+    """
     graph, params = nnx.split(Decoder(SHAPE, nnx.Rngs(3)), nnx.Param)
     step = jax.jit(lambda params, batch: loss_sums(nnx.merge(graph, params), batch))
     config = PipelineConfig(
@@ -180,10 +224,19 @@ def test_packed_conversations_have_the_loss_of_one_a_row(data: str, model: Path,
         pipeline = Pipeline.from_config(config).source().tokenize()
         if packed:
             pipeline.pack(PackStageConfig(seq_length=WIDE, strategy="first_fit"))
-        batches = [padded(batch) for batch in pipeline.load(LoadStageConfig(batch_size=ROWS, drop_last=False)).build()]
+        batches = [
+            padded(batch)
+            for batch in pipeline.load(LoadStageConfig(batch_size=ROWS, drop_last=False)).build()
+        ]
         sums = [step(params, batch) for batch in batches]
-        targets = sorted(np.concatenate([batch[LABELS][batch[LABELS] != IGNORE] for batch in batches]).tolist())
-        found[packed] = (sum(float(out.loss_sum) for out in sums) / len(targets), targets, len(batches))
+        targets = sorted(
+            np.concatenate([batch[LABELS][batch[LABELS] != IGNORE] for batch in batches]).tolist()
+        )
+        found[packed] = (
+            sum(float(out.loss_sum) for out in sums) / len(targets),
+            targets,
+            len(batches),
+        )
         assert sum(int(out.num_targets) for out in sums) == len(targets)
     (alone, targets, many), (together, same, few) = found[False], found[True]
     assert targets == same

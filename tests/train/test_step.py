@@ -34,7 +34,13 @@ def compiled(accumulate_steps: int = 1, dropout: float = 0.0):
     with states.on(MESH):
         layout = states.layout_of(nnx.eval_shape(build), MESH)
         optimizer = make_optimizer(CONFIG, 50, layout.decays)
-        step = make_train_step(layout, optimizer, make_schedule(CONFIG, 50), loss_sums, accumulate_steps=accumulate_steps)
+        step = make_train_step(
+            layout,
+            optimizer,
+            make_schedule(CONFIG, 50),
+            loss_sums,
+            accumulate_steps=accumulate_steps,
+        )
     return layout, optimizer, step, lambda: states.init_state(build, layout, optimizer)
 
 
@@ -57,7 +63,9 @@ def test_a_step_is_the_plain_mean_over_targets():
     def mean_loss(params):
         model = layout.merge(params, {})
         logits = model.hidden(batch["input_ids"]) @ model.lm_head()
-        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+        nll = -jnp.take_along_axis(
+            jax.nn.log_softmax(logits), jnp.maximum(batch["labels"], 0)[..., None], -1
+        )[..., 0]
         keep = batch["labels"] != -100
         return (nll * keep).sum() / keep.sum()
 
@@ -67,10 +75,14 @@ def test_a_step_is_the_plain_mean_over_targets():
         updates, _ = jax.jit(optimizer.update)(grads, jax.jit(optimizer.init)(params), params)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
     assert metrics["nll"] == metrics["loss"]
-    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in grads.values())), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(
+        np.sqrt(sum(float((np.asarray(g) ** 2).sum()) for g in grads.values())), rel=1e-4
+    )
     assert metrics["learning_rate"] == np.float32(0.05)
     for name, value in params.items():
-        np.testing.assert_allclose(after.params[name], np.asarray(value) + np.asarray(updates[name]), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            after.params[name], np.asarray(value) + np.asarray(updates[name]), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_metrics_count_targets_and_real_tokens():
@@ -87,8 +99,14 @@ def test_micro_batches_of_uneven_targets_give_the_same_update():
     _, whole, one = run(6)
     _, cut, many = run(6, accumulate_steps=4)
     for a, b in zip(one, many, strict=True):
-        assert (a["num_targets"], a["num_tokens"], a["attended"]) == (b["num_targets"], b["num_tokens"], b["attended"])
-        np.testing.assert_allclose([a["loss"], a["grad_norm"]], [b["loss"], b["grad_norm"]], rtol=1e-4)
+        assert (a["num_targets"], a["num_tokens"], a["attended"]) == (
+            b["num_targets"],
+            b["num_tokens"],
+            b["attended"],
+        )
+        np.testing.assert_allclose(
+            [a["loss"], a["grad_norm"]], [b["loss"], b["grad_norm"]], rtol=1e-4
+        )
     for name, value in whole.params.items():
         np.testing.assert_allclose(cut.params[name], value, rtol=1e-3, atol=1e-4)
 
@@ -99,9 +117,16 @@ def test_what_is_added_to_the_loss_is_not_in_nll(option):
     with states.on(MESH):
         state, batch = fresh(), place_batch(Arithmetic().batch(1), MESH)
         plain, more = (
-            make_eval_step(layout, functools.partial(loss_sums, **{option: size}))(state.params, {}, batch) for size in (0.0, 0.1)
+            make_eval_step(layout, functools.partial(loss_sums, **{option: size}))(
+                state.params, {}, batch
+            )
+            for size in (0.0, 0.1)
         )
-    assert float(plain.loss_sum) == float(plain.nll_sum) == pytest.approx(float(more.nll_sum), rel=1e-6)
+    assert (
+        float(plain.loss_sum)
+        == float(plain.nll_sum)
+        == pytest.approx(float(more.nll_sum), rel=1e-6)
+    )
     assert abs(float(more.loss_sum) - float(plain.loss_sum)) > 0.01
 
 
@@ -113,8 +138,13 @@ def test_a_gradient_that_is_not_finite_moves_nothing_though_the_loss_is():
     with states.on(MESH):
         layout = states.layout_of(nnx.eval_shape(Origin), MESH)
         optimizer = make_optimizer(OptimizerConfig(clip_norm=None), 50, layout.decays)
-        step = make_train_step(layout, optimizer, None, lambda model, batch: jnp.sqrt((model.w[...] ** 2).sum()))  # its slope is 0 / 0
-        state, measured = step(states.init_state(Origin, layout, optimizer), place_batch(Arithmetic().batch(1), MESH))
+        # its slope is 0 / 0
+        step = make_train_step(
+            layout, optimizer, None, lambda model, batch: jnp.sqrt((model.w[...] ** 2).sum())
+        )
+        state, measured = step(
+            states.init_state(Origin, layout, optimizer), place_batch(Arithmetic().batch(1), MESH)
+        )
     assert (float(measured["loss"]), int(measured["updates"])) == (0.0, 0)
     assert np.isnan(measured["grad_norm"])
     assert np.asarray(state.params["w"]).tolist() == [0.0, 0.0]
@@ -128,7 +158,10 @@ def test_dropout_draws_anew_each_step_and_not_in_evaluation():
         batch = place_batch(Arithmetic().batch(1), MESH)
         state = fresh()
         before = jax.device_get(state.rest)
-        first, again = evaluate(state.params, state.rest, batch), evaluate(state.params, state.rest, batch)
+        first, again = (
+            evaluate(state.params, state.rest, batch),
+            evaluate(state.params, state.rest, batch),
+        )
     _, state, _ = run(2, dropout=0.5)
     assert float(first.loss_sum) == float(again.loss_sum)
     count = next(name for name in layout.rest if name.endswith("count"))
@@ -151,13 +184,19 @@ def test_a_module_is_copied_and_not_consumed():
         np.testing.assert_array_equal(state.params["table.embedding"], model.table.embedding[...])
         step(state, place_batch(Arithmetic().batch(1), MESH))
     assert not model.table.embedding[...].is_deleted()
-    assert layout.merge(*layout.split(model)).hidden(jnp.zeros((1, 2), jnp.int32)).shape == (1, 2, 8)
+    assert layout.merge(*layout.split(model)).hidden(jnp.zeros((1, 2), jnp.int32)).shape == (
+        1,
+        2,
+        8,
+    )
 
 
 def test_only_matrices_decay():
     class Stacked(nnx.Module):
         def __init__(self, rngs):
-            make = nnx.vmap(Tiny, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+            make = nnx.vmap(
+                Tiny, in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"}
+            )
             self.stack = make(rngs.split(2))
 
     decays = states.layout_of(nnx.eval_shape(lambda: Stacked(nnx.Rngs(0))), MESH).decays
@@ -174,9 +213,13 @@ def test_only_matrices_decay():
 def test_labels_that_no_rule_knows_are_refused():
     class Odd(nnx.Module):
         def __init__(self, rngs):
-            self.weight = nnx.Param(jnp.zeros((4, 4)), out_sharding=("embd", None), eager_sharding=False)
+            self.weight = nnx.Param(
+                jnp.zeros((4, 4)), out_sharding=("embd", None), eager_sharding=False
+            )
 
-    with pytest.raises(ConfigError, match=r"model\.weight: dimension 0 is labelled 'embd' .*Did you mean 'embed'\?"):
+    with pytest.raises(
+        ConfigError, match=r"model\.weight: dimension 0 is labelled 'embd' .*Did you mean 'embed'\?"
+    ):
         states.layout_of(Odd(nnx.Rngs(0)), MESH)
 
 
@@ -191,8 +234,18 @@ def test_flattened_states_come_back():
 
 
 def test_bfloat16_multiplies_and_float32_is_updated():
-    """Every product of the forward pass takes bfloat16; an update far below its resolution (2^-8) is kept by the float32 parameters."""
-    shape = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, dtype="bfloat16")
+    """Every product of the forward pass takes bfloat16; an update far below its resolution (2^-8)
+    is kept by the float32 parameters.
+    """
+    shape = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        dtype="bfloat16",
+    )
     with states.on(MESH):
         layout = states.layout_of(nnx.eval_shape(lambda: Decoder(shape, nnx.Rngs(0))), MESH)
         optimizer = Optimizer(optax.sgd(1e-4))
@@ -211,32 +264,43 @@ def test_bfloat16_multiplies_and_float32_is_updated():
     assert len(products) >= 8
     assert set(products) == {("bf16", "bf16")}
     rounded = [
-        jnp.array_equal(before[name].astype(jnp.bfloat16), after[name].astype(jnp.bfloat16)) for name in before if "kernel" not in name
+        jnp.array_equal(before[name].astype(jnp.bfloat16), after[name].astype(jnp.bfloat16))
+        for name in before
+        if "kernel" not in name
     ]
     assert any(rounded), "in bfloat16 nothing would have moved"
 
 
 def test_hybrid_wants_hosts_alike_and_data_across_them():
     def hosts(*sizes):
-        return [SimpleNamespace(platform="cpu", process_index=host) for host, size in enumerate(sizes) for _ in range(size)]
+        return [
+            SimpleNamespace(platform="cpu", process_index=host)
+            for host, size in enumerate(sizes)
+            for _ in range(size)
+        ]
 
-    with pytest.raises(ConfigError, match=r"mesh\.preset: hybrid wants hosts alike, and these have 2, 4 devices"):
+    with pytest.raises(
+        ConfigError, match=r"mesh\.preset: hybrid wants hosts alike, and these have 2, 4 devices"
+    ):
         make_mesh("hybrid", devices=hosts(4, 2))
     with pytest.raises(
-        ConfigError, match=r"mesh\.data: hybrid puts data across 2 hosts .*Let fsdp x sequence x tensor divide the 4 devices of"
+        ConfigError,
+        match=r"mesh\.data: hybrid puts data across 2 hosts .*Let fsdp x sequence x tensor divide the 4 devices of",
     ):
         make_mesh({"preset": "hybrid", "fsdp": 8}, devices=hosts(4, 4))
 
 
 def test_meshes_and_batches_that_do_not_fit_say_what_would():
     with pytest.raises(
-        ConfigError, match=r"mesh: \{data: 3, fsdp: 1, sequence: 1, tensor: 1\} does not fit 1 cpu device\. Let the sizes multiply to 1"
+        ConfigError,
+        match=r"mesh: \{data: 3, fsdp: 1, sequence: 1, tensor: 1\} does not fit 1 cpu device\. Let the sizes multiply to 1",
     ):
         make_mesh({"data": 3}, devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"mesh\.tensr: unknown key .*Did you mean 'tensor'\?"):
         make_mesh({"tensr": 1})
     with pytest.raises(
-        PlacementError, match=r"10 rows do not divide by the mesh \(data 1, fsdp 1\) times accumulate_steps 4\. Use 8 or 12 rows"
+        PlacementError,
+        match=r"10 rows do not divide by the mesh \(data 1, fsdp 1\) times accumulate_steps 4\. Use 8 or 12 rows",
     ):
         check_batch_size(10, MESH, 4)
     for rows in (8, 12):
@@ -253,7 +317,9 @@ def test_short_batches_are_filled_with_what_trains_nothing():
     evaluate = make_eval_step(layout, loss_sums)
     with states.on(MESH):
         state = fresh()
-        short, filled = (evaluate(state.params, state.rest, b) for b in (place_batch(batch, MESH), placed))
+        short, filled = (
+            evaluate(state.params, state.rest, b) for b in (place_batch(batch, MESH), placed)
+        )
     assert int(short.num_targets) == int(filled.num_targets)
     assert float(short.loss_sum) == pytest.approx(float(filled.loss_sum), rel=1e-6)
     assert place_batch(placed, MESH)["labels"] is placed["labels"]
@@ -266,5 +332,7 @@ def test_evaluation_is_that_of_the_model_without_dropout():
     with states.on(MESH):
         state, batch = fresh(), place_batch(Arithmetic().batch(1), MESH)
         dropped = make_eval_step(layout, loss_sums)(state.params, state.rest, batch)
-        whole = make_eval_step(plain, loss_sums)({name: state.params[name] for name in plain.params}, {}, batch)
+        whole = make_eval_step(plain, loss_sums)(
+            {name: state.params[name] for name in plain.params}, {}, batch
+        )
     assert float(dropped.loss_sum) == float(whole.loss_sum)

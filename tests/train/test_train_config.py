@@ -14,18 +14,39 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"optimizer": {"name": "adamq"}}, "optimizer.name: 'adamq' is not an option (have: adamw, nadamw, lion, "),
-        ({"optimizer": {"schedule": "cosin"}}, "optimizer.schedule: 'cosin' is not an option (have: cosine, linear, "),
-        ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: 0.0 is not a positive number"),
-        ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2: 1.0 is outside [0, 1). 0.9 and 0.95 are usual."),
+        (
+            {"optimizer": {"name": "adamq"}},
+            "optimizer.name: 'adamq' is not an option (have: adamw, nadamw, lion, ",
+        ),
+        (
+            {"optimizer": {"schedule": "cosin"}},
+            "optimizer.schedule: 'cosin' is not an option (have: cosine, linear, ",
+        ),
+        (
+            {"optimizer": {"learning_rate": 0.0}},
+            "optimizer.learning_rate: 0.0 is not a positive number",
+        ),
+        (
+            {"optimizer": {"beta2": 1.0}},
+            "optimizer.beta2: 1.0 is outside [0, 1). 0.9 and 0.95 are usual.",
+        ),
         ({"optimizer": {"clip_norm": -1.0}}, "optimizer.clip_norm: -1.0 is not a positive number"),
         (
             {"steps": 10, "optimizer": {"warmup_steps": 10}},
             "optimizer.warmup_steps: 10 warm-up steps do not end before the last of 10 steps. Give at most 9.",
         ),
-        ({"mesh": {"dat": 2}}, "mesh.dat: unknown key (have: preset, data, fsdp, sequence, tensor, axis_rules). Did you mean 'data'?"),
-        ({"mesh": "fspd"}, "mesh: no preset named 'fspd' (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'fsdp'?"),
-        ({"mesh": {"preset": "zero"}}, "mesh.preset: 'zero' is not an option (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'zero1'?"),
+        (
+            {"mesh": {"dat": 2}},
+            "mesh.dat: unknown key (have: preset, data, fsdp, sequence, tensor, axis_rules). Did you mean 'data'?",
+        ),
+        (
+            {"mesh": "fspd"},
+            "mesh: no preset named 'fspd' (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'fsdp'?",
+        ),
+        (
+            {"mesh": {"preset": "zero"}},
+            "mesh.preset: 'zero' is not an option (have: dp, fsdp, zero1, tp, hybrid). Did you mean 'zero1'?",
+        ),
         (
             {"mesh": {"axis_rules": {"head": "tensor"}}},
             "mesh.axis_rules.head: no dimension of a parameter means 'head' (have: embed, heads, ",
@@ -34,18 +55,33 @@ from easypipe.train.config import LossConfig, OptimizerConfig, TrainingConfig
             {"mesh": {"axis_rules": {"mlp": "tensr"}}},
             "mesh.axis_rules.mlp: no mesh axis named 'tensr' (have: data, fsdp, sequence, tensor). Did",
         ),
-        ({"mesh": {"axis_rules": {"mlp": ["data", "data"]}}}, "mesh.axis_rules.mlp: ('data', 'data') names an axis twice"),
+        (
+            {"mesh": {"axis_rules": {"mlp": ["data", "data"]}}},
+            "mesh.axis_rules.mlp: ('data', 'data') names an axis twice",
+        ),
         (
             {"mesh": {"axis_rules": {"mlp": ["tensor", "fsdp"]}}},
             "mesh.axis_rules: embed and mlp are dimensions of one array, and both lie over fsdp. Give them different axes, or null",
         ),
-        ({"mesh": {"data": 0}}, "mesh.data: 0 is no number of devices. Give at least 1, or -1 for those that remain."),
-        ({"mesh": {"data": -1, "fsdp": -1}}, "mesh: -1 (the devices that remain) stands more than once (have: data, fsdp)."),
+        (
+            {"mesh": {"data": 0}},
+            "mesh.data: 0 is no number of devices. Give at least 1, or -1 for those that remain.",
+        ),
+        (
+            {"mesh": {"data": -1, "fsdp": -1}},
+            "mesh: -1 (the devices that remain) stands more than once (have: data, fsdp).",
+        ),
         ({"steps": 0}, "steps: 0 is too small. Give at least 1."),
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep: 0 is too small. Give at least 1."),
         ({"loss": {"z_loss": -1e-4}}, "loss.z_loss: -0.0001 is not a number from 0 up"),
-        ({"loss": {"label_smoothing": 1.0}}, "loss.label_smoothing: 1.0 is outside [0, 1). 0.0 for none; 0.1 is usual."),
-        ({"loss": {"implementation": "reference", "rule": "fast"}}, "loss.rule: the reference knows none. Leave it out"),
+        (
+            {"loss": {"label_smoothing": 1.0}},
+            "loss.label_smoothing: 1.0 is outside [0, 1). 0.0 for none; 0.1 is usual.",
+        ),
+        (
+            {"loss": {"implementation": "reference", "rule": "fast"}},
+            "loss.rule: the reference knows none. Leave it out",
+        ),
         ({"loss": {"chunk_size": 0}}, "loss.chunk_size: 0 is too small. Give at least 1."),
         ({"stepz": 3}, "stepz: unknown key"),
     ],
@@ -57,7 +93,9 @@ def test_bad_values_are_refused_by_name(values, message):
 
 
 def test_a_configuration_survives_the_trip_through_plain_values():
-    config = TrainingConfig(output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",))
+    config = TrainingConfig(
+        output_dir="out", steps=7, mesh={"fsdp": 2, "data": -1}, resume_changes=("train.steps",)
+    )
     assert from_dict(TrainingConfig, to_dict(config)) == config
 
 

@@ -17,7 +17,15 @@ from easypipe.train.trainer import Trainer
 from train.runs import Arithmetic, Tiny, settings
 
 MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
-SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+}
 
 
 def trainer(folder, model=Tiny, **changes):
@@ -26,7 +34,12 @@ def trainer(folder, model=Tiny, **changes):
 
 def test_seed_draws_other_parameters(tmp_path):
     with states.on(MESH):
-        drawn = [np.asarray(trainer(tmp_path, ModelConfig(**SHAPE), seed=seed).fresh().params["embedding"]) for seed in (0, 1, 0)]
+        drawn = [
+            np.asarray(
+                trainer(tmp_path, ModelConfig(**SHAPE), seed=seed).fresh().params["embedding"]
+            )
+            for seed in (0, 1, 0)
+        ]
     assert np.array_equal(drawn[0], drawn[2])
     assert not np.array_equal(drawn[0], drawn[1])
 
@@ -36,16 +49,23 @@ def test_loss_options_change_the_program_that_is_compiled(tmp_path):
         run = trainer(tmp_path, loss=LossConfig(**options))
         with states.on(MESH):
             abstract = states.abstract_state(run.layout, run.optimizer)
-            return run.train_step.lower(abstract, place_batch(Arithmetic().batch(1), MESH)).as_text()  # type: ignore[attr-defined]
+            return run.train_step.lower(
+                abstract, place_batch(Arithmetic().batch(1), MESH)
+            ).as_text()  # type: ignore[attr-defined]
 
     default = program(implementation="chunked")
-    programs = [program(implementation="reference"), program(implementation="chunked", rule="strict"), program(chunk_size=16)]
+    programs = [
+        program(implementation="reference"),
+        program(implementation="chunked", rule="strict"),
+        program(chunk_size=16),
+    ]
     assert len({default, *programs}) == 4
 
 
 def test_a_loss_for_other_devices_is_refused_when_the_trainer_is_made(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"^train\.loss\.implementation: 'pallas_gpu' cannot run: it is for cuda, and the devices .* are cpu"
+        ConfigError,
+        match=r"^train\.loss\.implementation: 'pallas_gpu' cannot run: it is for cuda, and the devices .* are cpu",
     ):
         trainer(tmp_path, ModelConfig(**SHAPE), loss=LossConfig(implementation="pallas_gpu"))
     trainer(tmp_path, ModelConfig(**SHAPE), loss=LossConfig())
@@ -70,10 +90,16 @@ def test_sizes_are_those_of_the_parameters(option, value):
 
     width = SHAPE["head_dim"]
     heads, kv_heads = SHAPE["num_heads"], SHAPE["num_kv_heads"]
-    new = {"num_heads": {value * width}, "num_kv_heads": {value * width}, "head_dim": {value * heads, value * kv_heads}}.get(
-        option, {value}
-    )
-    changed = [shape for shape, plain in zip(shapes(**{option: value}), shapes(), strict=True) if shape != plain]
+    new = {
+        "num_heads": {value * width},
+        "num_kv_heads": {value * width},
+        "head_dim": {value * heads, value * kv_heads},
+    }.get(option, {value})
+    changed = [
+        shape
+        for shape, plain in zip(shapes(**{option: value}), shapes(), strict=True)
+        if shape != plain
+    ]
     assert changed
     assert all(new & set(shape) for shape in changed)
 
@@ -83,8 +109,16 @@ def test_numbers_of_the_model_change_its_logits():
     base = {**SHAPE, "rope_scaling": {"kind": "linear", "factor": 2.0}}
 
     def logits(**changes):
-        return np.asarray(nnx.jit(Decoder.__call__)(Decoder(from_dict(ModelConfig, base | changes), nnx.Rngs(0)), ids))
+        return np.asarray(
+            nnx.jit(Decoder.__call__)(
+                Decoder(from_dict(ModelConfig, base | changes), nnx.Rngs(0)), ids
+            )
+        )
 
     plain = logits()
-    for changes in ({"rope_theta": 100.0}, {"norm_epsilon": 0.1}, {"rope_scaling": {"kind": "linear", "factor": 4.0}}):
+    for changes in (
+        {"rope_theta": 100.0},
+        {"norm_epsilon": 0.1},
+        {"rope_scaling": {"kind": "linear", "factor": 4.0}},
+    ):
         assert np.abs(logits(**changes) - plain).max() > 1e-4, changes

@@ -29,7 +29,8 @@ STEPS = 12
 
 
 def trainer(folder, *, model=Tiny, train=None, evals=None, listener=lambda event: None, **changes):
-    train = Arithmetic() if train is None else train  # not `or`, which would ask an endless loader for its length
+    # not `or`, which would ask an endless loader for its length
+    train = Arithmetic() if train is None else train
     return Trainer(model, settings(folder, **changes), train, evals, listener=listener, mesh=MESH)
 
 
@@ -52,12 +53,18 @@ def test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model(finished):
     assert [r["step"] for r in records if "eval" in r] == [5, 10, 12]
     assert all(r["ppl"] == math.exp(r["nll"]) for r in records)
     assert records[0]["tokens_per_second"] is None
-    assert all(r["tokens_per_second"] > 0 and 0 <= r["data_wait"] <= 1 and r["mfu"] is None for r in records[1:])
+    assert all(
+        r["tokens_per_second"] > 0 and 0 <= r["data_wait"] <= 1 and r["mfu"] is None
+        for r in records[1:]
+    )
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["12", "8"]
     for r, t in zip(records, range(1, STEPS + 1), strict=True):
         batch = Arithmetic().batch(t)
         tokens = (batch["segment_ids"] > 0).sum()
-        assert (r["fill"], r["trained_share"]) == (tokens / (ROWS * LENGTH), (batch["labels"] != -100).sum() / tokens)
+        assert (r["fill"], r["trained_share"]) == (
+            tokens / (ROWS * LENGTH),
+            (batch["labels"] != -100).sum() / tokens,
+        )
     assert result.output_dir == folder
     assert result.checkpoint.is_dir()
     assert result.plot.read_bytes()[:4] == b"\x89PNG"
@@ -67,7 +74,13 @@ def test_a_run_leaves_metrics_plot_checkpoints_and_a_better_model(finished):
 def test_listeners_hear_the_run_in_order(finished):
     _, _, events = finished
     kinds = [(e.kind, e.step) for e in events if e.kind in ("start", "checkpoint", "end")]
-    assert kinds == [("start", 0), ("checkpoint", 4), ("checkpoint", 8), ("checkpoint", 12), ("end", 12)]
+    assert kinds == [
+        ("start", 0),
+        ("checkpoint", 4),
+        ("checkpoint", 8),
+        ("checkpoint", 12),
+        ("end", 12),
+    ]
     assert [e.record["batches"] for e in events if e.kind == "eval"] == [1, 2, 3] * 3
 
 
@@ -76,7 +89,9 @@ def exact_loss(model, loader):
     total, targets = 0.0, 0
     for t in range(1, len(loader) + 1):
         batch = loader.batch(t)
-        logits = np.asarray(model.hidden(batch["input_ids"]), np.float64) @ np.asarray(model.lm_head(), np.float64)
+        logits = np.asarray(model.hidden(batch["input_ids"]), np.float64) @ np.asarray(
+            model.lm_head(), np.float64
+        )
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         rows, slots = np.nonzero(batch["labels"] != -100)
         total -= logp[rows, slots, batch["labels"][rows, slots]].sum()
@@ -92,19 +107,31 @@ def test_evaluation_weighs_tokens_and_takes_the_short_last_batch(finished):
 
 
 def test_several_held_out_sets_are_each_evaluated_whole(tmp_path):
-    held = {"uneven": Arithmetic(3, seed=9, last=1), "one": Arithmetic(1, seed=5, last=2), "even": Arithmetic(2, seed=6)}
+    held = {
+        "uneven": Arithmetic(3, seed=9, last=1),
+        "one": Arithmetic(1, seed=5, last=2),
+        "even": Arithmetic(2, seed=6),
+    }
     result = trainer(tmp_path, evals=held, steps=4, eval_every=2).run()
-    assert [list(r["eval"]) for r in read_metrics(tmp_path / "metrics.jsonl") if "eval" in r] == [list(held), list(held)]
+    assert [list(r["eval"]) for r in read_metrics(tmp_path / "metrics.jsonl") if "eval" in r] == [
+        list(held),
+        list(held),
+    ]
     for name, loader in held.items():
         loss, targets = exact_loss(result.model, loader)
-        assert (result.last["eval"][name]["num_targets"], result.last["eval"][name]["loss"]) == (targets, pytest.approx(loss, rel=1e-5))
+        assert (result.last["eval"][name]["num_targets"], result.last["eval"][name]["loss"]) == (
+            targets,
+            pytest.approx(loss, rel=1e-5),
+        )
 
 
 def test_a_finished_run_is_not_run_again(finished, tmp_path):
     folder, result, _ = finished
     shutil.copytree(folder, tmp_path / "run")
     loader = Arithmetic()
-    again = trainer(tmp_path / "run", train=loader, evals={"held": Arithmetic(3)}, eval_every=5).run()
+    again = trainer(
+        tmp_path / "run", train=loader, evals={"held": Arithmetic(3)}, eval_every=5
+    ).run()
     assert (again.resumed_from, again.last, loader.t) == (STEPS, result.last, STEPS)
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
 
@@ -126,7 +153,9 @@ def test_stopped_anywhere_the_curve_goes_on_bit_for_bit(finished, tmp_path, stop
         trainer(tmp_path, evals=held, eval_every=5, listener=listener).run()
     result = trainer(tmp_path, evals={"held": Arithmetic(3, seed=9, last=3)}, eval_every=5).run()
     assert result.resumed_from == (None if stop < 4 else (stop - 1) // 4 * 4 or None)
-    assert numbers(read_metrics(tmp_path / "metrics.jsonl")) == numbers(read_metrics(folder / "metrics.jsonl"))
+    assert numbers(read_metrics(tmp_path / "metrics.jsonl")) == numbers(
+        read_metrics(folder / "metrics.jsonl")
+    )
 
 
 def test_dropout_and_micro_batches_resume_bit_for_bit(tmp_path):
@@ -142,7 +171,9 @@ def test_dropout_and_micro_batches_resume_bit_for_bit(tmp_path):
     with pytest.raises(Stop):
         trainer(tmp_path / "cut", **how, listener=listener).run()
     assert trainer(tmp_path / "cut", **how).run().resumed_from == 4
-    whole, cut = (numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "cut"))
+    whole, cut = (
+        numbers(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("whole", "cut")
+    )
     assert whole == cut
 
 
@@ -155,7 +186,10 @@ def test_a_signal_saves_and_leaves_with_its_code(finished, tmp_path, signum):
         if event.kind == "step" and event.step == 6:
             signal.raise_signal(signum)
 
-    with pytest.raises(Interrupted, match=rf"step 7: stopped by {signum.name}, saved in .*Run the same command again") as stopped:
+    with pytest.raises(
+        Interrupted,
+        match=rf"step 7: stopped by {signum.name}, saved in .*Run the same command again",
+    ) as stopped:
         trainer(tmp_path, listener=listener).run()
     assert stopped.value.exit_code == 128 + signum
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -176,7 +210,9 @@ def test_lines_every_few_steps_and_the_last(finished, tmp_path):
     folder, _, _ = finished
     trainer(tmp_path, log_every=5).run()
     whole = {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl")}
-    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(s, whole[s]) for s in (5, 10, 12)]
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (s, whole[s]) for s in (5, 10, 12)
+    ]
 
 
 def test_steps_default_to_the_length_of_the_loader(tmp_path):
@@ -191,7 +227,9 @@ def test_a_batch_without_targets_is_refused_and_not_saved(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_its_step(tmp_path):
-    with pytest.raises(TrainError, match=r"step 5: the loss is not finite.* Lower train\.optimizer\.learning_rate"):
+    with pytest.raises(
+        TrainError, match=r"step 5: the loss is not finite.* Lower train\.optimizer\.learning_rate"
+    ):
         trainer(tmp_path, train=Arithmetic(bad=5), on_nonfinite="stop").run()
     assert trainer(tmp_path).run().resumed_from == 4
 
@@ -212,11 +250,31 @@ def test_a_loader_that_ends_early_is_told(tmp_path):
 
 def test_what_cannot_run_is_refused_before_anything_is_made(tmp_path):
     cases = [
-        ({"steps": None}, ConfigError, "train.steps: not given, and the loader never ends. Say how many steps to train."),
-        ({"train": Arithmetic(5)}, ConfigError, "train.steps: 12 steps, but the loader ends after 5 batches. Give at most 5"),
-        ({"evals": {"held": Arithmetic()}}, ConfigError, "train.eval_batches: held-out loader 'held' never ends."),
-        ({"accumulate_steps": 3}, PlacementError, "batch_size: 8 rows do not divide by the mesh (data 1, fsdp 1) times accumulate_"),
-        ({"resume_changes": ("train.step",)}, ConfigError, "train.resume_changes: 'train.step' is nothing that a checkpoint"),
+        (
+            {"steps": None},
+            ConfigError,
+            "train.steps: not given, and the loader never ends. Say how many steps to train.",
+        ),
+        (
+            {"train": Arithmetic(5)},
+            ConfigError,
+            "train.steps: 12 steps, but the loader ends after 5 batches. Give at most 5",
+        ),
+        (
+            {"evals": {"held": Arithmetic()}},
+            ConfigError,
+            "train.eval_batches: held-out loader 'held' never ends.",
+        ),
+        (
+            {"accumulate_steps": 3},
+            PlacementError,
+            "batch_size: 8 rows do not divide by the mesh (data 1, fsdp 1) times accumulate_",
+        ),
+        (
+            {"resume_changes": ("train.step",)},
+            ConfigError,
+            "train.resume_changes: 'train.step' is nothing that a checkpoint",
+        ),
         ({"model": ModelConfig()}, ConfigError, "vocab_size: not known"),
     ]
     for changes, kind, message in cases:
@@ -235,26 +293,40 @@ def copied(finished, tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_differences(copied):
     with pytest.raises(StateError) as error:
-        trainer(copied, steps=14, optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2)).run()
-    assert "belongs to another run: train.optimizer.learning_rate: 0.01 here, 0.03 in the checkpoint; " in str(error.value)
+        trainer(
+            copied, steps=14, optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2)
+        ).run()
+    assert (
+        "belongs to another run: train.optimizer.learning_rate: 0.01 here, 0.03 in the checkpoint; "
+        in str(error.value)
+    )
     assert "train.steps: 14 here, 12 in the checkpoint" in str(error.value)
     with pytest.raises(StateError, match=r"loader\.batch_size: 4 here, 8 in the checkpoint"):
         trainer(copied, train=Arithmetic(batch_size=4)).run()
-    with pytest.raises(StateError, match=r"model\.\w+: .* here|model: .* here, None in the checkpoint"):
-        trainer(copied, model=ModelConfig(vocab_size=32, hidden_size=8, num_heads=1, num_kv_heads=1)).run()
+    with pytest.raises(
+        StateError, match=r"model\.\w+: .* here|model: .* here, None in the checkpoint"
+    ):
+        trainer(
+            copied, model=ModelConfig(vocab_size=32, hidden_size=8, num_heads=1, num_kv_heads=1)
+        ).run()
 
 
 def test_what_resume_changes_names_may_change(copied, caplog):
     with caplog.at_level(logging.WARNING, logger="easypipe"):
         result = trainer(copied, steps=14, resume_changes=("train.steps",)).run()
     assert (result.resumed_from, result.steps) == (12, 14)
-    assert "resumed at step 12 with changes: train.steps: 14 here, 12 in the checkpoint" in caplog.text
+    assert (
+        "resumed at step 12 with changes: train.steps: 14 here, 12 in the checkpoint" in caplog.text
+    )
     assert [r["step"] for r in read_metrics(copied / "metrics.jsonl")] == list(range(1, 15))
 
 
 def test_every_key_path_that_a_refusal_names_may_be_listed(copied, caplog):
     groups = [{"match": "norm*", "weight_decay": 0.1}, {"match": "*", "learning_rate_scale": 0.5}]
-    changed = {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "groups": groups}, "steps": 14}
+    changed = {
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "groups": groups},
+        "steps": 14,
+    }
     with pytest.raises(StateError, match=r"list it in train\.resume_changes") as error:
         trainer(copied, **changed).run()
     named = re.findall(r"(train\.\S+): ", str(error.value))
@@ -262,20 +334,26 @@ def test_every_key_path_that_a_refusal_names_may_be_listed(copied, caplog):
     assert trainer(copied, **changed, resume_changes=tuple(named)).run().resumed_from == 12
     groups = [groups[0], {"match": "*", "learning_rate_scale": 0.25}]
     changed |= {"optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "groups": groups}}
-    with pytest.raises(StateError, match=r"run: train\.optimizer\.groups\.1\.learning_rate_scale: 0\.25 here, 0\.5 in the checkpoint\. Ch"):
-        trainer(copied, **changed).run()
-    trainer(copied, **changed, resume_changes=("train.optimizer.groups.1.learning_rate_scale",)).run()
     with pytest.raises(
-        ConfigError, match=r"'train\.optimizer\.learning_rat' is nothing .*Did you mean 'train\.optimizer\.learning_rate'\?"
+        StateError,
+        match=r"run: train\.optimizer\.groups\.1\.learning_rate_scale: 0\.25 here, 0\.5 in the checkpoint\. Ch",
+    ):
+        trainer(copied, **changed).run()
+    trainer(
+        copied, **changed, resume_changes=("train.optimizer.groups.1.learning_rate_scale",)
+    ).run()
+    with pytest.raises(
+        ConfigError,
+        match=r"'train\.optimizer\.learning_rat' is nothing .*Did you mean 'train\.optimizer\.learning_rate'\?",
     ):
         trainer(copied, resume_changes=("train.optimizer.learning_rat",))
 
 
 def test_lists_of_sections_are_compared_entry_by_entry():
     saved = {"datasets": [{"name": "a", "files": ["x"]}, {"name": "b"}], "shape": [1, 2]}
-    assert differences(saved, {"datasets": [{"name": "a", "files": ["y"]}, {"name": "b"}], "shape": [1, 2]}) == {
-        "datasets.0.files": "['y'] here, ['x'] in the checkpoint"
-    }
+    assert differences(
+        saved, {"datasets": [{"name": "a", "files": ["y"]}, {"name": "b"}], "shape": [1, 2]}
+    ) == {"datasets.0.files": "['y'] here, ['x'] in the checkpoint"}
     assert differences(saved, {"datasets": [{"name": "a", "files": ["x"]}], "shape": [2, 1]}) == {
         "datasets": "1 of them here, 2 in the checkpoint",
         "shape": "[2, 1] here, [1, 2] in the checkpoint",
@@ -283,7 +361,9 @@ def test_lists_of_sections_are_compared_entry_by_entry():
 
 
 def test_resume_false_refuses_a_folder_with_a_run(copied):
-    with pytest.raises(ConfigError, match=r"train\.resume: .* holds a run at step 12, and resume is false"):
+    with pytest.raises(
+        ConfigError, match=r"train\.resume: .* holds a run at step 12, and resume is false"
+    ):
         trainer(copied, resume=False).run()
 
 
@@ -293,7 +373,10 @@ def test_arrays_of_another_shape_are_listed(copied):
             super().__init__(rngs)
             self.layers[0] = nnx.Linear(8, 8, rngs=rngs)
 
-    with pytest.raises(StateError, match=r"holds other arrays: params/layers\.0\.bias: float32\[8\] here, float32\[16\] in the checkpoint"):
+    with pytest.raises(
+        StateError,
+        match=r"holds other arrays: params/layers\.0\.bias: float32\[8\] here, float32\[16\] in the checkpoint",
+    ):
         trainer(copied, model=Wider).run()
 
 
@@ -306,7 +389,9 @@ def test_a_damaged_checkpoint_is_set_aside_with_a_warning(copied, finished, capl
     assert "checkpoints/12: cannot be read" in caplog.text
     assert (copied / "checkpoints-damaged/12").is_dir()
     assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["12", "8"]
-    assert numbers(read_metrics(copied / "metrics.jsonl")) == numbers(read_metrics(finished[0] / "metrics.jsonl"))
+    assert numbers(read_metrics(copied / "metrics.jsonl")) == numbers(
+        read_metrics(finished[0] / "metrics.jsonl")
+    )
 
 
 def test_when_no_checkpoint_can_be_read_nothing_begins_anew(copied):
@@ -348,12 +433,19 @@ def test_out_of_memory_says_what_is_held_and_what_to_change(tmp_path):
     def hungry(module, batch):
         out = loss_sums(module, batch)
         return out._replace(
-            loss_sum=out.loss_sum + 0 * jax.numpy.sort(jax.numpy.broadcast_to(out.loss_sum, (1 << 30, 1 << 14)), axis=0)[0, 0]
+            loss_sum=out.loss_sum
+            + 0
+            * jax.numpy.sort(jax.numpy.broadcast_to(out.loss_sum, (1 << 30, 1 << 14)), axis=0)[0, 0]
         )
 
     heard = []
-    message = r"^step [12]: a device is out of memory.* holds parameters .*: train\.accumulate_steps: 2 "
-    for run in (trainer(tmp_path / "state", model=Huge), Trainer(Tiny, settings(tmp_path / "step"), Arithmetic(), loss=hungry, mesh=MESH)):
+    message = (
+        r"^step [12]: a device is out of memory.* holds parameters .*: train\.accumulate_steps: 2 "
+    )
+    for run in (
+        trainer(tmp_path / "state", model=Huge),
+        Trainer(Tiny, settings(tmp_path / "step"), Arithmetic(), loss=hungry, mesh=MESH),
+    ):
         run.listener = heard.append
         with pytest.raises(TrainError, match=message) as error:
             run.run()

@@ -28,7 +28,9 @@ MESH = make_mesh({"data": 1}, devices=jax.devices()[:1])
 
 
 class Shaken(Arithmetic):
-    """Batches of `bad_steps` have labels outside the vocabulary; those of `odd_steps` teach something else, at a high loss."""
+    """Batches of `bad_steps` have labels outside the vocabulary; those of `odd_steps` teach
+    something else, at a high loss.
+    """
 
     def __init__(self, bad_steps=(), odd_steps=(), **how):
         super().__init__(**how)
@@ -39,7 +41,9 @@ class Shaken(Arithmetic):
         if t in self.bad_steps:
             batch["labels"][0, 0] = 37
         if t in self.odd_steps:
-            batch["labels"] = np.where(batch["labels"] >= 0, (batch["labels"] * 7 + 11) % 32, -100).astype(np.int32)
+            batch["labels"] = np.where(
+                batch["labels"] >= 0, (batch["labels"] * 7 + 11) % 32, -100
+            ).astype(np.int32)
         return batch
 
 
@@ -65,7 +69,9 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path):
         assert all(np.array_equal(before[name], after[name]) for name in before)
         state, measured = run.train_step(state, place_batch(Shaken().batch(3), MESH))
     assert int(measured["updates"]) == 2
-    assert not np.array_equal(before["params/table.embedding"], jax.device_get(state.params["table.embedding"]))
+    assert not np.array_equal(
+        before["params/table.embedding"], jax.device_get(state.params["table.embedding"])
+    )
 
 
 def test_skipped_steps_are_counted_and_the_others_are_those_of_a_run_without_them(tmp_path, caplog):
@@ -83,20 +89,31 @@ def test_skipped_steps_are_counted_and_the_others_are_those_of_a_run_without_the
 
     trainer(tmp_path / "without", Without(), steps=9, optimizer=settings("x").optimizer).run()
     sound = [r for r in records if r["loss"] is not None]
-    assert [r["loss"] for r in sound[:4]] == [r["loss"] for r in lines(tmp_path / "without")[:4]]  # the schedules end elsewhere
+    # the schedules end elsewhere
+    assert [r["loss"] for r in sound[:4]] == [r["loss"] for r in lines(tmp_path / "without")[:4]]
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path):
-    with pytest.raises(TrainError, match=r"step 6: 3 steps in a row were skipped: the loss is not finite at learning rate .*Lower train\."):
+    with pytest.raises(
+        TrainError,
+        match=r"step 6: 3 steps in a row were skipped: the loss is not finite at learning rate .*Lower train\.",
+    ):
         trainer(tmp_path, Shaken((2, 4, 5, 6)), max_nonfinite=3).run()
 
 
 def test_an_update_that_loses_the_parameters_stops_the_run_before_it_is_saved(tmp_path):
-    """Loss and gradient are finite, what the optimizer makes of them is not: skipping every later step would not help."""
-    breaks = optax.stateless(lambda updates, params: jax.tree.map(lambda u: -0.1 * u / (jnp.abs(u).max() > 0), updates))
+    """Loss and gradient are finite, what the optimizer makes of them is not: skipping every later
+    step would not help.
+    """
+    breaks = optax.stateless(
+        lambda updates, params: jax.tree.map(lambda u: -0.1 * u / (jnp.abs(u).max() > 0), updates)
+    )
     late = optax.chain(optax.scale_by_schedule(lambda k: jnp.where(k < 2, 1.0, 0.0)), breaks)
     config = settings(tmp_path, optimizer=OptimizerConfig(), checkpoint=CheckpointConfig(every=1))
-    with pytest.raises(TrainError, match=r"^step 3: its update left parameters that are not finite\. Lower train\.optimizer\."):
+    with pytest.raises(
+        TrainError,
+        match=r"^step 3: its update left parameters that are not finite\. Lower train\.optimizer\.",
+    ):
         Trainer(Tiny, config, Arithmetic(), mesh=MESH, optimizer=late).run()
     with Checkpoints(tmp_path / "checkpoints", keep=None) as checkpoints:
         assert checkpoints.latest() == 2
@@ -120,19 +137,26 @@ def rough(compiled_once, tmp_path_factory):
 
 def test_a_spike_rolls_back_and_skips_the_window(rough):
     folder, events = rough
-    assert [(e.step, e.record["to"]) for e in events if e.kind == "rollback"] == [(15, 12), (25, 21)]
+    assert [(e.step, e.record["to"]) for e in events if e.kind == "rollback"] == [
+        (15, 12),
+        (25, 21),
+    ]
     records = lines(folder)
     assert [r["step"] for r in records] == list(range(1, 31))
     # 9 was skipped, 13 to 15 were undone; the save that was due at 20, in doubt, was made at 21
     assert [records[i - 1]["skipped"] for i in (8, 9, 15, 16)] == [0, 1, 1, 4]
     books = read_metrics(folder / "rollbacks.jsonl")
-    assert [(b["step"], b["to"], b["batch_of_step"]) for b in books if b["step"] == 15] == [(15, 12, s) for s in (13, 14, 15)]
+    assert [(b["step"], b["to"], b["batch_of_step"]) for b in books if b["step"] == 15] == [
+        (15, 12, s) for s in (13, 14, 15)
+    ]
     assert records[-1]["loss"] < 1.2 * records[12]["loss"]
 
 
 def test_the_report_of_a_run_that_went_back_tells_where_and_what_it_skipped(rough, tmp_path):
     text = write_report(rough[0], tmp_path / "page.html").read_text()
-    rows = re.findall(r"<tr>(.*?)</tr>", text[text.index("<h2>Roll-backs</h2>") : text.index("<h2>Mixture</h2>")])
+    rows = re.findall(
+        r"<tr>(.*?)</tr>", text[text.index("<h2>Roll-backs</h2>") : text.index("<h2>Mixture</h2>")]
+    )
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
     assert [cell[:3] for cell in cells if cell] == [["15", "12", str(i)] for i in (13, 14, 15)] + [
         ["25", "21", str(i)] for i in range(22, 26)
@@ -151,7 +175,9 @@ def test_stopped_anywhere_a_rough_run_goes_on_bit_for_bit(rough, tmp_path, stop)
         trainer(tmp_path, Shaken(**ROUGH), steps=30, spikes=SPIKES, listener=listener).run()
     trainer(tmp_path, Shaken(**ROUGH), steps=30, spikes=SPIKES).run()
     assert lines(tmp_path) == lines(rough[0])
-    assert (tmp_path / "rollbacks.jsonl").read_bytes() == (rough[0] / "rollbacks.jsonl").read_bytes()
+    assert (tmp_path / "rollbacks.jsonl").read_bytes() == (
+        rough[0] / "rollbacks.jsonl"
+    ).read_bytes()
 
 
 def test_the_good_checkpoint_is_kept_and_the_documents_are_told(tmp_path):
@@ -168,16 +194,38 @@ def test_the_good_checkpoint_is_kept_and_the_documents_are_told(tmp_path):
             assert (tmp_path / "checkpoints/12").is_dir()
 
     loader = Explaining(odd_steps=(14, 15))
-    trainer(tmp_path, loader, steps=16, spikes=SPIKES, listener=listener, checkpoint=CheckpointConfig(every=4, keep=1)).run()
+    trainer(
+        tmp_path,
+        loader,
+        steps=16,
+        spikes=SPIKES,
+        listener=listener,
+        checkpoint=CheckpointConfig(every=4, keep=1),
+    ).run()
     first = json.loads((tmp_path / "rollbacks.jsonl").read_text().splitlines()[0])
-    place = {"row_of_batch": 0, "dataset": "d", "file": "f.txt", "row": 3, "token_start": 0, "token_stop": 9}
+    place = {
+        "row_of_batch": 0,
+        "dataset": "d",
+        "file": "f.txt",
+        "row": 3,
+        "token_start": 0,
+        "token_stop": 9,
+    }
     assert first == {"step": 15, "to": 12, "batch_of_step": 13, "documents": [place]}
 
 
 def test_a_run_that_spikes_for_ever_stops(tmp_path):
     loader = Shaken(odd_steps=range(9, 40))
-    with pytest.raises(TrainError, match=r"the loss left its range again after 2 roll-backs\. Lower train\.optimizer\.learning_rate"):
-        trainer(tmp_path, loader, steps=30, spikes=SpikeConfig(window=4, threshold=6.0, patience=2, max_rollbacks=2)).run()
+    with pytest.raises(
+        TrainError,
+        match=r"the loss left its range again after 2 roll-backs\. Lower train\.optimizer\.learning_rate",
+    ):
+        trainer(
+            tmp_path,
+            loader,
+            steps=30,
+            spikes=SpikeConfig(window=4, threshold=6.0, patience=2, max_rollbacks=2),
+        ).run()
 
 
 def test_a_run_without_a_checkpoint_goes_back_to_its_start(tmp_path):
@@ -202,8 +250,14 @@ def test_the_limit_is_robust():
         ({"spikes": {"window": 1}}, "spikes.window: 1 is too small. Give at least 2."),
         ({"spikes": {"threshold": 0.0}}, "spikes.threshold: 0.0 is not a positive number"),
         ({"spikes": {"patience": 0}}, "spikes.patience: 0 is too small. Give at least 1."),
-        ({"spikes": {"max_rollbacks": 0}}, "spikes.max_rollbacks: 0 is too small. Give at least 1."),
-        ({"spikes": {"patience": 11}}, "spikes.patience: 11 bad steps, but the run stops after 10 that are not finite."),
+        (
+            {"spikes": {"max_rollbacks": 0}},
+            "spikes.max_rollbacks: 0 is too small. Give at least 1.",
+        ),
+        (
+            {"spikes": {"patience": 11}},
+            "spikes.patience: 11 bad steps, but the run stops after 10 that are not finite.",
+        ),
     ],
 )
 def test_bad_values_are_refused(values, message):
@@ -213,7 +267,9 @@ def test_bad_values_are_refused(values, message):
 
 
 def test_what_is_saved_in_doubt_is_not_gone_back_to(tmp_path):
-    """A listener asks for a checkpoint at a step of the calendar that is bad: it is saved, and the good one stays the one before it."""
+    """A listener asks for a checkpoint at a step of the calendar that is bad: it is saved, and the
+    good one stays the one before it.
+    """
     went_back, control = [], None
 
     def listener(event):
@@ -223,7 +279,14 @@ def test_what_is_saved_in_doubt_is_not_gone_back_to(tmp_path):
             went_back.append((event.step, event.record["to"]))
 
     every = CheckpointConfig(every=4, keep=9)
-    run = trainer(tmp_path, Shaken(odd_steps=(12, 13)), listener=listener, steps=16, spikes=SPIKES, checkpoint=every)
+    run = trainer(
+        tmp_path,
+        Shaken(odd_steps=(12, 13)),
+        listener=listener,
+        steps=16,
+        spikes=SPIKES,
+        checkpoint=every,
+    )
     control = run.control
     run.run()
     assert went_back == [(13, 8)]
@@ -235,5 +298,8 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(tmp_path, monke
     with Checkpoints(tmp_path, keep=None) as newer:
         newer.save(1, arrays, {"step": 1})
     monkeypatch.undo()
-    with Checkpoints(tmp_path, keep=None) as ours, pytest.raises(StateError, match=rf"format {checkpoint.FORMAT + 1}, this version reads"):
+    with (
+        Checkpoints(tmp_path, keep=None) as ours,
+        pytest.raises(StateError, match=rf"format {checkpoint.FORMAT + 1}, this version reads"),
+    ):
         ours.run(1)

@@ -27,13 +27,21 @@ def test_a_trained_tokenizer_is_lossless_fast_and_reproducible(tmp_path: Path) -
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vocab_size: 200 tokens do not hold 256 bytes and 1 special tokens\. Give at least 257\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"vocab_size: 200 tokens do not hold 256 bytes and 1 special tokens\. Give at least 257\.",
+    ):
         train_bpe(["abc"], 200, [], tmp_path)
     with pytest.raises(TokenizerError, match="there is no text to learn from"):
         train_bpe([], 300, [], tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_fewer_tokens_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_tokens_than_asked_for_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train_bpe(["abab"], 500, [], tmp_path)
-    assert f"the text gives {load_tokenizer(str(tmp_path)).vocab_size} tokens, and vocab_size is 500" in caplog.text
+    assert (
+        f"the text gives {load_tokenizer(str(tmp_path)).vocab_size} tokens, and vocab_size is 500"
+        in caplog.text
+    )

@@ -1,4 +1,6 @@
-"""Templates in worker processes: rendered as transformers does, limited, and with spans that are proven or refused."""
+"""Templates in worker processes: rendered as transformers does, limited, and with spans that are
+proven or refused.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_support import CHATML, HOSTILE, MARKED, REASONING, SHARED, needs_shared, processor_time_of_workers, talk
+from chat_support import (
+    CHATML,
+    HOSTILE,
+    MARKED,
+    REASONING,
+    SHARED,
+    needs_shared,
+    processor_time_of_workers,
+    talk,
+)
 from easypipe.core.errors import ConfigError, TokenizerError
-from easypipe.transforms.chat import ChatTemplate, HostileTemplateError, Refused, Rendered, load_chat_template
+from easypipe.transforms.chat import (
+    ChatTemplate,
+    HostileTemplateError,
+    Refused,
+    Rendered,
+    load_chat_template,
+)
 from easypipe.transforms.chat_pool import close_workers
 from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from easypipe.transforms.prompts import PromptConfig
 from easypipe.transforms.tokenizer import load_tokenizer
 from strategies import examples
 
-CLOSERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<start_of_turn>")
+CLOSERS = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<start_of_turn>",
+)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def template(source: str, train_on: str = "assistant", **values: Any) -> ChatTemplate:
-    options: dict[str, Any] = {"tool_use": None, "names": NAMES, "closers": CLOSERS, "date": None, "origin": "test"} | values
+    options: dict[str, Any] = {
+        "tool_use": None,
+        "names": NAMES,
+        "closers": CLOSERS,
+        "date": None,
+        "origin": "test",
+    } | values
     return ChatTemplate(source=source, train_on=train_on, **options)
 
 
@@ -31,7 +62,9 @@ def render(source: str, messages: list[dict[str, Any]], tools: Any = None, **val
     return template(source, **values).render([{"messages": messages, "tools": tools}])[0]
 
 
-def trained(source: str, messages: list[dict[str, Any]], tools: Any = None, **values: Any) -> list[str]:
+def trained(
+    source: str, messages: list[dict[str, Any]], tools: Any = None, **values: Any
+) -> list[str]:
     found = render(source, messages, tools, **values)
     assert isinstance(found, Rendered), found
     return [found.text[a:b] for a, b in found.spans]
@@ -39,18 +72,33 @@ def trained(source: str, messages: list[dict[str, Any]], tools: Any = None, **va
 
 def conversations() -> list[tuple[list[dict[str, Any]], Any]]:
     files = ("openai_messages_tools_150.jsonl", "openai_messages_toy.jsonl")
-    rows = [json.loads(line) for file in files for line in (SHARED / "chat" / file).read_text(encoding="utf-8").splitlines()[:40]]
+    rows = [
+        json.loads(line)
+        for file in files
+        for line in (SHARED / "chat" / file).read_text(encoding="utf-8").splitlines()[:40]
+    ]
     call = {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "call_00001", "function": {"name": "f", "arguments": {"a": [1, "b"]}}}],
+        "tool_calls": [
+            {"id": "call_00001", "function": {"name": "f", "arguments": {"a": [1, "b"]}}}
+        ],
     }
     answer = {"role": "tool", "tool_call_id": "call_00001", "content": "3"}
     return [(row["messages"], row.get("tools")) for row in rows] + [
         (talk("Hi", "Hello", "Bye", " Good bye\n", system="Be <|kind|>."), None),
-        ([*talk("Hi"), {"role": "assistant", "content": "x", "reasoning_content": "I think", "name": None}], None),
+        (
+            [
+                *talk("Hi"),
+                {"role": "assistant", "content": "x", "reasoning_content": "I think", "name": None},
+            ],
+            None,
+        ),
         ([*talk("Hi"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nx"}], None),
-        ([*talk("1+2?"), call, answer, {"role": "assistant", "content": "Three 😀"}], [{"type": "function", "function": {"name": "f"}}]),
+        (
+            [*talk("1+2?"), call, answer, {"role": "assistant", "content": "Three 😀"}],
+            [{"type": "function", "function": {"name": "f"}}],
+        ),
         (talk(None, "x"), None),
         ([*talk("Hi"), {"role": "assistant", "content": None}], None),
         ([{"role": "nobody", "content": "x"}], None),
@@ -61,18 +109,26 @@ def conversations() -> list[tuple[list[dict[str, Any]], Any]]:
 @pytest.mark.shared
 def test_renders_and_marks_what_transformers_does() -> None:
     reference = pytest.importorskip(
-        "transformers.utils.chat_template_utils", reason="transformers is not installed: pip install easypipe[compare]"
+        "transformers.utils.chat_template_utils",
+        reason="transformers is not installed: pip install easypipe[compare]",
     )
     cases = 0
     for path in sorted((SHARED / "templates").glob("*.jinja")):
         source = path.read_text(encoding="utf-8")
         marked = "{%- generation" in source
-        ours = template(source, "assistant" if marked else "all").render([{"messages": m, "tools": t} for m, t in conversations()])
+        ours = template(source, "assistant" if marked else "all").render(
+            [{"messages": m, "tools": t} for m, t in conversations()]
+        )
         for (messages, tools), found in zip(conversations(), ours, strict=True):
             try:
                 # `apply_chat_template` does so first: a key of null is not there
-                given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-                texts, spans = reference.render_jinja_template([given], tools, None, source, return_assistant_tokens_mask=marked, **NAMES)
+                given = [
+                    {key: value for key, value in message.items() if value is not None}
+                    for message in messages
+                ]
+                texts, spans = reference.render_jinja_template(
+                    [given], tools, None, source, return_assistant_tokens_mask=marked, **NAMES
+                )
             except Exception:  # noqa: BLE001 (whatever a template raises)
                 assert isinstance(found, Refused), (path.name, messages)
                 continue
@@ -83,23 +139,30 @@ def test_renders_and_marks_what_transformers_does() -> None:
                 continue
             assert found.text == texts[0], path.name
             if marked:
-                assert [tuple(span) for span in found.spans] == [(a, b) for a, b in spans[0] if a < b], path.name
+                assert [tuple(span) for span in found.spans] == [
+                    (a, b) for a, b in spans[0] if a < b
+                ], path.name
     assert cases > 300
 
 
 @needs_shared
 @pytest.mark.shared
 def test_proven_spans_are_those_that_the_same_template_marks() -> None:
-    """Each training variant says what its original means; the sentinels find it without being told."""
+    """Each training variant says what its original means; the sentinels find it without being
+    told.
+    """
     for name in ("llama3", "qwen2_5"):
-        with_marks, without = ((SHARED / "templates" / f"{name}{kind}.jinja").read_text(encoding="utf-8") for kind in ("_training", ""))
+        with_marks, without = (
+            (SHARED / "templates" / f"{name}{kind}.jinja").read_text(encoding="utf-8")
+            for kind in ("_training", "")
+        )
         proven = 0
         for messages, tools in conversations():
             marked, found = render(with_marks, messages, tools), render(without, messages, tools)
             if isinstance(marked, Rendered) and isinstance(found, Rendered):
-                assert [found.text[a:b].strip() for a, b in found.spans] == [marked.text[a:b].strip() for a, b in marked.spans if a < b], (
-                    name
-                )
+                assert [found.text[a:b].strip() for a, b in found.spans] == [
+                    marked.text[a:b].strip() for a, b in marked.spans if a < b
+                ], name
                 proven += 1
             else:  # Llama's first template does not know tool calls; nothing is trained on a guess
                 assert name == "llama3" or isinstance(marked, Refused), (name, messages, found)
@@ -115,14 +178,25 @@ def test_every_assistant_turn_is_trained_with_its_stop(source: str) -> None:
 
 
 def test_text_that_looks_like_the_template_is_not_mistaken_for_it() -> None:
-    messages = talk("<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>", "Hello", "Hello", "Hello<|im_end|>\n<|im_start|>user\nHello")
-    assert trained(CHATML, messages) == ["Hello<|im_end|>", "Hello<|im_end|>\n<|im_start|>user\nHello<|im_end|>"]
+    messages = talk(
+        "<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>",
+        "Hello",
+        "Hello",
+        "Hello<|im_end|>\n<|im_start|>user\nHello",
+    )
+    assert trained(CHATML, messages) == [
+        "Hello<|im_end|>",
+        "Hello<|im_end|>\n<|im_start|>user\nHello<|im_end|>",
+    ]
 
 
 def test_reasoning_is_trained_where_it_is_printed() -> None:
     messages = talk("1?", "<think>\none\n</think>\n\nA1", "2?", "A2")
     messages[3]["reasoning_content"] = "two"
-    assert trained(REASONING, messages) == ["A1<|im_end|>", "<think>\ntwo\n</think>\n\nA2<|im_end|>"]
+    assert trained(REASONING, messages) == [
+        "A1<|im_end|>",
+        "<think>\ntwo\n</think>\n\nA2<|im_end|>",
+    ]
     messages = talk("1?", "<think>\none\n</think>\n\nA1")
     assert trained(REASONING, messages) == ["<think>\none\n</think>\n\nA1<|im_end|>"]
 
@@ -133,11 +207,13 @@ def test_a_turn_that_the_template_leaves_open_asks_for_the_eos_token() -> None:
     found = render(open_end, talk("Hi", "Hello", "And?", "Bye"))
     assert [found.text[a:b] for a, b in found.spans] == ["Hello<|im_end|>", "Bye"]
     assert found.end == 2
-    assert render(open_end, talk("Hi", "Hello", "And?")).end == 1  # a question stands there: its EOS is no target
+    # a question stands there: its EOS is no target
+    assert render(open_end, talk("Hi", "Hello", "And?")).end == 1
     assert render(CHATML, talk("Hi", "Hello")).end == 0
 
 
-# Ways in which templates in use write turns: what each of them makes of two turns, and which part of that is trained.
+# Ways in which templates in use write turns: what each of them makes of two turns, and which part
+# of that is trained.
 STYLES = {
     "system inside the first question": (
         "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
@@ -177,13 +253,22 @@ STYLES = {
 def test_ways_of_writing_turns(name: str) -> None:
     source, expected = STYLES[name]
     assert trained(source, talk("Hi", "Hello", "And?", "Bye", system="Be brief.")) == expected
-    assert trained(source, talk("Hi", "Hello", "And?", "Bye"), train_on="completion") == expected[1:]
-    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk("Hi", "Hello", "And?", "Bye")]
+    assert (
+        trained(source, talk("Hi", "Hello", "And?", "Bye"), train_on="completion") == expected[1:]
+    )
+    parts = [
+        {**m, "content": [{"type": "text", "text": m["content"]}]}
+        for m in talk("Hi", "Hello", "And?", "Bye")
+    ]
     if name == "content in parts":
         assert trained(source, parts) == expected
 
 
-CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"city": "Oslo"}},
+}
 CALLS = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -191,9 +276,19 @@ CALLS = [
     {"role": "assistant", "content": "Wet."},
     *talk("And?", "Bye"),
 ]
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 HEADERS = "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-# Ways in which templates in use end and begin the turns of a conversation with a tool, and what is trained of it.
+# Ways in which templates in use end and begin the turns of a conversation with a tool, and what is
+# trained of it.
 TOOL_STYLES = {
     "a channel, and what a tool returned under its name": (  # gpt-oss
         "<|start|>system<|message|>S<|end|>{% set ns = namespace(name='') %}{% for m in messages %}"
@@ -202,7 +297,8 @@ TOOL_STYLES = {
         "<|start|>assistant to=functions.{{ ns.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
         "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
         "{{ '<|return|>' if loop.last else '<|end|>' }}"
-        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}" + HEADERS,
+        "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        + HEADERS,
         [
             ' to=functions.look<|message|>{"city": "Oslo"}<|call|>',
             "<|channel|>final<|message|>Wet.<|end|>",
@@ -224,7 +320,17 @@ TOOL_STYLES = {
         ['look({"city": "Oslo"})<|b|><|end|>', "Wet.<|b|><|end|>", "Bye<|b|><|end|>"],
     ),
 }
-TOOL_CLOSERS = ("<s>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>", "<|eot_id|>", "<|eom_id|>")
+TOOL_CLOSERS = (
+    "<s>",
+    "<|start|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+)
 TOOL_CLOSERS += ("<|bot|>", "<|user|>", "<|tool|>", "<|a|>", "<|b|>")
 
 
@@ -234,27 +340,47 @@ def test_tool_calls_are_trained_with_what_ends_them(name: str) -> None:
     assert trained(source, CALLS, TOOLS, closers=TOOL_CLOSERS) == expected
     assert trained(source, CALLS[:2], TOOLS, closers=TOOL_CLOSERS) == expected[:1]
     for messages in (CALLS[:4], CALLS[:5]):
-        ends = [expected[0], expected[1].replace("<|end|>", "<|return|>") if len(messages) == 4 and "chan" in name else expected[1]]
+        ends = [
+            expected[0],
+            expected[1].replace("<|end|>", "<|return|>")
+            if len(messages) == 4 and "chan" in name
+            else expected[1],
+        ]
         assert trained(source, messages, TOOLS, closers=TOOL_CLOSERS) == ends
-    assert trained(source, talk("Hi", "Wet.", "And?", "Bye"), TOOLS, closers=TOOL_CLOSERS) == expected[1:]
+    assert (
+        trained(source, talk("Hi", "Wet.", "And?", "Bye"), TOOLS, closers=TOOL_CLOSERS)
+        == expected[1:]
+    )
 
 
 HEAD_BEHIND = "<|start|>assistant\n"  # of an answer that is still to come
 
 
-@pytest.mark.parametrize("behind", [HEAD_BEHIND, "<|start|>system\nCall a function now.<|end|>", "<s>", "\n\n"])
+@pytest.mark.parametrize(
+    "behind", [HEAD_BEHIND, "<|start|>system\nCall a function now.<|end|>", "<s>", "\n\n"]
+)
 def test_text_behind_the_last_turn_is_never_trained(behind: str) -> None:
-    """As of templates that open the next answer always, and of Command R+, which says there what is to be written."""
+    """As of templates that open the next answer always, and of Command R+, which says there what is
+    to be written.
+    """
     source = (
         "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}: {{ c.function.arguments | tojson }}{% endfor %}END{% endfor %}"
     ) + behind
     stopped = source.replace("END", "<|end|>")
-    assert trained(stopped, CALLS, TOOLS, closers=TOOL_CLOSERS) == ['look: {"city": "Oslo"}<|end|>', "Wet.<|end|>", "Bye<|end|>"]
-    assert trained(stopped, CALLS[:2], TOOLS, closers=TOOL_CLOSERS) == ['look: {"city": "Oslo"}<|end|>']
+    assert trained(stopped, CALLS, TOOLS, closers=TOOL_CLOSERS) == [
+        'look: {"city": "Oslo"}<|end|>',
+        "Wet.<|end|>",
+        "Bye<|end|>",
+    ]
+    assert trained(stopped, CALLS[:2], TOOLS, closers=TOOL_CLOSERS) == [
+        'look: {"city": "Oslo"}<|end|>'
+    ]
     calls_are_open = stopped.replace("<|end|>", "{% if not m.tool_calls %}<|end|>{% endif %}", 1)
     for messages in (CALLS[:2], CALLS[:3]):
-        assert render(calls_are_open, messages, TOOLS, closers=TOOL_CLOSERS).reason == "unproven_spans"
+        assert (
+            render(calls_are_open, messages, TOOLS, closers=TOOL_CLOSERS).reason == "unproven_spans"
+        )
     for no_stop in (source.replace("END", ""), source.replace("END", "\n")):
         made = render(no_stop, talk("Hi", "Hello"), closers=TOOL_CLOSERS)
         assert isinstance(made, Refused) or behind.startswith(("<s>", "\n")), made
@@ -268,32 +394,50 @@ def test_the_header_of_a_call_is_found_where_a_thought_begins_alike() -> None:
         "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}",
         "{%- for c in message.tool_calls or [] %}{{- '<tool_call>' + c.function.name + '</tool_call>' }}{%- endfor %}"
         "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}",
-    ).replace("{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}")
+    ).replace(
+        "{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+        "{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}",
+    )
     assert source.count("tool_call>'") == 2
     messages = [*CALLS[:2], *talk("And?", "Bye")]
-    assert trained(source, messages) == ["<tool_call>look</tool_call><|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
+    assert trained(source, messages) == [
+        "<tool_call>look</tool_call><|im_end|>",
+        "<think>\n\n</think>\n\nBye<|im_end|>",
+    ]
 
 
 def test_a_refusal_gives_the_first_reason() -> None:
-    """The second attempt, with the assistant's words alone replaced, fails for other reasons that help nobody."""
+    """The second attempt, with the assistant's words alone replaced, fails for other reasons that
+    help nobody.
+    """
     said = "{{ m.tool_calls[0].function.name if m.tool_calls else m.content + '<|im_end|>' }}"
     source = "{% for m in messages %}{{ m.role }}: " + said + "\n{% endfor %}"
-    assert render(source, CALLS, TOOLS).detail.startswith("nothing that is known to end a turn follows message 1: '\\ntool: '")
+    assert render(source, CALLS, TOOLS).detail.startswith(
+        "nothing that is known to end a turn follows message 1: '\\ntool: '"
+    )
     source = "{% for m in messages %}{{ m.role }}{{ raise_exception('no ' + m.content) if 'Sentinel' in m.content }}{% endfor %}"
     detail = render(source, talk("Hi", "Hello")).detail
-    assert detail.startswith("the template does not render other words in place of these: no Sentinel"), detail
+    assert detail.startswith(
+        "the template does not render other words in place of these: no Sentinel"
+    ), detail
 
 
 @pytest.mark.parametrize("prompted", [False, True])
 def test_an_empty_thought_is_trained_unless_the_option_says_otherwise(prompted: bool) -> None:
     source = (
-        REASONING.replace("assistant\\n' }}{%- endif", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif") if prompted else REASONING
+        REASONING.replace(
+            "assistant\\n' }}{%- endif", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif"
+        )
+        if prompted
+        else REASONING
     )
     messages, empty = talk("1?", "A1", "2?", "A2"), "<think>\n\n</think>\n\n"
     assert trained(source, messages) == ["A1<|im_end|>", f"{empty}A2<|im_end|>"]
     assert trained(source, messages, train_empty_thinking=False) == ["A1<|im_end|>", "A2<|im_end|>"]
     thought = talk("2?", "<think>\ntwo\n</think>\n\nA2")
-    assert trained(source, thought, train_empty_thinking=False) == ["<think>\ntwo\n</think>\n\nA2<|im_end|>"]
+    assert trained(source, thought, train_empty_thinking=False) == [
+        "<think>\ntwo\n</think>\n\nA2<|im_end|>"
+    ]
     assert template(source).fingerprint != template(source, train_empty_thinking=False).fingerprint
 
 
@@ -309,9 +453,18 @@ def test_the_next_header_is_no_stop() -> None:
     ("source", "why"),
     [
         ("{% for m in messages %}{{ m.role }}: {{ m.content|upper }}\n{% endfor %}", "other words"),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}", "more than once"),
-        ("{% for m in messages %}[{{ m.content }}{% if m.content|length > 9 %}!{% endif %}]{% endfor %}", "giv|around"),
-        ("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}", "known to end a turn"),
+        (
+            "{% for m in messages %}{{ m.content }}{{ m.content }}<|im_end|>{% endfor %}",
+            "more than once",
+        ),
+        (
+            "{% for m in messages %}[{{ m.content }}{% if m.content|length > 9 %}!{% endif %}]{% endfor %}",
+            "giv|around",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}",
+            "known to end a turn",
+        ),
     ],
 )
 def test_spans_that_cannot_be_proven_are_refused(source: str, why: str) -> None:
@@ -324,14 +477,19 @@ def test_spans_that_cannot_be_proven_are_refused(source: str, why: str) -> None:
 def test_rows_without_anything_to_train_say_so() -> None:
     for messages in (talk("Hi"), talk("Hi", ""), talk("Hi", "Hello", "And?")):
         found = render(CHATML, messages, train_on="completion")
-        assert found == Refused("nothing_to_train", "no text that train_on='completion' asks for"), messages
+        assert found == Refused(
+            "nothing_to_train", "no text that train_on='completion' asks for"
+        ), messages
 
 
 def test_a_day_is_printed_only_if_one_is_given() -> None:
     source = "{{ strftime_now('%d %b %Y') }}" + CHATML
     assert "set template_date" in render(source, talk("Hi", "Hello")).detail
     assert render(source, talk("Hi", "Hello"), date="2024-07-26").text.startswith("26 Jul 2024")
-    assert template(source, date="2024-07-26").fingerprint != template(source, date="2024-07-27").fingerprint
+    assert (
+        template(source, date="2024-07-26").fingerprint
+        != template(source, date="2024-07-27").fingerprint
+    )
 
 
 def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
@@ -351,7 +509,12 @@ def test_everything_that_decides_spans_is_in_the_fingerprint() -> None:
 def test_hostile_templates_end_alone(name: str) -> None:
     source, why = HOSTILE[name]
     with processor_time_of_workers(most=5), pytest.raises(HostileTemplateError) as caught:
-        template("{% if messages[0].content == 'now' %}" + source + "{% else %}fine<|im_end|>{% endif %}", "all").render(
+        template(
+            "{% if messages[0].content == 'now' %}"
+            + source
+            + "{% else %}fine<|im_end|>{% endif %}",
+            "all",
+        ).render(
             [{"messages": talk(word), "tools": None} for word in ("later", "later", "now", "later")]
         )
     assert any(part in str(caught.value) for part in why.split("|"))
@@ -361,7 +524,20 @@ def test_hostile_templates_end_alone(name: str) -> None:
 
 
 NAMES_WITHIN = st.one_of(
-    st.text(max_size=5), st.sampled_from([*dir(dict), *dir(str), *dir(list), "role", "first", "last", "index0", "nextitem", "format_map"])
+    st.text(max_size=5),
+    st.sampled_from(
+        [
+            *dir(dict),
+            *dir(str),
+            *dir(list),
+            "role",
+            "first",
+            "last",
+            "index0",
+            "nextitem",
+            "format_map",
+        ]
+    ),
 )
 VALUES = st.one_of(
     st.text(max_size=3),
@@ -375,7 +551,9 @@ VALUES = st.one_of(
 @given(VALUES, NAMES_WITHIN)
 @examples(300)
 def test_the_sandbox_gives_what_that_of_jinja2_gives(value: Any, name: str) -> None:
-    """Its short cuts: the same values, the same methods, undefined in the same words, and nothing that the other one keeps."""
+    """Its short cuts: the same values, the same methods, undefined in the same words, and nothing
+    that the other one keeps.
+    """
     from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -399,7 +577,8 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Any) -> None:
     tokenizer = load_tokenizer(chat_tokenizer())
     (tmp_path / "mark.jinja").write_text("\ufeff" + CHATML)
     given = [
-        load_chat_template(tokenizer, chat_template=one, train_on="all", date=None) for one in (tmp_path / "mark.jinja", "\ufeff" + CHATML)
+        load_chat_template(tokenizer, chat_template=one, train_on="all", date=None)
+        for one in (tmp_path / "mark.jinja", "\ufeff" + CHATML)
     ]
     bare = without_template(tmp_path / "bare")
     (tmp_path / "bare" / "chat_template.jinja").write_text("\ufeff" + CHATML)
@@ -431,13 +610,17 @@ def test_addresses_that_conversations_speak_of_are_text_and_errors_have_none() -
     ) == ["Hello<|im_end|>"]
     detail = render("{{ messages[0].items | tojson }}", talk("Hi", "Hello")).detail
     assert "is not JSON serializable" in detail
-    assert render("{{ raise_exception(messages[0].items | string) }}", talk("Hi", "Hello")).detail.endswith("of dict object>")
+    assert render(
+        "{{ raise_exception(messages[0].items | string) }}", talk("Hi", "Hello")
+    ).detail.endswith("of dict object>")
 
 
 def test_answers_much_longer_than_what_was_asked() -> None:
     """They go out before all rows are written, to one who has sent all of them."""
     rows = [{"messages": talk(f"{i} " * 3000, "b"), "tools": None} for i in range(100)]
-    found = template("{% for i in range(30) %}{{ messages[0].content }}{% endfor %}<|im_end|>", "all").render(rows)
+    found = template(
+        "{% for i in range(30) %}{{ messages[0].content }}{% endfor %}<|im_end|>", "all"
+    ).render(rows)
     for i, one in enumerate(found):
         assert isinstance(one, Rendered)
         assert one.text == f"{i} " * 90000 + "<|im_end|>"
@@ -458,9 +641,21 @@ def test_a_worker_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyP
 
 
 def test_tool_use_templates_serve_rows_with_tools() -> None:
-    both = template("plain {{ messages[0].content }}<|im_end|>", "all", tool_use="tools {{ messages[0].content }}<|im_end|>")
-    rows = [{"messages": talk(word), "tools": tools} for word, tools in (("a", None), ("b", [{"x": 1}]), ("c", []), ("d", [{"x": 1}]))]
-    assert [one.text for one in both.render(rows)] == ["plain a<|im_end|>", "tools b<|im_end|>", "plain c<|im_end|>", "tools d<|im_end|>"]
+    both = template(
+        "plain {{ messages[0].content }}<|im_end|>",
+        "all",
+        tool_use="tools {{ messages[0].content }}<|im_end|>",
+    )
+    rows = [
+        {"messages": talk(word), "tools": tools}
+        for word, tools in (("a", None), ("b", [{"x": 1}]), ("c", []), ("d", [{"x": 1}]))
+    ]
+    assert [one.text for one in both.render(rows)] == [
+        "plain a<|im_end|>",
+        "tools b<|im_end|>",
+        "plain c<|im_end|>",
+        "tools d<|im_end|>",
+    ]
 
 
 def test_where_a_template_comes_from(tmp_path: Any) -> None:
@@ -475,15 +670,31 @@ def test_where_a_template_comes_from(tmp_path: Any) -> None:
     with pytest.raises(TokenizerError, match=r"has no chat template.*Set chat_template"):
         load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
     (tmp_path / "bare" / "chat_template.jinja").write_text(MARKED)
-    assert load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None).source == MARKED
+    assert (
+        load_chat_template(
+            load_tokenizer(bare), chat_template=None, train_on="all", date=None
+        ).source
+        == MARKED
+    )
     (tmp_path / "other.jinja").write_text("{{ messages }}")
-    assert load_chat_template(tokenizer, chat_template=tmp_path / "other.jinja", train_on="all", date=None).source == "{{ messages }}"
-    assert load_chat_template(tokenizer, chat_template="{{ 1 }}", train_on="all", date=None).source == "{{ 1 }}"
+    assert (
+        load_chat_template(
+            tokenizer, chat_template=tmp_path / "other.jinja", train_on="all", date=None
+        ).source
+        == "{{ messages }}"
+    )
+    assert (
+        load_chat_template(tokenizer, chat_template="{{ 1 }}", train_on="all", date=None).source
+        == "{{ 1 }}"
+    )
     with pytest.raises(ConfigError, match=r"chat_template: 'nowhere.jinja' is neither"):
         load_chat_template(tokenizer, chat_template="nowhere.jinja", train_on="all", date=None)
     named = json.loads((tmp_path / "bare" / "tokenizer_config.json").read_text())
     (tmp_path / "bare" / "chat_template.jinja").unlink()
-    named["chat_template"] = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    named["chat_template"] = [
+        {"name": "default", "template": "D"},
+        {"name": "tool_use", "template": "T"},
+    ]
     (tmp_path / "bare" / "tokenizer_config.json").write_text(json.dumps(named))
     found = load_chat_template(load_tokenizer(bare), chat_template=None, train_on="all", date=None)
     assert (found.source, found.tool_use) == ("D", "T")
@@ -493,22 +704,45 @@ def test_where_a_template_comes_from(tmp_path: Any) -> None:
 def test_built_in_templates_leave_nothing_out_in_silence(name: str) -> None:
     def refused(message: dict[str, Any]) -> str:
         made = template(CHAT_TEMPLATES[name], names={"eos_token": "</s>"}).render(
-            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **message}], "tools": None}]
+            [
+                {
+                    "messages": [
+                        {"role": "user", "content": "a"},
+                        {"role": "assistant", **message},
+                    ],
+                    "tools": None,
+                }
+            ]
         )[0]
-        return made.detail if isinstance(made, Refused) else made.text[made.spans[0][0] : made.spans[0][1]]
+        return (
+            made.detail
+            if isinstance(made, Refused)
+            else made.text[made.spans[0][0] : made.spans[0][1]]
+        )
 
-    assert refused({"content": None, "refusal": "no"}) == "message 1 says nothing: it has no content and no tool calls"
-    call = {"content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    assert (
+        refused({"content": None, "refusal": "no"})
+        == "message 1 says nothing: it has no content and no tool calls"
+    )
+    call = {
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+    }
     thought = {"content": "b", "reasoning_content": "hm"}
     if name == "chatml":
-        assert refused(call) == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+        assert (
+            refused(call) == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+        )
         assert refused(thought) == "<think>\nhm\n</think>\n\nb<|im_end|>"
     else:
         assert refused(call) == "this built-in template knows no tool calls: take chatml"
         assert refused(thought) == "this built-in template knows no reasoning: take chatml"
 
 
-@pytest.mark.parametrize("name", ["namespace(_hidden=1)", "namespace(dict(__class__=1))", "namespace() %}{% set ns._hidden = 1"])
+@pytest.mark.parametrize(
+    "name",
+    ["namespace(_hidden=1)", "namespace(dict(__class__=1))", "namespace() %}{% set ns._hidden = 1"],
+)
 def test_a_namespace_takes_no_private_names(name: str) -> None:
     with pytest.raises(HostileTemplateError, match="a namespace has no attribute '_"):
         render("{% set ns = " + name + " %}x", talk("user", "assistant"))

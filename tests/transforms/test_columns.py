@@ -1,4 +1,6 @@
-"""Every transform goes through the laws: row by row, known schemas, honest fingerprints; and what each one does and refuses."""
+"""Every transform goes through the laws: row by row, known schemas, honest fingerprints; and what
+each one does and refuses.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def is_even(row: dict[str, Any]) -> bool:
 def repeat(row: dict[str, Any]) -> list[dict[str, Any]]:
     if row["n"] == 13:
         raise KeyError("thirteen")
-    return [{"text": f"{i} {row['text']}", "size": "seven" if row["n"] == 7 and i == 1 else i} for i in range(row["n"] % 5)]
+    return [
+        {"text": f"{i} {row['text']}", "size": "seven" if row["n"] == 7 and i == 1 else i}
+        for i in range(row["n"] % 5)
+    ]
 
 
 EVERY: list[Callable[[], Transform]] = [
@@ -64,7 +69,11 @@ EVERY: list[Callable[[], Transform]] = [
     lambda: Expand("tags", most=3),
     lambda: Expand(repeat, most=3, columns={"size": "int32"}, version="1"),
     lambda: FilterNonEmpty("tags") >> Expand("tags", most=4) >> Filter(pc.field("n") != 2),
-    lambda: Expand("tags", most=2) >> Expand(repeat, most=3, columns={"size": "int64"}, version="1") >> Select("tags", "size"),
+    lambda: (
+        Expand("tags", most=2)
+        >> Expand(repeat, most=3, columns={"size": "int64"}, version="1")
+        >> Select("tags", "size")
+    ),
     lambda: (
         Filter(is_even, version="1")
         >> Map(shout, columns={"size": "int64"}, version="1")
@@ -77,8 +86,15 @@ rows = st.fixed_dictionaries(
     {
         "text": st.one_of(st.none(), texts()),
         "n": st.integers(0, 14),
-        "tags": st.one_of(st.none(), st.lists(st.one_of(st.none(), st.text("ab", max_size=3)), max_size=4)),
-        "who": st.one_of(st.none(), st.fixed_dictionaries({"role": st.one_of(st.none(), st.just("user")), "age": st.just(1)})),
+        "tags": st.one_of(
+            st.none(), st.lists(st.one_of(st.none(), st.text("ab", max_size=3)), max_size=4)
+        ),
+        "who": st.one_of(
+            st.none(),
+            st.fixed_dictionaries(
+                {"role": st.one_of(st.none(), st.just("user")), "age": st.just(1)}
+            ),
+        ),
         "flag": st.one_of(st.none(), st.booleans()),
     }
 )
@@ -101,7 +117,9 @@ class Shards:
     """Tables as shards of one source; fails nowhere."""
 
     def __init__(self, tables: list[pa.Table]) -> None:
-        self._parts = [InMemoryShardedSource(table, name=f"part {i}") for i, table in enumerate(tables)]
+        self._parts = [
+            InMemoryShardedSource(table, name=f"part {i}") for i, table in enumerate(tables)
+        ]
         self.schema = self._parts[0].schema
         self.shards = [part.shards[0] for part in self._parts]
         self.fingerprint = "-".join(part.fingerprint for part in self._parts)
@@ -115,19 +133,35 @@ class Shards:
 
 @pytest.mark.parametrize("make", EVERY, ids=lambda make: repr(make()))
 @examples(25)
-@given(tables=st.lists(st.lists(rows, max_size=25).map(table_of), min_size=1, max_size=2), cuts=row_cuts(), pick=st.integers(0, 99))
-def test_laws(make: Callable[[], Transform], tables: list[pa.Table], cuts: list[int], pick: int) -> None:
+@given(
+    tables=st.lists(st.lists(rows, max_size=25).map(table_of), min_size=1, max_size=2),
+    cuts=row_cuts(),
+    pick=st.integers(0, 99),
+)
+def test_laws(
+    make: Callable[[], Transform], tables: list[pa.Table], cuts: list[int], pick: int
+) -> None:
     transform, source = make(), Shards(tables)
     whole = TransformedSource(source, transform, on_error="skip")
     assert isinstance(whole, ScanningSource)
     laws.assert_stateless_reads(whole, cuts)
-    column = [name for name in whole.schema.names if name != ROW_NUMBER][pick % (len(whole.schema) - 1)]
+    column = [name for name in whole.schema.names if name != ROW_NUMBER][
+        pick % (len(whole.schema) - 1)
+    ]
     narrow = whole.select([column])
     laws.assert_stateless_reads(narrow, cuts)
     for shard, info in enumerate(whole.shards):  # leaving out other columns changes no row
-        assert narrow.read(shard, 0, info.num_rows or 0).equals(whole.read(shard, 0, info.num_rows or 0).select([column, ROW_NUMBER]))
-    good = [row for row in tables[0].to_pylist() if row["n"] not in (7, 13) and row["n"] % 5 < 4 and len(row["tags"] or ()) < 3]
-    batch = table_of(good).to_batches()[0] if good else pa.RecordBatch.from_pylist([], schema=SCHEMA)
+        assert narrow.read(shard, 0, info.num_rows or 0).equals(
+            whole.read(shard, 0, info.num_rows or 0).select([column, ROW_NUMBER])
+        )
+    good = [
+        row
+        for row in tables[0].to_pylist()
+        if row["n"] not in (7, 13) and row["n"] % 5 < 4 and len(row["tags"] or ()) < 3
+    ]
+    batch = (
+        table_of(good).to_batches()[0] if good else pa.RecordBatch.from_pylist([], schema=SCHEMA)
+    )
     if transform.fan_out == 1:  # type: ignore[attr-defined]
         laws.assert_row_wise(transform, batch, cuts)
     assert transform.schema(batch.schema).equals(transform(batch).schema)
@@ -135,9 +169,17 @@ def test_laws(make: Callable[[], Transform], tables: list[pa.Table], cuts: list[
 
 
 @examples(30)
-@given(values=st.lists(rows, max_size=12).map(table_of), picks=st.lists(st.sampled_from(range(4)), min_size=3, max_size=5))
+@given(
+    values=st.lists(rows, max_size=12).map(table_of),
+    picks=st.lists(st.sampled_from(range(4)), min_size=3, max_size=5),
+)
 def test_composition_is_associative(values: pa.Table, picks: list[int]) -> None:
-    some = [Filter(pc.field("n") > 2), FilterNonEmpty("text"), Combine("text", "{text}{n}"), Rename({"text": "text"})]
+    some = [
+        Filter(pc.field("n") > 2),
+        FilterNonEmpty("text"),
+        Combine("text", "{text}{n}"),
+        Rename({"text": "text"}),
+    ]
     steps = [some[i] for i in picks]
     left = steps[0]
     for step in steps[1:]:
@@ -181,8 +223,13 @@ def test_fingerprints_follow_every_option() -> None:
 def test_a_filter_is_known_by_all_of_its_values() -> None:
     long = list(range(1000))
     other = [*range(500), 7777, *range(501, 1000)]  # printed alike: Arrow shows the ends of a list
-    assert Filter(pc.field("n").isin(long)).fingerprint == Filter(pc.field("n").isin(long)).fingerprint
-    assert Filter(pc.field("n").isin(long)).fingerprint != Filter(pc.field("n").isin(other)).fingerprint
+    assert (
+        Filter(pc.field("n").isin(long)).fingerprint == Filter(pc.field("n").isin(long)).fingerprint
+    )
+    assert (
+        Filter(pc.field("n").isin(long)).fingerprint
+        != Filter(pc.field("n").isin(other)).fingerprint
+    )
 
 
 # what each one does
@@ -200,23 +247,48 @@ def test_rename_select_drop() -> None:
 
 
 def test_extract_goes_through_structs_and_lists() -> None:
-    rows = [{"a": {"b": [{"c": "x"}, {"c": "y"}]}}, {"a": {"b": []}}, {"a": None}, {"a": {"b": [{"c": None}]}}]
+    rows = [
+        {"a": {"b": [{"c": "x"}, {"c": "y"}]}},
+        {"a": {"b": []}},
+        {"a": None},
+        {"a": {"b": [{"c": None}]}},
+    ]
     source = InMemoryShardedSource(rows)
-    made = Extract({"first": "a.b.0.c", "last": "a.b.-1.c", "before": "a.b.-2.c", "third": "a.b.2"})(source.read(0, 0, 4))
+    made = Extract(
+        {"first": "a.b.0.c", "last": "a.b.-1.c", "before": "a.b.-2.c", "third": "a.b.2"}
+    )(source.read(0, 0, 4))
     assert made.select(["first", "last", "before", "third"]).to_pydict() == {
         "first": ["x", None, None, None],
         "last": ["y", None, None, None],
         "before": ["x", None, None, None],
         "third": [None] * 4,
     }
-    assert one(Extract({"x": "a.b"}), **{"a.b": ["a name with a dot"]})["x"] == ["a name with a dot"]
+    assert one(Extract({"x": "a.b"}), **{"a.b": ["a name with a dot"]})["x"] == [
+        "a name with a dot"
+    ]
 
 
 def test_combine_knows_columns_and_braces_only() -> None:
-    made = one(Combine("text", "{{{q}}} is {n}, {f}, {b}"), q=["x", None], n=[1, 2], f=[1.5, 0.0], b=[True, False])
+    made = one(
+        Combine("text", "{{{q}}} is {n}, {f}, {b}"),
+        q=["x", None],
+        n=[1, 2],
+        f=[1.5, 0.0],
+        b=[True, False],
+    )
     assert made["text"] == ["{x} is 1, 1.5, true", None]
     assert one(Combine("q", "<{q}>", null_as=""), q=["x", None])["q"] == ["<x>", "<>"]
-    for template in ("{q.__class__}", "{q[0]}", "{0}", "{}", "{q!r}", "{q:>9}", "{q", "no column", "{q:{n}}"):
+    for template in (
+        "{q.__class__}",
+        "{q[0]}",
+        "{0}",
+        "{}",
+        "{q!r}",
+        "{q:>9}",
+        "{q",
+        "no column",
+        "{q:{n}}",
+    ):
         with pytest.raises(ConfigError):
             Combine("text", template)
 
@@ -230,56 +302,108 @@ def test_filter_non_empty() -> None:
 
 def test_map_is_laid_over_the_row() -> None:
     made = one(
-        Map(lambda row: {"a": row["a"] + 1, "b": [str(row["a"])]}, columns={"b": "list<string>"}, version="1"), a=[1, 2], c=["x", "y"]
+        Map(
+            lambda row: {"a": row["a"] + 1, "b": [str(row["a"])]},
+            columns={"b": "list<string>"},
+            version="1",
+        ),
+        a=[1, 2],
+        c=["x", "y"],
     )
     assert made == {"a": [2, 3], "c": ["x", "y"], "b": [["1"], ["2"]]}
-    assert one(Map(lambda row: {"a": 0} if row["a"] == 1 else {}, version="1"), a=[1, 2])["a"] == [0, 2]
-    assert one(Map(lambda row: {"a": str(row["a"])}, columns={"a": "string"}, version="1"), a=[1])["a"] == ["1"]
+    assert one(Map(lambda row: {"a": 0} if row["a"] == 1 else {}, version="1"), a=[1, 2])["a"] == [
+        0,
+        2,
+    ]
+    assert one(Map(lambda row: {"a": str(row["a"])}, columns={"a": "string"}, version="1"), a=[1])[
+        "a"
+    ] == ["1"]
     batched = Map(lambda batch: {"a": pc.add(batch.column("a"), 1)}, batched=True, version="1")
     assert one(batched, a=[1, 2], c=["x", "y"]) == {"a": [2, 3], "c": ["x", "y"]}
 
 
 def test_expand_numbers_the_rows_of_a_row() -> None:
-    source = TransformedSource(InMemoryShardedSource({"t": [["a", "b"], [], None, ["c"]], "n": [1, 2, 3, 4]}), Expand("t", most=3))
+    source = TransformedSource(
+        InMemoryShardedSource({"t": [["a", "b"], [], None, ["c"]], "n": [1, 2, 3, 4]}),
+        Expand("t", most=3),
+    )
     assert source.shards[0].num_rows == 12
     batch, rejects = source.scan(0, 0, 12)
     assert batch.to_pydict() == {"t": ["a", "b", "c"], "n": [1, 1, 4], ROW_NUMBER: [0, 1, 9]}
     assert [(r.row, r.reason, r.benign, r.count) for r in rejects] == [(2, "unfilled", True, 9)]
-    with pytest.raises(SourceError, match=re.escape("memory, row 0: too_many_rows: row 0 becomes 2 rows or more, and most=1")):
-        TransformedSource(InMemoryShardedSource({"t": [["a", "b"]]}), Expand("t", most=1)).read(0, 0, 1)
+    with pytest.raises(
+        SourceError,
+        match=re.escape("memory, row 0: too_many_rows: row 0 becomes 2 rows or more, and most=1"),
+    ):
+        TransformedSource(InMemoryShardedSource({"t": [["a", "b"]]}), Expand("t", most=1)).read(
+            0, 0, 1
+        )
 
 
 def test_what_a_function_does_wrong_is_that_row_s() -> None:
     below = InMemoryShardedSource({"text": ["a", "b", "c"], "n": [1, 13, 7]})
-    source = TransformedSource(below, Map(shout, columns={"size": "int64"}, version="1"), on_error="skip")
+    source = TransformedSource(
+        below, Map(shout, columns={"size": "int64"}, version="1"), on_error="skip"
+    )
     batch, rejects = source.scan(0, 0, 3)
     assert batch.column("text").to_pylist() == ["A"]
-    assert [(r.row, r.reason, r.benign) for r in rejects] == [(1, "map_failed", False), (2, "wrong_type", False)]
-    assert re.search(r"test_columns:shout raised ValueError: thirteen, line \d+ of .*test_columns.py", rejects[0].detail)
+    assert [(r.row, r.reason, r.benign) for r in rejects] == [
+        (1, "map_failed", False),
+        (2, "wrong_type", False),
+    ]
+    assert re.search(
+        r"test_columns:shout raised ValueError: thirteen, line \d+ of .*test_columns.py",
+        rejects[0].detail,
+    )
     assert "in column 'size': 'seven' cannot be int64" in rejects[1].detail
     strict = TransformedSource(below, Map(shout, columns={"size": "int64"}, version="1"))
     assert strict.read(0, 0, 1).num_rows == 1
-    with pytest.raises(SourceError, match=r"^memory, row 1: map_failed: .*shout raised ValueError: thirteen.*set on_error to 'skip'"):
+    with pytest.raises(
+        SourceError,
+        match=r"^memory, row 1: map_failed: .*shout raised ValueError: thirteen.*set on_error to 'skip'",
+    ):
         strict.read(0, 0, 3)
-    with pytest.raises(SourceError, match=r"Filter\(.*is_even\), row 1: filter_failed: .*returned None, not True or False"):
+    with pytest.raises(
+        SourceError,
+        match=r"Filter\(.*is_even\), row 1: filter_failed: .*returned None, not True or False",
+    ):
         Filter(is_even, version="1")(below.read(0, 0, 3))
-    batched = Map(lambda b: {"n": [100 // (n - 13) for n in b.column("n").to_pylist()]}, batched=True, version="1")
-    assert [r.row for r in TransformedSource(below, batched, on_error="skip").scan(0, 0, 3).rejects] == [1]
+    batched = Map(
+        lambda b: {"n": [100 // (n - 13) for n in b.column("n").to_pylist()]},
+        batched=True,
+        version="1",
+    )
+    assert [
+        r.row for r in TransformedSource(below, batched, on_error="skip").scan(0, 0, 3).rejects
+    ] == [1]
 
 
 def test_a_batch_function_that_looks_at_its_neighbours_is_refused() -> None:
     sums = Map(lambda batch: {"n": pc.cumulative_sum(batch.column("n"))}, batched=True, version="1")
-    with pytest.raises(SourceError, match=r"gives a row other values when it comes with others. Make each row depend on itself alone"):
+    with pytest.raises(
+        SourceError,
+        match=r"gives a row other values when it comes with others. Make each row depend on itself alone",
+    ):
         one(sums, n=[1, 2, 3])
-    with pytest.raises(SourceError, match=r"returned 1 rows of 'n' for 3. Return a value for each row"):
+    with pytest.raises(
+        SourceError, match=r"returned 1 rows of 'n' for 3. Return a value for each row"
+    ):
         one(Map(lambda batch: {"n": [1]}, batched=True, version="1"), n=[1, 2, 3])
 
 
-def test_without_a_version_nothing_is_known_in_the_next_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_version_nothing_is_known_in_the_next_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert Map(shout).fingerprint != Map(shout).fingerprint
-    assert "shout has no version, so nothing that it makes is kept in the token cache" in caplog.text
+    assert (
+        "shout has no version, so nothing that it makes is kept in the token cache" in caplog.text
+    )
     unsure = Rename({"a": "b"}) >> Map(shout)
-    assert (unsure.cacheable, Map(shout, version="1").cacheable, Rename({"a": "b"}).cacheable) == (False, True, True)
+    assert (unsure.cacheable, Map(shout, version="1").cacheable, Rename({"a": "b"}).cacheable) == (
+        False,
+        True,
+        True,
+    )
     source = TransformedSource(InMemoryShardedSource({"a": ["x"], "n": [1]}), unsure)
     assert not source.cacheable
 
@@ -321,7 +445,9 @@ def repeater(times: int, words: object = None) -> Callable[[dict[str, Any]], dic
         lambda times: lambda row, n=times: {"text": row["text"] * n},
     ],
 )
-def test_one_name_and_version_with_other_values_is_another_function(make: Callable[[int], Any]) -> None:
+def test_one_name_and_version_with_other_values_is_another_function(
+    make: Callable[[int], Any],
+) -> None:
     assert Map(make(2), version="1").fingerprint == Map(make(2), version="1").fingerprint
     assert Map(make(2), version="1").fingerprint != Map(make(3), version="1").fingerprint
 
@@ -343,11 +469,18 @@ def test_a_function_may_hold_itself() -> None:
     held: list[Any] = []
     held.append(held)
     assert Map(inner, version="1").fingerprint == Map(inner, version="1").fingerprint
-    assert Map(repeater(1, held), version="1").fingerprint != Map(repeater(1, []), version="1").fingerprint
+    assert (
+        Map(repeater(1, held), version="1").fingerprint
+        != Map(repeater(1, []), version="1").fingerprint
+    )
 
 
 def test_functions_by_name() -> None:
-    assert one(Map("transforms.test_columns:shout", columns={"size": "int64"}, version="1"), text=["a"], n=[1])["text"] == ["A"]
+    assert one(
+        Map("transforms.test_columns:shout", columns={"size": "int64"}, version="1"),
+        text=["a"],
+        n=[1],
+    )["text"] == ["A"]
     for name, message in {
         "transforms.test_columns:shoot": r"has no 'shoot' .*Did you mean 'shout'\?",
         "no_such_module:f": "'no_such_module' cannot be imported",
@@ -376,28 +509,51 @@ def test_sources_compose_with_a_call() -> None:
     source = (Rename({"a": "b"}) >> Filter(pc.field("b") > 1))(InMemoryShardedSource({"a": [1, 2]}))
     assert isinstance(source, TransformedSource)
     assert source.read(0, 0, 2).to_pydict() == {"b": [2], ROW_NUMBER: [1]}
-    assert TransformedSource(InMemoryShardedSource({"a": [1]}), Rename({"a": "b"})).schema.names == ["b"]
+    assert TransformedSource(
+        InMemoryShardedSource({"a": [1]}), Rename({"a": "b"})
+    ).schema.names == ["b"]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rename({"txt": "b"}), "no column 'txt' (have: text, n, tags, who, flag). Did you mean 'text'?"),
+        (
+            lambda: Rename({"txt": "b"}),
+            "no column 'txt' (have: text, n, tags, who, flag). Did you mean 'text'?",
+        ),
         (lambda: Rename({"text": "n"}), "there is a column 'n' already"),
         (lambda: Select("nn"), "Select('nn'): no column 'nn'"),
         (lambda: Drop("text", "n", "tags", "who", "flag"), "no column would be left"),
-        (lambda: Extract({"x": "who.rule"}), "'who.rule': no key 'rule' (have: role, age). Did you mean 'role'?"),
-        (lambda: Extract({"x": "tags.first"}), "'first' is no position in a list. Give a position, as in 'tags.0'."),
+        (
+            lambda: Extract({"x": "who.rule"}),
+            "'who.rule': no key 'rule' (have: role, age). Did you mean 'role'?",
+        ),
+        (
+            lambda: Extract({"x": "tags.first"}),
+            "'first' is no position in a list. Give a position, as in 'tags.0'.",
+        ),
         (lambda: Extract({"x": "n.a"}), "int64 has nothing inside"),
         (lambda: Extract({"x": "m"}), "no column 'm'"),
-        (lambda: Combine("x", "{tags}"), "column 'tags' holds large_list<item: large_string>, not text or a number"),
+        (
+            lambda: Combine("x", "{tags}"),
+            "column 'tags' holds large_list<item: large_string>, not text or a number",
+        ),
         (lambda: Combine("x", "{m}"), "no column 'm'"),
         (lambda: FilterNonEmpty("m"), "no column 'm'"),
         (lambda: Filter(pc.field("m") > 1), "No match for FieldRef.Name(m)"),
         (lambda: Filter(pc.field("n")), "Filter expression must evaluate to bool"),
-        (lambda: Filter(pc.field("n") > "x"), "Function 'greater' has no kernel matching input types"),
-        (lambda: Expand("n", most=2), "column 'n' holds int64, not lists; columns of lists (have: tags)"),
-        (lambda: Rename({"text": "a"}) >> Select("text"), "Select('text'): no column 'text' (have: a, n"),
+        (
+            lambda: Filter(pc.field("n") > "x"),
+            "Function 'greater' has no kernel matching input types",
+        ),
+        (
+            lambda: Expand("n", most=2),
+            "column 'n' holds int64, not lists; columns of lists (have: tags)",
+        ),
+        (
+            lambda: Rename({"text": "a"}) >> Select("text"),
+            "Select('text'): no column 'text' (have: a, n",
+        ),
     ],
 )
 def test_columns_that_do_not_fit(make: Callable[[], Transform], message: str) -> None:
@@ -432,16 +588,32 @@ def test_options_that_are_refused(make: Callable[[], Any], message: str) -> None
 
 def test_an_unannounced_column_is_refused() -> None:
     with pytest.raises(
-        SourceError, match=re.escape("returned a column 'x' that nobody announced (have: n). Name it with its type: columns={'x'")
+        SourceError,
+        match=re.escape(
+            "returned a column 'x' that nobody announced (have: n). Name it with its type: columns={'x'"
+        ),
     ):
         one(Map(lambda row: {"x": 1}, version="1"), n=[1])
 
 
 def test_types_as_text() -> None:
     chat = "list<struct<role: string, content: string>>"
-    assert parse_type(chat) == pa.large_list(pa.struct([("role", pa.large_string()), ("content", pa.large_string())]))
+    assert parse_type(chat) == pa.large_list(
+        pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
+    )
     assert parse_type(" list< list<int32> > ") == pa.large_list(pa.large_list(pa.int32()))
     assert parse_type(pa.list_(pa.string())) == pa.large_list(pa.large_string())
-    for wrong in ("", "list", "list<>", "list<int64", "struct<a>", "int64>", "struct<a: int64,>", "text", "list<int64> x", "int-64"):
+    for wrong in (
+        "",
+        "list",
+        "list<>",
+        "list<int64",
+        "struct<a>",
+        "int64>",
+        "struct<a: int64,>",
+        "text",
+        "list<int64> x",
+        "int-64",
+    ):
         with pytest.raises(ConfigError):
             parse_type(wrong)

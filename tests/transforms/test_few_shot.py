@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 import strategies
 from chat_support import chat_tokenizer
-from easypipe import DatasetConfig, FewShotConfig, Pipeline, PipelineConfig, PromptConfig, PromptEngine, SourceError
+from easypipe import (
+    DatasetConfig,
+    FewShotConfig,
+    Pipeline,
+    PipelineConfig,
+    PromptConfig,
+    PromptEngine,
+    SourceError,
+)
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from strategies import examples
 
@@ -30,12 +38,26 @@ SHOT = FewShotConfig(examples=({"q": "1", "a": "one"}, {"q": "2", "a": "two"}), 
     [
         ({"few_shot": SHOT}, "Q: 1 A: one\nQ: 2 A: two\nQ: 3 A: three", ["three"]),
         ({"system_prompt": "Be brief."}, "Be brief.\n\nQ: 3 A: three", ["three"]),
-        ({"few_shot": SHOT, "train_on": "all"}, "Q: 1 A: one\nQ: 2 A: two\nQ: 3 A: three", ["Q: 3 A: three"]),
-        ({"system_prompt": "S", "train_on": "all"}, "S\n\nQ: 3 A: three", [f"{BOS}S\n\nQ: 3 A: three"]),
-        ({"system_prompt": "S", "few_shot": SHOT}, "S\n\nQ: 1 A: one\nQ: 2 A: two\nQ: 3 A: three", ["three"]),
+        (
+            {"few_shot": SHOT, "train_on": "all"},
+            "Q: 1 A: one\nQ: 2 A: two\nQ: 3 A: three",
+            ["Q: 3 A: three"],
+        ),
+        (
+            {"system_prompt": "S", "train_on": "all"},
+            "S\n\nQ: 3 A: three",
+            [f"{BOS}S\n\nQ: 3 A: three"],
+        ),
+        (
+            {"system_prompt": "S", "few_shot": SHOT},
+            "S\n\nQ: 1 A: one\nQ: 2 A: two\nQ: 3 A: three",
+            ["three"],
+        ),
     ],
 )
-def test_a_bos_that_templates_write_stands_once_in_front_of_all(options: dict[str, Any], text: str, trained: list[str]) -> None:
+def test_a_bos_that_templates_write_stands_once_in_front_of_all(
+    options: dict[str, Any], text: str, trained: list[str]
+) -> None:
     engine = PromptEngine(chat_tokenizer(), PromptConfig(**TEMPLATE, **options))
     found = engine.render({"q": "3", "a": "three"})
     assert found.text == BOS + text
@@ -43,8 +65,14 @@ def test_a_bos_that_templates_write_stands_once_in_front_of_all(options: dict[st
 
 
 @examples(15)
-@given(said=strategies.texts(min_size=1).filter(str.strip), system=st.sampled_from([None, "Be brief."]), few=st.booleans())
-def test_no_row_has_two(tmp_path_factory: pytest.TempPathFactory, said: str, system: str | None, few: bool) -> None:
+@given(
+    said=strategies.texts(min_size=1).filter(str.strip),
+    system=st.sampled_from([None, "Be brief."]),
+    few=st.booleans(),
+)
+def test_no_row_has_two(
+    tmp_path_factory: pytest.TempPathFactory, said: str, system: str | None, few: bool
+) -> None:
     prompt = PromptConfig(**TEMPLATE, system_prompt=system, few_shot=SHOT if few else None)
     engine, row = PromptEngine(chat_tokenizer(), prompt), {"q": "how?", "a": said}
     made = engine.encode(row)
@@ -53,7 +81,13 @@ def test_no_row_has_two(tmp_path_factory: pytest.TempPathFactory, said: str, sys
     assert made[LOSS_MASK][0] == 0
     config = DatasetConfig(name="d", data_files=[row], tokenizer=chat_tokenizer(), prompt=prompt)
     folder: Path = tmp_path_factory.mktemp("cache")
-    [source] = Pipeline(PipelineConfig(datasets=(config,), seed=1, cache_dir=folder)).source().tokenize().get_data().values()
+    [source] = (
+        Pipeline(PipelineConfig(datasets=(config,), seed=1, cache_dir=folder))
+        .source()
+        .tokenize()
+        .get_data()
+        .values()
+    )
     stored = source.read(0, 0, 1)
     assert stored.column(INPUT_IDS)[0].as_py() == made[INPUT_IDS].tolist()
     assert stored.column(LOSS_MASK)[0].as_py() == made[LOSS_MASK].tolist()

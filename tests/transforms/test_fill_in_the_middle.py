@@ -1,4 +1,6 @@
-"""Fill in the middle: keyed by seed and text, nothing lost, and special tokens that are single ids."""
+"""Fill in the middle: keyed by seed and text, nothing lost, and special tokens that are single
+ids.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from hypothesis import strategies as st
 import laws
 import strategies
 from chat_support import WORDS, chat_tokenizer
-from easypipe import ConfigError, DatasetConfig, FillInTheMiddle, Pipeline, PipelineConfig, TokenizerConfig, load_tokenizer
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    FillInTheMiddle,
+    Pipeline,
+    PipelineConfig,
+    TokenizerConfig,
+    load_tokenizer,
+)
 from easypipe.core.errors import TokenizerError
 from easypipe.core.schema import INPUT_IDS
 from easypipe.transforms.bpe import train_bpe
@@ -29,10 +39,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @examples(40)
-@given(st.lists(strategies.texts(), max_size=8), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.0, 0.5, 1.0]), strategies.seeds())
-def test_nothing_is_lost_and_rows_stand_alone(tokenizer: str, texts: list[str], rate: float, spm_rate: float, seed: int) -> None:
+@given(
+    st.lists(strategies.texts(), max_size=8),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    strategies.seeds(),
+)
+def test_nothing_is_lost_and_rows_stand_alone(
+    tokenizer: str, texts: list[str], rate: float, spm_rate: float, seed: int
+) -> None:
     one = FillInTheMiddle(tokenizer, rate=rate, spm_rate=spm_rate, seed=seed)
-    batch = pa.record_batch({"text": pa.array([*texts, None], pa.string()), "n": pa.array(range(len(texts) + 1))})
+    batch = pa.record_batch(
+        {"text": pa.array([*texts, None], pa.string()), "n": pa.array(range(len(texts) + 1))}
+    )
     laws.assert_row_wise(one, batch, [1, 2, 5])
     made = one(batch).column("text").to_pylist()
     assert [None if text is None else one.restored(text) for text in made] == [*texts, None]
@@ -59,7 +78,10 @@ def test_seed_rate_and_spm_rate_decide(tokenizer: str) -> None:
     assert half == made(rate=0.5, spm_rate=0.25)
     assert half != made(rate=0.5, spm_rate=0.25, seed=1)
     prints = {
-        FillInTheMiddle(tokenizer, rate=rate, spm_rate=spm, seed=seed).fingerprint for rate in (0, 1) for spm in (0, 1) for seed in (0, 1)
+        FillInTheMiddle(tokenizer, rate=rate, spm_rate=spm, seed=seed).fingerprint
+        for rate in (0, 1)
+        for spm in (0, 1)
+        for seed in (0, 1)
     }
     assert len(prints) == 8
     assert made(rate=1.0)[0] == FillInTheMiddle(tokenizer, rate=1.0, tokens=TOKENS).turned(texts[0])
@@ -71,7 +93,9 @@ def test_seed_rate_and_spm_rate_decide(tokenizer: str) -> None:
 def test_in_a_pipeline_the_tokens_are_single_ids(tokenizer: str, tmp_path: Path) -> None:
     rows = [{"code": "the quick brown fox"}, {"code": "two and two"}]
     dataset = DatasetConfig(name="d", data_files=rows, tokenizer=tokenizer, content_field="code")
-    pipeline = Pipeline.from_config(PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path)).source()
+    pipeline = Pipeline.from_config(
+        PipelineConfig(datasets=[dataset], seed=1, cache_dir=tmp_path)
+    ).source()
     pipeline = pipeline.transform(FillInTheMiddle(tokenizer, rate=1.0, column="code")).tokenize()
     loaded = load_tokenizer(tokenizer)
     for row in pipeline.get_data()["d"].read(0, 0, 2).to_pylist():

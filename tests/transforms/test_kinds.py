@@ -1,4 +1,6 @@
-"""What kind of rows a dataset holds, and which column is which: proposals with reasons, and refusals where two columns fit equally well."""
+"""What kind of rows a dataset holds, and which column is which: proposals with reasons, and
+refusals where two columns fit equally well.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def test_kinds(row: dict[str, Any], name: str, columns: dict[str, str]) -> None:
 
 
 def test_reasons() -> None:
-    assert [choice.reason for choice in texts("prompt", "answer").choices] == ["named 'prompt' exactly", "an alias of 'completion'"]
+    assert [choice.reason for choice in texts("prompt", "answer").choices] == [
+        "named 'prompt' exactly",
+        "an alias of 'completion'",
+    ]
     assert texts("promt", "completion").choices[0].reason == "like 'prompt' (91 of 100)"
     assert texts("blurb").choices[0].reason == "the only column that can be 'text'"
     assert texts("a", "b", kind="text", columns={"text": "b"}).choices[0].reason == "as you say"
@@ -80,7 +85,9 @@ def test_reasons() -> None:
         (("content", "document"), "text", ("content", "document")),
     ],
 )
-def test_two_columns_that_fit_equally_well_are_refused(names: tuple[str, ...], slot: str, both: tuple[str, str]) -> None:
+def test_two_columns_that_fit_equally_well_are_refused(
+    names: tuple[str, ...], slot: str, both: tuple[str, str]
+) -> None:
     found = texts(*names)
     with pytest.raises(ConfigError) as caught:
         found.require_decided("here")
@@ -91,11 +98,18 @@ def test_two_columns_that_fit_equally_well_are_refused(names: tuple[str, ...], s
 
 
 def test_exact_names_go_before_other_names() -> None:
-    assert mapped(texts("question", "prompt", "completion", "answer")) == {"prompt": "prompt", "completion": "completion"}
+    assert mapped(texts("question", "prompt", "completion", "answer")) == {
+        "prompt": "prompt",
+        "completion": "completion",
+    }
 
 
 def test_who_speaks_and_with_which_tools() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
     found = kind({"messages": [*TALK, call, {"role": "tool", "content": "1"}]})
     assert (found.roles, found.tools) == (("user", "assistant", "tool"), True)
     assert str(found) == "OpenAI messages, roles user, assistant, tool, with tools"
@@ -106,7 +120,8 @@ def test_who_speaks_and_with_which_tools() -> None:
 
 def test_one_row_of_json_is_no_column_of_conversations() -> None:
     found = kind(
-        {"instruction": "a", "input": json.dumps([{"role": "x"}]), "output": "b"}, {"instruction": "a", "input": "plain", "output": "b"}
+        {"instruction": "a", "input": json.dumps([{"role": "x"}]), "output": "b"},
+        {"instruction": "a", "input": "plain", "output": "b"},
     )
     assert mapped(found)["input"] == "input"
 
@@ -126,7 +141,21 @@ def test_decisions_that_name_nothing(decided: dict[str, Any], message: str) -> N
 
 @given(
     st.lists(
-        st.sampled_from(["text", "prompt", "question", "answer", "Answer", "output", "promt", "prompt_2", "id", "body", "ü"]),
+        st.sampled_from(
+            [
+                "text",
+                "prompt",
+                "question",
+                "answer",
+                "Answer",
+                "output",
+                "promt",
+                "prompt_2",
+                "id",
+                "body",
+                "ü",
+            ]
+        ),
         unique=True,
         min_size=1,
     )
@@ -145,9 +174,13 @@ def test_every_column_is_used_once_and_order_decides_nothing(names: list[str]) -
 
 
 def test_spellings_of_one_name() -> None:
-    assert {plain(name) for name in ("userPrompt", "user-prompt", "User_Prompt", " user prompt ")} == {"user prompt"}
+    assert {
+        plain(name) for name in ("userPrompt", "user-prompt", "User_Prompt", " user prompt ")
+    } == {"user prompt"}
 
 
 def test_types_that_cannot_be_it() -> None:
-    schema = pa.schema([("text", pa.int64()), ("body", pa.large_string()), ("input_ids", pa.large_string())])
+    schema = pa.schema(
+        [("text", pa.int64()), ("body", pa.large_string()), ("input_ids", pa.large_string())]
+    )
     assert mapped(guess_kind(schema)) == {"text": "body"}

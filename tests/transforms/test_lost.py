@@ -9,14 +9,23 @@ from typing import Any
 import pytest
 import tokenizers
 
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, load_tokenizer
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    load_tokenizer,
+)
 from easypipe.transforms.bpe import train_bpe
 
 
 def _bpe(folder: Path, vocabulary: dict[str, int], **options: Any) -> str:
     """A tokenizer that knows these pieces, and merges `he`."""
     folder.mkdir(parents=True)
-    model = tokenizers.models.BPE(vocab={**vocabulary, "h": 0, "e": 1, "he": 2}, merges=[("h", "e")], **options)
+    model = tokenizers.models.BPE(
+        vocab={**vocabulary, "h": 0, "e": 1, "he": 2}, merges=[("h", "e")], **options
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -41,21 +50,27 @@ def test_characters_that_no_token_stands_for_are_counted_and_told(
     lost = ledger.find("stream" if streaming else "tokenize", "d", "lost characters")
     assert lost.into == {"in texts": 4}
     assert lost.out == {"without a token": 4}
-    (told,) = [record.getMessage() for record in caplog.records if "are lost" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "are lost" in record.getMessage()
+    ]
     assert "it has no token for '" in told
     assert "the ledger counts them" in told
 
 
-def test_characters_are_lost_only_where_nothing_stands_for_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_characters_are_lost_only_where_nothing_stands_for_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fallback = {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     unknown = _bpe(tmp_path / "unknown", {"?": 3}, unk_token="?")
     whole, some = (
-        _bpe(tmp_path / name, dict(list(fallback.items())[:count]), byte_fallback=True) for name, count in (("a", 256), ("b", 200))
+        _bpe(tmp_path / name, dict(list(fallback.items())[:count]), byte_fallback=True)
+        for name, count in (("a", 256), ("b", 200))
     )
     assert not load_tokenizer(unknown).lost.possible
     assert not load_tokenizer(whole).lost.possible
     lossy = load_tokenizer(some).lost
-    assert [lossy.count([text]) for text in ("he x\x7f", "é", "hée é", " ")] == [0, 0, 0, 0]  # bytes below 200
+    # bytes below 200
+    assert [lossy.count([text]) for text in ("he x\x7f", "é", "hée é", " ")] == [0, 0, 0, 0]
     assert lossy.count(["日本"]) == 2
     assert load_tokenizer(_bpe(tmp_path / "c", {"é": 3})).lost.count(["éhx", "é\n y"]) == 2
     byte_level = train_bpe(["he é"], 300, [], tmp_path / "d")
@@ -77,5 +92,9 @@ def test_two_tokens_of_one_id_are_told(tmp_path: Path, caplog: pytest.LogCapture
     value["model"]["vocab"] |= {"y": 1, "z": 3}
     path.write_text(json.dumps(value))
     load_tokenizer(str(tmp_path / "two"))
-    (told,) = [record.getMessage() for record in caplog.records if "stands for each of" in record.getMessage()]
+    (told,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "stands for each of" in record.getMessage()
+    ]
     assert "token 1 stands for each of ['e', 'y'], and so do 2 ids in all" in told

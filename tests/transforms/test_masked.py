@@ -1,4 +1,6 @@
-"""Characters to tokens: what a target is at the borders, specials that are never doubled, masks that are cut with their tokens."""
+"""Characters to tokens: what a target is at the borders, specials that are never doubled, masks
+that are cut with their tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,30 @@ import strategies
 from chat_support import SHARED, chat_tokenizer, needs_shared
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms import proof
-from easypipe.transforms.masked import MASKED_END, NO_END, TRAINED_END, encode_masked, has_target, token_mask
+from easypipe.transforms.masked import (
+    MASKED_END,
+    NO_END,
+    TRAINED_END,
+    encode_masked,
+    has_target,
+    token_mask,
+)
 from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from strategies import examples
 from token_support import small_tokenizer
 
 
-def one(tokenizer: Tokenizer, text: str, spans: list[list[int]], end: int = NO_END, *, raw: bool = False) -> tuple[list[int], list[int]]:
+def one(
+    tokenizer: Tokenizer, text: str, spans: list[list[int]], end: int = NO_END, *, raw: bool = False
+) -> tuple[list[int], list[int]]:
     found = encode_masked(tokenizer, pa.array([text], pa.large_string()), [spans], [end], raw=raw)
     assert len(found.ids) == len(found.mask) == found.offsets[-1]
     return found.ids.tolist(), found.mask.tolist()
 
 
 def test_a_token_that_reaches_into_a_range_is_a_target() -> None:
-    starts, stops = np.array([0, 2, 4, 4, 6]), np.array([2, 4, 4, 6, 8])  # the third stands for no character of its own
+    # the third stands for no character of its own
+    starts, stops = np.array([0, 2, 4, 4, 6]), np.array([2, 4, 4, 6, 8])
     assert token_mask(starts, stops, [[2, 6]]).tolist() == [0, 1, 1, 1, 0]
     assert token_mask(starts, stops, [[3, 5]]).tolist() == [0, 1, 1, 1, 0]
     assert token_mask(starts, stops, [[4, 6]]).tolist() == [0, 0, 0, 1, 0]
@@ -34,12 +46,19 @@ def test_a_token_that_reaches_into_a_range_is_a_target() -> None:
 
 
 def test_a_first_token_alone_is_nothing_to_train() -> None:
-    assert has_target(np.array([1, 0, 0, 1], np.uint8), np.array([0, 2, 2, 4, 4])).tolist() == [False, False, True, False]
+    assert has_target(np.array([1, 0, 0, 1], np.uint8), np.array([0, 2, 2, 4, 4])).tolist() == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @examples(60)
 @given(st.lists(strategies.texts(min_size=1), min_size=1, max_size=4), st.integers(0, 3))
-def test_every_trained_character_is_in_a_target_and_no_other_token_is_one(pieces: list[str], which: int) -> None:
+def test_every_trained_character_is_in_a_target_and_no_other_token_is_one(
+    pieces: list[str], which: int
+) -> None:
     tokenizer = small_tokenizer()
     text = "".join(pieces)
     begin = sum(map(len, pieces[: which % len(pieces)]))
@@ -74,7 +93,8 @@ def test_the_bos_token_is_never_doubled() -> None:
         assert ids.count(bos) == 1
         assert ids[-1] == eos
         assert len(mask) == len(ids)
-    assert one(tokenizer, "<s>Hello</s>", [[0, 12]])[0].count(bos) == 1  # as a chat template prints it
+    # as a chat template prints it
+    assert one(tokenizer, "<s>Hello</s>", [[0, 12]])[0].count(bos) == 1
     whole = one(tokenizer, "Hello", [[0, 5]], TRAINED_END, raw=True)[0]
     assert whole[:-1] == tokenizer.reference_encode("Hello")
 
@@ -84,8 +104,16 @@ def test_masks_are_cut_with_their_tokens_and_a_text_that_was_cut_has_no_eos() ->
     full = load_tokenizer(chat_tokenizer())
     ids, mask = one(full, text, [[0, 3], [20, 39]])
     for length in range(1, len(ids) + 3):
-        tokenizer = load_tokenizer(TokenizerConfig(name_or_path=chat_tokenizer(), max_length=length))
-        found = encode_masked(tokenizer, pa.array([text], pa.large_string()), [[[0, 3], [20, 39]]], [TRAINED_END], raw=False)
+        tokenizer = load_tokenizer(
+            TokenizerConfig(name_or_path=chat_tokenizer(), max_length=length)
+        )
+        found = encode_masked(
+            tokenizer,
+            pa.array([text], pa.large_string()),
+            [[[0, 3], [20, 39]]],
+            [TRAINED_END],
+            raw=False,
+        )
         kept = min(length, len(ids))
         assert found.ids[:kept].tolist() == ids[:kept]
         assert found.mask[:kept].tolist() == mask[:kept]
@@ -106,29 +134,44 @@ def test_a_tokenizer_without_eos_cannot_end_what_is_trained() -> None:
 @pytest.mark.shared
 @pytest.mark.parametrize("name", ["gpt2", "olmo_neox", "mistral_v1", "torchtitan_tiny"])
 def test_bytes_of_tokens_say_what_characters_say(name: str) -> None:
-    """On text that has broken tokenizers before, with spans everywhere, the fast masks are those of `tokenizers`."""
+    """On text that has broken tokenizers before, with spans everywhere, the fast masks are those of
+    `tokenizers`.
+    """
     tokenizer = load_tokenizer(str(SHARED / "tokenizers" / name))
     texts = proof.torture(tokenizer.special_tokens)
     plain = texts.to_pylist()
     for step in (1, 2, 7, 19):
-        spans = [[[a, min(len(text), a + 1 + a % 3)] for a in range(step // 2, len(text), step + 3)] for text in plain]
+        spans = [
+            [[a, min(len(text), a + 1 + a % 3)] for a in range(step // 2, len(text), step + 3)]
+            for text in plain
+        ]
         fast = encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), raw=False)
-        slow = encode_masked(tokenizer, texts, spans, [NO_END] * len(texts), raw=False, reference=True)
+        slow = encode_masked(
+            tokenizer, texts, spans, [NO_END] * len(texts), raw=False, reference=True
+        )
         assert np.array_equal(fast.ids, slow.ids)
         assert np.array_equal(fast.mask, slow.mask)
     if name in ("gpt2", "olmo_neox"):
         found = tokenizer.encode_fast(texts)
         assert found is not None
         offsets, ids, pieces = found
-        assert pieces.ranges(texts, offsets, ids).known.mean() > 0.8  # the others hold what a normalizer changes
+        # the others hold what a normalizer changes
+        assert pieces.ranges(texts, offsets, ids).known.mean() > 0.8
 
 
 @examples(40)
-@given(st.lists(strategies.texts(min_size=1), min_size=1, max_size=5), st.integers(0, 40), st.integers(1, 40))
+@given(
+    st.lists(strategies.texts(min_size=1), min_size=1, max_size=5),
+    st.integers(0, 40),
+    st.integers(1, 40),
+)
 def test_fast_masks_are_those_of_the_reference(texts: list[str], start: int, length: int) -> None:
     tokenizer = small_tokenizer()
     column = pa.array(["", *texts], pa.large_string()).slice(1)
     spans = [[[min(start, len(text) - 1), min(len(text), start + length)]] for text in texts]
-    fast, slow = (encode_masked(tokenizer, column, spans, [NO_END] * len(texts), raw=False, reference=r) for r in (False, True))
+    fast, slow = (
+        encode_masked(tokenizer, column, spans, [NO_END] * len(texts), raw=False, reference=r)
+        for r in (False, True)
+    )
     assert fast.ids.tolist() == slow.ids.tolist()
     assert fast.mask.tolist() == slow.mask.tolist()

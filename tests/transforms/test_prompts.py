@@ -1,4 +1,6 @@
-"""PromptConfig and PromptEngine: every format, byte-equal to the pipeline; what is trained; what is refused."""
+"""PromptConfig and PromptEngine: every format, byte-equal to the pipeline; what is trained; what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,25 @@ from hypothesis import strategies as st
 
 import laws
 import strategies
-from chat_support import CHATML, HOSTILE, MARKED, REASONING, chat_tokenizer, processor_time_of_workers, talk
-from easypipe import ConfigError, DatasetConfig, FewShotConfig, Pipeline, PipelineConfig, PromptConfig, PromptEngine, SourceError
+from chat_support import (
+    CHATML,
+    HOSTILE,
+    MARKED,
+    REASONING,
+    chat_tokenizer,
+    processor_time_of_workers,
+    talk,
+)
+from easypipe import (
+    ConfigError,
+    DatasetConfig,
+    FewShotConfig,
+    Pipeline,
+    PipelineConfig,
+    PromptConfig,
+    PromptEngine,
+    SourceError,
+)
 from easypipe.core.config import from_dict
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize import TokenizedShardedSource
@@ -48,8 +67,16 @@ def shown(row: dict[str, Any], **options: Any) -> tuple[str, list[str]]:
     return found.text, [found.text[a:b] for a, b in found.spans]
 
 
-def tokenized(folder: Path, rows: Any, prompt: PromptConfig, **options: Any) -> TokenizedShardedSource:
-    values = {"name": "d", "data_files": rows, "tokenizer": chat_tokenizer(), "prompt": prompt, "on_error": "skip"} | options
+def tokenized(
+    folder: Path, rows: Any, prompt: PromptConfig, **options: Any
+) -> TokenizedShardedSource:
+    values = {
+        "name": "d",
+        "data_files": rows,
+        "tokenizer": chat_tokenizer(),
+        "prompt": prompt,
+        "on_error": "skip",
+    } | options
     config = PipelineConfig(datasets=[DatasetConfig(**values)], seed=1, cache_dir=folder)
     source = Pipeline.from_config(config).source().tokenize().get_data()["d"]
     assert isinstance(source, TokenizedShardedSource)
@@ -57,7 +84,9 @@ def tokenized(folder: Path, rows: Any, prompt: PromptConfig, **options: Any) -> 
 
 
 def assert_one_way(folder: Path, rows: Sequence[dict[str, Any]], prompt: PromptConfig) -> int:
-    """Law 9: what PromptEngine makes of a row is what the pipeline stores of it; what it refuses is a reject. Returns how many."""
+    """Law 9: what PromptEngine makes of a row is what the pipeline stores of it; what it refuses is
+    a reject. Returns how many.
+    """
     source = tokenized(folder, rows, prompt)
     scanned = source.scan(0, 0, len(rows))
     laws.assert_stateless_reads(source)
@@ -74,7 +103,8 @@ def assert_one_way(folder: Path, rows: Sequence[dict[str, Any]], prompt: PromptC
         assert made[INPUT_IDS].tolist() == stored[number][INPUT_IDS]
         assert made[LOSS_MASK].tolist() == stored[number].get(LOSS_MASK, [1] * len(made[INPUT_IDS]))
     counts = Counter[str]()
-    for reject in scanned.rejects:  # of benign ones the first is named, and how many went the same way
+    # of benign ones the first is named, and how many went the same way
+    for reject in scanned.rejects:
         assert reject.row not in stored
         counts[reject.reason] += reject.count
     assert counts == refused
@@ -89,13 +119,24 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [
             {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
             {"conversations": [{"from": "human", "value": "Hi"}, {"from": "bot", "value": "Yes"}]},
-            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "nobody", "value": "Yes"}]},
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "nobody", "value": "Yes"},
+                ]
+            },
         ],
     ),
-    "alpaca": ({"format_type": "alpaca"}, [*ROWS, {"instruction": "a", "input": None, "output": "b"}, {**ROWS[0], "output": None}]),
+    "alpaca": (
+        {"format_type": "alpaca"},
+        [*ROWS, {"instruction": "a", "input": None, "output": "b"}, {**ROWS[0], "output": None}],
+    ),
     "custom": (CUSTOM, [*ROWS, {**ROWS[0], "input": None}, {**ROWS[0], "output": ""}]),
     "jinja": (
-        CUSTOM | {"template": "{{ instruction }}{% if input %}: {{ input }}{% endif %} -> {{ output|trim }}\n---"},
+        CUSTOM
+        | {
+            "template": "{{ instruction }}{% if input %}: {{ input }}{% endif %} -> {{ output|trim }}\n---"
+        },
         [*ROWS, {**ROWS[0], "input": None}, {**ROWS[0], "output": ""}],
     ),
     "pairs": (
@@ -118,13 +159,21 @@ def test_the_engine_gives_what_the_pipeline_stores(tmp_path: Path, name: str) ->
 
 @examples(15)
 @given(st.data())
-def test_any_text_in_any_format(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_text_in_any_format(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     value = st.one_of(strategies.texts(), st.none())
     row = st.fixed_dictionaries({"instruction": value, "input": value, "output": value})
     rows = [*data.draw(st.lists(row, min_size=1, max_size=5)), ROWS[0]]
-    options = data.draw(st.sampled_from([FORMATS[name][0] for name in ("alpaca", "custom", "jinja", "few")]))
+    options = data.draw(
+        st.sampled_from([FORMATS[name][0] for name in ("alpaca", "custom", "jinja", "few")])
+    )
     assert assert_one_way(tmp_path_factory.mktemp("cache"), rows, PromptConfig(**options)) >= 1
-    found = engine(**options).render(rows[0]) if all(rows[0].values()) and rows[0]["output"].strip() else None
+    found = (
+        engine(**options).render(rows[0])
+        if all(rows[0].values()) and rows[0]["output"].strip()
+        else None
+    )
     if found is not None and name_of(options) != "jinja":
         assert rows[0]["output"] in found.text[found.spans[0][0] :]
         assert rows[0]["instruction"] in found.text[: found.spans[0][0]]
@@ -143,7 +192,11 @@ def test_template_input_columns_and_label_column_say_what_is_written() -> None:
     unnamed = engine(format_type="custom", template="{n} + {n} = {sum}", label_column="sum")
     assert unnamed.columns == ("n", "sum")
     assert unnamed.render({"n": 2, "sum": 4.0}).text == "2 + 2 = 4.0"
-    marked = {"format_type": "custom", "template": "Q {{ q }}{% generation %}A {{ a }}!{% endgeneration %}.", "input_columns": ("q", "a")}
+    marked = {
+        "format_type": "custom",
+        "template": "Q {{ q }}{% generation %}A {{ a }}!{% endgeneration %}.",
+        "input_columns": ("q", "a"),
+    }
     assert shown({"q": 1, "a": 2}, **marked) == ("Q 1A 2!.", ["A 2!"])
 
 
@@ -173,8 +226,18 @@ def test_sharegpt_is_openai_in_other_words() -> None:
         {"role": "assistant", "content": "Three"},
     ]
     expected = shown({"messages": messages, "tools": [{"name": "f"}]}, template="chatml")
-    assert shown({"conversations": turns, "tools": [{"name": "f"}]}, format_type="sharegpt", template="chatml") == expected
-    assert expected[1] == ['<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>', "Three<|im_end|>"]
+    assert (
+        shown(
+            {"conversations": turns, "tools": [{"name": "f"}]},
+            format_type="sharegpt",
+            template="chatml",
+        )
+        == expected
+    )
+    assert expected[1] == [
+        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
+        "Three<|im_end|>",
+    ]
     with pytest.raises(SourceError, match="unknown_role: message 1 is from 'bot'"):
         shown({"conversations": [turns[1], {"from": "bot", "value": "x"}]}, format_type="sharegpt")
     with pytest.raises(SourceError, match="not_a_message: message 1 has no value"):
@@ -197,9 +260,18 @@ def test_train_on_and_the_train_flags_of_messages() -> None:
         flagged[1]["train"] = False
         assert shown({"messages": flagged}, template=template)[1] == last
         flagged[1]["train"], flagged[3]["train"] = True, False
-        assert shown({"messages": flagged}, template=template, train_on="last_assistant")[1] == both[:1]
-        assert shown({"messages": flagged}, template=template)[0] == shown(TALK, template=template)[0]
-    for flag, role, train_on in (("yes", 1, "assistant"), (True, 0, "assistant"), (False, 1, "all")):
+        assert (
+            shown({"messages": flagged}, template=template, train_on="last_assistant")[1]
+            == both[:1]
+        )
+        assert (
+            shown({"messages": flagged}, template=template)[0] == shown(TALK, template=template)[0]
+        )
+    for flag, role, train_on in (
+        ("yes", 1, "assistant"),
+        (True, 0, "assistant"),
+        (False, 1, "all"),
+    ):
         flagged = [dict(message) for message in TALK["messages"]]
         flagged[role]["train"] = flag
         with pytest.raises(SourceError, match="bad_train_flag"):
@@ -207,17 +279,31 @@ def test_train_on_and_the_train_flags_of_messages() -> None:
 
 
 GIVEN = st.recursive(  # without nulls: of values, those are keys that are not there
-    st.one_of(st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.sampled_from(["user", "assistant", "\ud800"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from(["type", "text", "name"]), inner, max_size=2)),
+    st.one_of(
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=4),
+        st.sampled_from(["user", "assistant", "\ud800"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(st.sampled_from(["type", "text", "name"]), inner, max_size=2),
+    ),
     max_leaves=4,
 )
 ODD = st.one_of(st.none(), GIVEN)
 TURNS = st.fixed_dictionaries(
-    {"role": st.one_of(st.sampled_from(["user", "assistant", "system"]), ODD), "content": st.one_of(strategies.texts(), ODD)},
+    {
+        "role": st.one_of(st.sampled_from(["user", "assistant", "system"]), ODD),
+        "content": st.one_of(strategies.texts(), ODD),
+    },
     optional={"train": ODD, "from": GIVEN, "value": GIVEN, "tool_calls": ODD},
 )
 VALUE = ODD.filter(lambda value: not isinstance(value, str))  # which would be taken for JSON
-WRITTEN = st.fixed_dictionaries({"messages": st.one_of(st.lists(TURNS, max_size=3), VALUE)}, optional={"tools": VALUE})
+WRITTEN = st.fixed_dictionaries(
+    {"messages": st.one_of(st.lists(TURNS, max_size=3), VALUE)}, optional={"tools": VALUE}
+)
 
 
 @given(st.lists(WRITTEN, min_size=1, max_size=8))
@@ -245,17 +331,24 @@ def test_rows_of_broken_json_keep_their_reasons_and_places() -> None:
     assert [one.reason for one in found[1::2]] == ["not_json"] * 6 + ["null"]
     assert found[3].detail.startswith("tools: Expecting")
     twice = '[{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c", "x": NaN}]'
-    assert engine().render({"messages": twice}).text == engine().render({"messages": talk("b", "c")}).text
+    assert (
+        engine().render({"messages": twice}).text
+        == engine().render({"messages": talk("b", "c")}).text
+    )
 
 
 def test_marked_spans_are_given_to_turns_by_proof_not_by_number() -> None:
-    """Two marks in the first turn and none in an empty one are as many as turns: counting them would train the wrong one."""
+    """Two marks in the first turn and none in an empty one are as many as turns: counting them
+    would train the wrong one.
+    """
     source = (
         "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% for part in m.content.split('|') %}"
         "{% generation %}{{ part }}{% endgeneration %}<s>{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
     row = {"messages": talk("1?", "one|two", "2?", "")}
-    with pytest.raises(SourceError, match=r"unproven_spans: which turn is marked|unproven_spans: putting"):
+    with pytest.raises(
+        SourceError, match=r"unproven_spans: which turn is marked|unproven_spans: putting"
+    ):
         shown(row, template=source, train_on="last_assistant")
 
 
@@ -264,12 +357,16 @@ def test_built_in_templates_by_name_mark_what_the_sentinels_find(name: str) -> N
     row = {"messages": talk("1?", "A1", "2?", " A2 ", system="Be brief.")}
     text, trained = shown(row, template=name)
     assert trained == ["A1<|im_end|>", " A2 <|im_end|>"]
-    unmarked = CHAT_TEMPLATES[name].replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    unmarked = (
+        CHAT_TEMPLATES[name].replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    )
     assert shown(row, template=unmarked) == (text, trained)
     assert text.startswith("<|endoftext|>")  # its BOS, once
     assert text.count("<|endoftext|>") == 1
     if name != "chatml":
-        with pytest.raises(SourceError, match="refused_by_template: this built-in template knows no tools"):
+        with pytest.raises(
+            SourceError, match="refused_by_template: this built-in template knows no tools"
+        ):
             shown(row | {"tools": [{"name": "f"}]}, template=name)
 
 
@@ -285,18 +382,43 @@ def test_weights_of_messages_are_train_flags(tmp_path: Path) -> None:
     assert weighted(0, 1) == ["A2<|im_end|>"]
     assert weighted(1.0, 0.0) == ["A1<|im_end|>"]
     assert weighted(1, None, train_on="last_assistant") == ["A1<|im_end|>", "A2<|im_end|>"]
-    for bad, why in ((0.5, "weight of message 1 is 0.5, and only 0 and 1 are known"), ("1", "weight of message 1 is '1'")):
+    for bad, why in (
+        (0.5, "weight of message 1 is 0.5, and only 0 and 1 are known"),
+        ("1", "weight of message 1 is '1'"),
+    ):
         with pytest.raises(SourceError, match=why):
             weighted(bad, 1)
-    with pytest.raises(SourceError, match="message 1 has a weight, and train_on='all' trains every token"):
+    with pytest.raises(
+        SourceError, match="message 1 has a weight, and train_on='all' trains every token"
+    ):
         weighted(0, 1, train_on="all")
     with pytest.raises(SourceError, match="the train flag of message 1 is True, and its weight 0"):
-        shown({"messages": [talk("1?")[0], {"role": "assistant", "content": "A1", "train": True, "weight": 0}]})
+        shown(
+            {
+                "messages": [
+                    talk("1?")[0],
+                    {"role": "assistant", "content": "A1", "train": True, "weight": 0},
+                ]
+            }
+        )
     with pytest.raises(SourceError, match="message 0 is to be trained, and is the user's"):
         shown({"messages": [{"role": "user", "content": "1?", "weight": 1}, talk("1?", "A1")[1]]})
-    sharegpt = [{"from": "human", "value": "1?"}, {"from": "gpt", "value": "A1", "weight": 0}, {"from": "gpt", "value": "A2"}]
+    sharegpt = [
+        {"from": "human", "value": "1?"},
+        {"from": "gpt", "value": "A1", "weight": 0},
+        {"from": "gpt", "value": "A2"},
+    ]
     assert shown({"conversations": sharegpt}, format_type="sharegpt")[1] == ["A2<|im_end|>"]
-    rows = [{"messages": [talk("1?")[0], {"role": "assistant", "content": f"A{i}", "weight": i}, *talk("2?", "A2")]} for i in (0, 1)]
+    rows = [
+        {
+            "messages": [
+                talk("1?")[0],
+                {"role": "assistant", "content": f"A{i}", "weight": i},
+                *talk("2?", "A2"),
+            ]
+        }
+        for i in (0, 1)
+    ]
     assert assert_one_way(tmp_path, rows, PromptConfig()) == 2
 
 
@@ -307,33 +429,61 @@ def test_a_system_column_is_the_row_s_own_system_prompt(tmp_path: Path, form: An
     plain = shown(row, format_type=form)
     for none in (None, "", " "):
         assert shown({**row, "system": none}, format_type=form) == plain
-    text, trained = shown({**row, "system": "Be brief."}, format_type=form, system_prompt="Be kind.")
-    assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n" if form == "sharegpt" else "Be brief.\n\n") + plain[0]
+    text, trained = shown(
+        {**row, "system": "Be brief."}, format_type=form, system_prompt="Be kind."
+    )
+    assert (
+        text
+        == ("<|im_start|>system\nBe brief.<|im_end|>\n" if form == "sharegpt" else "Be brief.\n\n")
+        + plain[0]
+    )
     assert trained == plain[1]
-    assert "Be kind." in shown({**row, "system": None}, format_type=form, system_prompt="Be kind.")[0]
+    assert (
+        "Be kind." in shown({**row, "system": None}, format_type=form, system_prompt="Be kind.")[0]
+    )
     with pytest.raises(SourceError, match="not_a_string: column 'system': 3 is no text"):
         shown({**row, "system": 3}, format_type=form)
     rows = [{**row, "system": "Be brief."}, {**row, "system": None}]
     assert assert_one_way(tmp_path / "columns", rows, PromptConfig(format_type=form)) == 2
     if form == "sharegpt":
         own = [{"from": "system", "value": "Be brief."}, *said]
-        assert shown({"conversations": own, "system": "Be brief."}, format_type=form)[0].count("Be brief.") == 1
-        with pytest.raises(SourceError, match="two_system_prompts: column 'system' and the first message both hold one"):
+        assert (
+            shown({"conversations": own, "system": "Be brief."}, format_type=form)[0].count(
+                "Be brief."
+            )
+            == 1
+        )
+        with pytest.raises(
+            SourceError,
+            match="two_system_prompts: column 'system' and the first message both hold one",
+        ):
             shown({"conversations": own, "system": "Be long."}, format_type=form)
-        rows = [{"conversations": json.dumps(said), "system": "Be brief."}, {"conversations": json.dumps(said), "system": None}]
+        rows = [
+            {"conversations": json.dumps(said), "system": "Be brief."},
+            {"conversations": json.dumps(said), "system": None},
+        ]
         assert assert_one_way(tmp_path / "json", rows, PromptConfig(format_type=form)) == 2
 
 
 @pytest.mark.parametrize("column", ["label", "kto_tag"])
 def test_answers_that_are_marked_as_bad_are_not_trained(tmp_path: Path, column: str) -> None:
-    for form, row in (("prompt_completion", {"prompt": "1?", "completion": "A1"}), ("chat", {"messages": talk("1?", "A1")})):
+    for form, row in (
+        ("prompt_completion", {"prompt": "1?", "completion": "A1"}),
+        ("chat", {"messages": talk("1?", "A1")}),
+    ):
         for good in (True, None, 0, "no"):  # a class is no verdict
             assert shown({**row, column: good}, format_type=form) == shown(row, format_type=form)
-        with pytest.raises(SourceError, match=f"rejected_answer: column {column!r} is false.*Leave such rows out"):
+        with pytest.raises(
+            SourceError, match=f"rejected_answer: column {column!r} is false.*Leave such rows out"
+        ):
             shown({**row, column: False}, format_type=form)
         folder = tmp_path / form
-        source = tokenized(folder, [{**row, column: True}, {**row, column: False}], PromptConfig(format_type=form))
-        assert [(reject.row, reject.reason) for reject in source.scan(0, 0, 2).rejects] == [(1, "rejected_answer")]
+        source = tokenized(
+            folder, [{**row, column: True}, {**row, column: False}], PromptConfig(format_type=form)
+        )
+        assert [(reject.row, reject.reason) for reject in source.scan(0, 0, 2).rejects] == [
+            (1, "rejected_answer")
+        ]
     custom = {"format_type": "custom", "template": "{text}: {label}", "label_column": "label"}
     assert shown({"text": "x", "label": False}, **custom)[1] == ["false"]
 
@@ -342,26 +492,50 @@ def test_train_empty_thinking() -> None:
     row, options = {"messages": talk("2?", "A2")}, {"template": REASONING}
     for value, expected in ((None, "<think>\n\n</think>\n\nA2<|im_end|>"), (False, "A2<|im_end|>")):
         assert shown(row, **options, train_empty_thinking=value)[1] == [expected]
-    with pytest.raises(ConfigError, match=r"train_empty_thinking: has no effect beside train_on 'all'.*Leave it out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train_empty_thinking: has no effect beside train_on 'all'.*Leave it out",
+    ):
         PromptConfig(train_on="all", train_empty_thinking=True)
-    with pytest.raises(ConfigError, match="train_empty_thinking: has no effect on format_type 'text'"):
+    with pytest.raises(
+        ConfigError, match="train_empty_thinking: has no effect on format_type 'text'"
+    ):
         PromptConfig(format_type="text", train_empty_thinking=False)
-    with pytest.raises(ConfigError, match=r"train_empty_thinking: has no effect beside train_on 'all'"):
-        DatasetConfig(data_files="x.jsonl", content_field="messages", train_on="all", train_empty_thinking=False)
+    with pytest.raises(
+        ConfigError, match=r"train_empty_thinking: has no effect beside train_on 'all'"
+    ):
+        DatasetConfig(
+            data_files="x.jsonl",
+            content_field="messages",
+            train_on="all",
+            train_empty_thinking=False,
+        )
 
 
 def test_tools_column_system_prompt_and_template_date() -> None:
-    template = "{% if tools %}{{ tools|tojson }}{% endif %}{{ strftime_now('%Y') if false else '' }}" + CHATML
+    template = (
+        "{% if tools %}{{ tools|tojson }}{% endif %}{{ strftime_now('%Y') if false else '' }}"
+        + CHATML
+    )
     row = TALK | {"functions": [{"name": "f"}]}
     assert shown(row, template=template, tools_column="functions")[0].startswith('[{"name": "f"}]')
     assert shown(row, template=template)[0].startswith("<|im_start|>user")
-    assert shown(TALK, system_prompt="Be brief.")[0].startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert shown(TALK, system_prompt="Be brief.")[0].startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>"
+    )
     own = {"messages": talk("a", "b", system="Mine")}
     assert shown(own, system_prompt="Be brief.") == shown(own)
-    assert shown(ROWS[1], **CUSTOM, system_prompt="Be brief.")[0] == "Be brief.\n\n" + shown(ROWS[1], **CUSTOM)[0]
+    assert (
+        shown(ROWS[1], **CUSTOM, system_prompt="Be brief.")[0]
+        == "Be brief.\n\n" + shown(ROWS[1], **CUSTOM)[0]
+    )
     everything = CUSTOM | {"train_on": "all", "system_prompt": "Be brief."}
     assert shown(ROWS[1], **everything)[1] == [shown(ROWS[1], **everything)[0]]
-    dated = {"format_type": "custom", "template": "{{ strftime_now('%Y') }} {{ q }}", "input_columns": ("q",)}
+    dated = {
+        "format_type": "custom",
+        "template": "{{ strftime_now('%Y') }} {{ q }}",
+        "input_columns": ("q",),
+    }
     assert shown({"q": "x"}, **dated, template_date="2024-07-26")[0] == "2024 x"
     with pytest.raises(SourceError, match="set template_date"):
         shown({"q": "x"}, **dated)
@@ -386,9 +560,15 @@ def test_few_shot_examples_stand_in_front_and_are_never_trained() -> None:
 def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
     rows = [{"q": f"question {i}", "a": f"answer {i}"} for i in range(30)]
     path = jsonl(tmp_path / "pool.jsonl", rows)
-    pair: dict[str, Any] = {"format_type": "prompt_completion", "input_columns": ("q",), "label_column": "a"}
+    pair: dict[str, Any] = {
+        "format_type": "prompt_completion",
+        "input_columns": ("q",),
+        "label_column": "a",
+    }
     drawn = {seed: FewShotConfig(data_files=str(path), count=3, seed=seed) for seed in (1, 2)}
-    texts = {seed: [shown(row, **pair, few_shot=few) for row in rows] for seed, few in drawn.items()}
+    texts = {
+        seed: [shown(row, **pair, few_shot=few) for row in rows] for seed, few in drawn.items()
+    }
     for row, (text, trained) in zip(rows, texts[1], strict=True):
         assert trained == [row["a"]]
         assert text.count("question ") == 4
@@ -396,7 +576,10 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
     assert len({text.split("\n\n")[0] for text, _ in texts[1]}) > 10  # every row has its own
     assert texts[1] != texts[2]
     assert texts[1] == [shown(row, **pair, few_shot=drawn[1]) for row in rows]
-    prints = {tokenized(tmp_path, rows, PromptConfig(**pair, few_shot=few)).fingerprint for few in (None, *drawn.values())}
+    prints = {
+        tokenized(tmp_path, rows, PromptConfig(**pair, few_shot=few)).fingerprint
+        for few in (None, *drawn.values())
+    }
     assert len(prints) == 3
     assert assert_one_way(tmp_path, rows, PromptConfig(**pair, few_shot=drawn[1])) == 30
     jsonl(tmp_path / "talks.jsonl", [{"messages": talk(f"q{i}", f"a{i}")} for i in range(5)])
@@ -412,14 +595,35 @@ def test_few_shot_draws_from_data_files_by_seed_and_row(tmp_path: Path) -> None:
         ({"format_type": "xml"}, "format_type: 'xml' is not an option"),
         ({"label_column": "a"}, "label_column: has no effect on format_type 'chat'"),
         ({"roles": {"a": "user"}}, "roles: has no effect on format_type 'chat'"),
-        ({"format_type": "text", "train_on": "all"}, "train_on: has no effect on format_type 'text'"),
-        ({"format_type": "alpaca", "template": "x"}, "template: has no effect on format_type 'alpaca'"),
+        (
+            {"format_type": "text", "train_on": "all"},
+            "train_on: has no effect on format_type 'text'",
+        ),
+        (
+            {"format_type": "alpaca", "template": "x"},
+            "template: has no effect on format_type 'alpaca'",
+        ),
         ({"format_type": "custom"}, "template: format_type 'custom' needs one"),
-        ({"format_type": "alpaca", "input_columns": ("a", "b", "c")}, "input_columns: ['a', 'b', 'c'] for format_type 'alpaca'"),
-        ({"format_type": "prompt_completion", "label_column": "prompt"}, "label_column: 'prompt' stands twice"),
-        ({"format_type": "alpaca", "train_on": "assistant"}, "train_on: 'assistant' is nothing that 'alpaca' has"),
-        ({"format_type": "custom", "template": "{a}", "train_on": "completion"}, "train_on: 'completion' needs a label_column"),
-        ({"train_on": "all", "few_shot": FewShotConfig(examples=(TALK,))}, "train_on: 'all' would train the few_shot examples"),
+        (
+            {"format_type": "alpaca", "input_columns": ("a", "b", "c")},
+            "input_columns: ['a', 'b', 'c'] for format_type 'alpaca'",
+        ),
+        (
+            {"format_type": "prompt_completion", "label_column": "prompt"},
+            "label_column: 'prompt' stands twice",
+        ),
+        (
+            {"format_type": "alpaca", "train_on": "assistant"},
+            "train_on: 'assistant' is nothing that 'alpaca' has",
+        ),
+        (
+            {"format_type": "custom", "template": "{a}", "train_on": "completion"},
+            "train_on: 'completion' needs a label_column",
+        ),
+        (
+            {"train_on": "all", "few_shot": FewShotConfig(examples=(TALK,))},
+            "train_on: 'all' would train the few_shot examples",
+        ),
         ({"template_date": "today"}, "template_date: 'today' is no date"),
     ],
 )
@@ -467,7 +671,13 @@ def test_field_templates_know_columns_and_nothing_else(template: str, problem: s
 )
 def test_labels_that_cannot_be_proven_are_refused(template: str, why: str) -> None:
     with pytest.raises(SourceError, match="unproven_spans") as caught:
-        shown({"q": "x", "a": "yes"}, format_type="custom", template=template, input_columns=("q",), label_column="a")
+        shown(
+            {"q": "x", "a": "yes"},
+            format_type="custom",
+            template=template,
+            input_columns=("q",),
+            label_column="a",
+        )
     assert why in str(caught.value)
 
 
@@ -495,44 +705,75 @@ def test_the_prompt_of_document_000_loads_as_printed(tmp_path: Path) -> None:
     assert assert_one_way(tmp_path, ROWS, config) == 3
     made = PromptEngine(chat_tokenizer(), config).encode(ROWS[0])
     tokenizer = PromptEngine(chat_tokenizer(), config).tokenizer
-    assert tokenizer.decode([i for i, flag in zip(made[INPUT_IDS], made[LOSS_MASK], strict=True) if flag]) == "Four.\n<|im_end|>"
+    assert (
+        tokenizer.decode(
+            [i for i, flag in zip(made[INPUT_IDS], made[LOSS_MASK], strict=True) if flag]
+        )
+        == "Four.\n<|im_end|>"
+    )
 
 
-def test_prompt_stands_alone_in_a_dataset_and_the_engine_says_what_a_row_lacks(tmp_path: Path) -> None:
-    for other in ({"content_field": "messages"}, {"train_on": "all"}, {"prompt_field": "a", "completion_field": "b"}):
+def test_prompt_stands_alone_in_a_dataset_and_the_engine_says_what_a_row_lacks(
+    tmp_path: Path,
+) -> None:
+    for other in (
+        {"content_field": "messages"},
+        {"train_on": "all"},
+        {"prompt_field": "a", "completion_field": "b"},
+    ):
         with pytest.raises(ConfigError, match="has no effect beside prompt"):
             DatasetConfig(data_files="x.jsonl", prompt=PromptConfig(), **other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"datasets\[0\].prompt.template: it has a field"):
-        tokenized(tmp_path, ROWS, PromptConfig(**CUSTOM | {"template": "{instruction}{input}{outputs}"}))
+        tokenized(
+            tmp_path, ROWS, PromptConfig(**CUSTOM | {"template": "{instruction}{input}{outputs}"})
+        )
     with pytest.raises(SourceError, match="column 'messages': no such column"):
         tokenized(tmp_path, ROWS, PromptConfig())
     with pytest.raises(SourceError, match=r"row: no column 'messages'.*Did you mean 'message'"):
         engine().encode({"message": []})
     with pytest.raises(SourceError, match="multimodal: message 0 holds a part of type 'image_url'"):
-        engine().encode({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]})
+        engine().encode(
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}
+        )
 
 
 def test_max_length_of_the_engine_is_that_of_the_tokenizer(tmp_path: Path) -> None:
     row = {"messages": talk("hi", "a long answer " * 20)}
     cut = PromptEngine(chat_tokenizer(), max_length=30).encode(row)
-    stored = tokenized(tmp_path, [row], PromptConfig(), tokenizer_kwargs={"max_length": 30}).read(0, 0, 1)
+    stored = tokenized(tmp_path, [row], PromptConfig(), tokenizer_kwargs={"max_length": 30}).read(
+        0, 0, 1
+    )
     assert len(cut[INPUT_IDS]) == 30
     assert cut[INPUT_IDS].tolist() == stored.column(INPUT_IDS)[0].as_py()
     assert cut[LOSS_MASK].tolist() == stored.column(LOSS_MASK)[0].as_py()
 
 
-@pytest.mark.parametrize("word", ["include 'x'", "import 'x' as y", "from 'x' import y", "extends 'x'"])
-def test_templates_that_ask_for_other_files_are_refused_before_any_row(tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize(
+    "word", ["include 'x'", "import 'x' as y", "from 'x' import y", "extends 'x'"]
+)
+def test_templates_that_ask_for_other_files_are_refused_before_any_row(
+    tmp_path: Path, word: str
+) -> None:
     statement = word.split()[0]
     text = "{# {% include 'fine' %} #}\n{{ messages }}{%- " + word + " -%}"
-    with pytest.raises(ConfigError, match=rf"template: line 2: asks for another file \({{% {statement} %}}\)"):
+    with pytest.raises(
+        ConfigError, match=rf"template: line 2: asks for another file \({{% {statement} %}}\)"
+    ):
         PromptConfig(template=text)
     with pytest.raises(ConfigError, match="chat_template: line 2: asks for another file"):
-        DatasetConfig(data_files=[{"messages": talk("a")}], content_field="messages", chat_template=text)
+        DatasetConfig(
+            data_files=[{"messages": talk("a")}], content_field="messages", chat_template=text
+        )
     file = tmp_path / "chat.jinja"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"template: .*chat.jinja, line 2: asks for another file"):
         PromptEngine(chat_tokenizer(), PromptConfig(template=file))
     with pytest.raises(ConfigError, match=r"template: .*chat.jinja, line 2: asks for another file"):
-        PromptEngine(chat_tokenizer(), PromptConfig(format_type="custom", template=file, input_columns=("messages",)))
-    PromptConfig(template="{% raw %}{% include 'x' %}{% endraw %}{{ include }}{# {% extends 'x' %} #}")  # words, and no statements
+        PromptEngine(
+            chat_tokenizer(),
+            PromptConfig(format_type="custom", template=file, input_columns=("messages",)),
+        )
+    # words, and no statements
+    PromptConfig(
+        template="{% raw %}{% include 'x' %}{% endraw %}{{ include }}{# {% extends 'x' %} #}"
+    )

@@ -1,4 +1,6 @@
-"""Never a wrong mask: conversations of every shape through every template that there is, against what was said by whom."""
+"""Never a wrong mask: conversations of every shape through every template that there is, against
+what was said by whom.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,23 @@ from easypipe.transforms.prompt_templates import CHAT_TEMPLATES
 from strategies import examples
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
-CLOSERS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<start_of_turn>")
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}
+CLOSERS = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<start_of_turn>",
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 # In the manner of templates in use that the shared ones are not like.
 STOCK = {
     "llama2": (
@@ -53,7 +70,9 @@ TEMPLATES = {"ChatML": CHATML, "marked": MARKED, "reasoning": REASONING, **CHAT_
 
 def words(mark: str) -> st.SearchStrategy[str]:
     """Text of which every word says whose it is."""
-    pieces = st.sampled_from([f"{mark}one", f"{mark}two", f" {mark}three ", f"\n{mark}four\n", f"{mark}\n\n{mark}"])
+    pieces = st.sampled_from(
+        [f"{mark}one", f"{mark}two", f" {mark}three ", f"\n{mark}four\n", f"{mark}\n\n{mark}"]
+    )
     return st.lists(pieces, min_size=1, max_size=3).map(" ".join)
 
 
@@ -68,11 +87,30 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
             call = {
                 "type": "function",
                 "id": "call00001",
-                "function": {"name": "f", "arguments": {"x": draw(st.sampled_from(["Aarg", 1, None]))}},
+                "function": {
+                    "name": "f",
+                    "arguments": {"x": draw(st.sampled_from(["Aarg", 1, None]))},
+                },
             }
-            messages.append({"role": "assistant", "content": draw(st.sampled_from([None, "", "Acall"])), "tool_calls": [call]})
-            messages.append({"role": "tool", "name": "f", "tool_call_id": "call00001", "content": draw(words("T"))})
-        answer: dict[str, Any] = {"role": "assistant", "content": draw(st.one_of(words("A"), st.just("")))}
+            messages.append(
+                {
+                    "role": "assistant",
+                    "content": draw(st.sampled_from([None, "", "Acall"])),
+                    "tool_calls": [call],
+                }
+            )
+            messages.append(
+                {
+                    "role": "tool",
+                    "name": "f",
+                    "tool_call_id": "call00001",
+                    "content": draw(words("T")),
+                }
+            )
+        answer: dict[str, Any] = {
+            "role": "assistant",
+            "content": draw(st.one_of(words("A"), st.just(""))),
+        }
         if draw(st.integers(0, 4)) == 0:
             answer["reasoning_content"] = draw(words("A"))
         if draw(st.integers(0, 3)) == 0:
@@ -85,47 +123,99 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return messages
 
 
-def check(name: str, source: str, messages: list[dict[str, Any]], tools: Any, train_on: str) -> bool:
-    """Whether it was rendered; if so, nothing but the assistant's words is trained, and all of those that were asked for."""
-    template = ChatTemplate(source=source, tool_use=None, names=NAMES, closers=CLOSERS, train_on=train_on, date="2026-01-31", origin=name)
+def check(
+    name: str, source: str, messages: list[dict[str, Any]], tools: Any, train_on: str
+) -> bool:
+    """Whether it was rendered; if so, nothing but the assistant's words is trained, and all of
+    those that were asked for.
+    """
+    template = ChatTemplate(
+        source=source,
+        tool_use=None,
+        names=NAMES,
+        closers=CLOSERS,
+        train_on=train_on,
+        date="2026-01-31",
+        origin=name,
+    )
     (found,) = template.render([{"messages": messages, "tools": tools}])
     if isinstance(found, Refused):
-        assert found.reason in ("refused_by_template", "unproven_spans", "nothing_to_train"), (name, found)
+        assert found.reason in ("refused_by_template", "unproven_spans", "nothing_to_train"), (
+            name,
+            found,
+        )
         return False
     assert isinstance(found, Rendered)
     trained = [found.text[a:b] for a, b in found.spans]
-    for i, part in enumerate(trained):  # the stop is trained with each turn, or the EOS that the tokenizer adds is
-        assert part.rstrip().endswith(CLOSERS) or (i == len(trained) - 1 and found.end == TRAINED_END), (name, part)
-    masked = "".join(found.text[b:a] for (_, b), (a, _) in zip([(0, 0), *found.spans], [*found.spans, (len(found.text), 0)], strict=True))
-    assert not any(f"{mark}{word}" in part for part in trained for mark in "SUT" for word in ("one", "two", "three", "four")), (
+    # the stop is trained with each turn, or the EOS that the tokenizer adds is
+    for i, part in enumerate(trained):
+        assert part.rstrip().endswith(CLOSERS) or (
+            i == len(trained) - 1 and found.end == TRAINED_END
+        ), (name, part)
+    masked = "".join(
+        found.text[b:a]
+        for (_, b), (a, _) in zip(
+            [(0, 0), *found.spans], [*found.spans, (len(found.text), 0)], strict=True
+        )
+    )
+    assert not any(
+        f"{mark}{word}" in part
+        for part in trained
+        for mark in "SUT"
+        for word in ("one", "two", "three", "four")
+    ), (
         name,
         trained,
     )
     turns = [message for message in messages if message["role"] == "assistant"]
-    default = {"assistant": turns, "last_assistant": turns[-1:], "completion": turns[-1:] if messages[-1] is turns[-1] else []}[train_on]
-    flagged = [turn for turn in turns if (turn["train"] if turn.get("train") is not None else any(turn is one for one in default))]
+    default = {
+        "assistant": turns,
+        "last_assistant": turns[-1:],
+        "completion": turns[-1:] if messages[-1] is turns[-1] else [],
+    }[train_on]
+    flagged = [
+        turn
+        for turn in turns
+        if (turn["train"] if turn.get("train") is not None else any(turn is one for one in default))
+    ]
     left = [turn for turn in turns if not any(turn is one for one in flagged)]
     if len(flagged) == len(turns):
-        assert not any(f"A{word}" in masked for word in ("one", "two", "three", "four", "arg", "call")), (name, masked)
+        assert not any(
+            f"A{word}" in masked for word in ("one", "two", "three", "four", "arg", "call")
+        ), (name, masked)
     said = [turn["content"].strip() for turn in flagged if (turn["content"] or "").strip()]
-    wanted = [text for text in said if text in found.text]  # some templates leave out what is said beside a tool call
+    # some templates leave out what is said beside a tool call
+    wanted = [text for text in said if text in found.text]
     for text in wanted:
         assert any(text in part for part in trained), (name, text, trained)
-    assert len(trained) >= len(wanted) or "{% generation" in source.replace("{%-", "{%"), (name, trained)
+    assert len(trained) >= len(wanted) or "{% generation" in source.replace("{%-", "{%"), (
+        name,
+        trained,
+    )
     if not left:
         return True
     if not flagged:
         raise AssertionError((name, "nothing was asked for", trained))
     for turn in left:
         text = (turn["content"] or "").strip()
-        if text and not any(text in (other["content"] or "") or text in (other.get("reasoning_content") or "") for other in flagged):
+        if text and not any(
+            text in (other["content"] or "") or text in (other.get("reasoning_content") or "")
+            for other in flagged
+        ):
             assert not any(text in part for part in trained), (name, text, trained)
     return True
 
 
 @examples(60)
-@given(st.sampled_from(sorted(TEMPLATES)), conversations(), st.sampled_from(["assistant", "last_assistant", "completion"]), st.booleans())
-def test_never_a_wrong_mask(name: str, messages: list[dict[str, Any]], train_on: str, with_tools: bool) -> None:
+@given(
+    st.sampled_from(sorted(TEMPLATES)),
+    conversations(),
+    st.sampled_from(["assistant", "last_assistant", "completion"]),
+    st.booleans(),
+)
+def test_never_a_wrong_mask(
+    name: str, messages: list[dict[str, Any]], train_on: str, with_tools: bool
+) -> None:
     check(name, TEMPLATES[name], messages, [TOOL] if with_tools else None, train_on)
 
 
@@ -149,14 +239,22 @@ def test_plain_conversations_are_proven_on_stock_templates(name: str) -> None:
         {"role": "user", "content": "Utwo"},
         {"role": "assistant", "content": "Atwo"},
     ]
-    assert check(name, TEMPLATES[name], messages, None, "assistant") == (name not in ("no stop", "twice", "last first"))
+    assert check(name, TEMPLATES[name], messages, None, "assistant") == (
+        name not in ("no stop", "twice", "last first")
+    )
 
 
 def test_turns_that_would_overlap_are_refused(monkeypatch):
     """Whatever the end of a turn is found to be, no token is trained for two of them."""
     monkeypatch.setattr(Spans, "_close", lambda self, gap, *more, **how: len(gap) + 100)
     messages = [
-        {"role": role, "content": text} for role, text in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+        {"role": role, "content": text}
+        for role, text in (
+            ("user", "one"),
+            ("assistant", "two"),
+            ("user", "three"),
+            ("assistant", "four"),
+        )
     ]
     with pytest.raises(UnprovenError, match="trained turns overlap"):
         Spans(Template(CHATML, NAMES), CLOSERS).find(messages, None, "assistant")

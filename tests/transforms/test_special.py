@@ -1,4 +1,6 @@
-"""Special strings in raw text: special tokens, ordinary text, or bad rows; counted; the same cached, streaming and read."""
+"""Special strings in raw text: special tokens, ordinary text, or bad rows; counted; the same
+cached, streaming and read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from tokenizers import Tokenizer, models
 
 import strategies
 from chat_support import chat_tokenizer, talk
-from easypipe import DatasetConfig, LoadStageConfig, PackStageConfig, Pipeline, PipelineConfig, load_tokenizer
+from easypipe import (
+    DatasetConfig,
+    LoadStageConfig,
+    PackStageConfig,
+    Pipeline,
+    PipelineConfig,
+    load_tokenizer,
+)
 from easypipe.core.errors import ConfigError, SourceError, TokenizerError
 from easypipe.core.schema import INPUT_IDS, LOSS_MASK
 from easypipe.stages.tokenize import TokenizedShardedSource
@@ -41,8 +50,12 @@ def special_strings(folder: str) -> list[str]:
     return [token.content for token in added.values() if token.special]
 
 
-def source_of(folder: Path, rows: list[dict[str, Any]], policy: SpecialPolicy, **options: Any) -> TokenizedShardedSource:
-    chosen = TokenizerConfig(**{"name_or_path": SMALL, "special_strings": policy} | options.pop("tokenizer", {}))
+def source_of(
+    folder: Path, rows: list[dict[str, Any]], policy: SpecialPolicy, **options: Any
+) -> TokenizedShardedSource:
+    chosen = TokenizerConfig(
+        **{"name_or_path": SMALL, "special_strings": policy} | options.pop("tokenizer", {})
+    )
     dataset = DatasetConfig(name="d", data_files=rows, tokenizer=chosen, **options)
     config = PipelineConfig(datasets=[dataset], seed=1, cache_dir=folder)
     source = Pipeline.from_config(config).source().tokenize().get_data()["d"]
@@ -58,13 +71,20 @@ def documents(source: TokenizedShardedSource) -> list[list[int]]:
 @given(data=st.data())
 def test_escape_is_what_tokenizers_makes_of_ordinary_text(data: st.DataObject) -> None:
     strings = special_strings(SMALL)
-    pieces = st.lists(st.one_of(strategies.texts(), st.sampled_from(strings)), max_size=4).map("".join)
+    pieces = st.lists(st.one_of(strategies.texts(), st.sampled_from(strings)), max_size=4).map(
+        "".join
+    )
     rows = data.draw(st.lists(pieces, max_size=6))
     backend: Any = data.draw(st.sampled_from(["auto", "tokenizers"]))
-    tokenizer = load_tokenizer(TokenizerConfig(name_or_path=SMALL, special_strings="escape", backend=backend))
+    tokenizer = load_tokenizer(
+        TokenizerConfig(name_or_path=SMALL, special_strings="escape", backend=backend)
+    )
     encoded, expected = tokenizer.encode_column(pa.array(rows, pa.string())), escaping(SMALL)
-    plain = load_tokenizer(TokenizerConfig(name_or_path=SMALL, backend=backend)).encode_column(pa.array(rows, pa.string()))
-    assert encoded.special.tolist() == plain.special.tolist()  # what is escaped is what would have been special
+    plain = load_tokenizer(TokenizerConfig(name_or_path=SMALL, backend=backend)).encode_column(
+        pa.array(rows, pa.string())
+    )
+    # what is escaped is what would have been special
+    assert encoded.special.tolist() == plain.special.tolist()
     ids = {expected.token_to_id(text) for text in strings}
     for i, text in enumerate(rows):
         found = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
@@ -79,34 +99,59 @@ def test_escape_is_what_tokenizers_makes_of_ordinary_text(data: st.DataObject) -
 def test_real_tokenizers(shared_data: Path, name: str) -> None:
     folder = str(shared_data / "tokenizers" / name)
     strings, expected = special_strings(folder), escaping(folder)
-    rows = ["plain", *(f"a{text}b" for text in strings), *strings, "".join(strings) + " end", "nothing"]
+    rows = [
+        "plain",
+        *(f"a{text}b" for text in strings),
+        *strings,
+        "".join(strings) + " end",
+        "nothing",
+    ]
     backends: tuple[Any, ...] = ("auto", "tokenizers")
     for backend in backends:
         config = TokenizerConfig(name_or_path=folder, special_strings="escape", backend=backend)
         encoded = load_tokenizer(config).encode_column(pa.array(rows))
         for i, text in enumerate(rows):
-            assert encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist() == expected.encode(text).ids
+            assert (
+                encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
+                == expected.encode(text).ids
+            )
         assert encoded.special.tolist() == [0, *[1] * 2 * len(strings), len(strings), 0]
 
 
 def test_every_policy_in_the_cache_and_beside_it(tmp_path: Path) -> None:
     string = special_strings(SMALL)[0]
-    rows = [{"text": "plain"}, {"text": f"a {string}{string} b"}, {"text": "more"}, {"text": string}]
+    rows = [
+        {"text": "plain"},
+        {"text": f"a {string}{string} b"},
+        {"text": "more"},
+        {"text": string},
+    ]
     made = {}
     for policy in POLICIES:
         source = source_of(tmp_path, rows, policy, on_error="skip")
         made[policy] = documents(source)
         cache = source.materialize()
         assert [cache.tokens(i).tolist() for i in range(cache.num_docs)] == made[policy]
-        entry = [entry for entry in cache.ledger.to_json()["entries"] if entry["unit"] == "special strings"]
+        entry = [
+            entry
+            for entry in cache.ledger.to_json()["entries"]
+            if entry["unit"] == "special strings"
+        ]
         expected = {"allow": {"special tokens": 3}, "escape": {"ordinary text": 3}}.get(policy)
         assert [each["out"] for each in entry] == ([] if expected is None else [expected])
     assert made["allow"][0] == made["escape"][0] == made["error"][0]
     assert made["allow"][1] != made["escape"][1]
     assert made["error"] == [made["allow"][0], made["allow"][2]]
-    with pytest.raises(SourceError, match=r"row 1, column 'text': special_string: the text holds '<.*>', and special_strings is 'error'"):
+    with pytest.raises(
+        SourceError,
+        match=r"row 1, column 'text': special_string: the text holds '<.*>', and special_strings is 'error'",
+    ):
         source_of(tmp_path, rows, "error").materialize()
-    reasons = source_of(tmp_path, rows, "error", on_error="skip").materialize().ledger.to_json()["entries"][0]["out"]
+    reasons = (
+        source_of(tmp_path, rows, "error", on_error="skip")
+        .materialize()
+        .ledger.to_json()["entries"][0]["out"]
+    )
     assert reasons["special_string"] == 2
 
 
@@ -121,7 +166,12 @@ def test_it_is_obeyed_before_max_length_cuts(tmp_path: Path) -> None:
 def test_streaming_gives_the_same_and_counts(tmp_path: Path) -> None:
     string = special_strings(SMALL)[0]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {i} {string if i % 3 == 0 else ''}"}) + "\n" for i in range(30)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"row {i} {string if i % 3 == 0 else ''}"}) + "\n"
+            for i in range(30)
+        )
+    )
     outcomes: dict[SpecialPolicy, str] = {"allow": "special tokens", "escape": "ordinary text"}
     for policy, counted in outcomes.items():
         found = []
@@ -141,20 +191,32 @@ def test_streaming_gives_the_same_and_counts(tmp_path: Path) -> None:
 
 def test_prompts_and_completions(tmp_path: Path) -> None:
     string = special_strings(SMALL)[0]
-    rows = [{"p": "say ", "c": f"a{string}b"}, {"p": f"{string} ", "c": "yes"}, {"p": "x", "c": "y"}]
+    rows = [
+        {"p": "say ", "c": f"a{string}b"},
+        {"p": f"{string} ", "c": "yes"},
+        {"p": "x", "c": "y"},
+    ]
     pair = {"prompt_field": "p", "completion_field": "c"}
     allowed, escaped = (source_of(tmp_path, rows, policy, **pair) for policy in ("allow", "escape"))
     expected = escaping(SMALL)
     batch = escaped.read(0, 0, 3)
-    for ids, mask, row in zip(batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), rows, strict=True):
+    for ids, mask, row in zip(
+        batch.column(INPUT_IDS).to_pylist(), batch.column(LOSS_MASK).to_pylist(), rows, strict=True
+    ):
         plain = expected.encode(row["p"] + row["c"], add_special_tokens=False).ids
         assert any(ids[i : i + len(plain)] == plain for i in range(len(ids)))
         assert 0 < sum(mask) < len(mask)
     assert documents(allowed)[2] == documents(escaped)[2]
     assert documents(allowed)[0] != documents(escaped)[0]
-    assert (escaped.materialize().manifest.counts.escaped, allowed.materialize().manifest.counts.special) == (2, 2)
+    assert (
+        escaped.materialize().manifest.counts.escaped,
+        allowed.materialize().manifest.counts.special,
+    ) == (2, 2)
     scanned = source_of(tmp_path, rows, "error", on_error="skip", **pair).scan(0, 0, 3)
-    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [(0, "special_string"), (1, "special_string")]
+    assert [(reject.row, reject.reason) for reject in scanned.rejects] == [
+        (0, "special_string"),
+        (1, "special_string"),
+    ]
 
 
 def test_conversations_are_looked_into_before_the_template_writes_its_own(tmp_path: Path) -> None:
@@ -164,7 +226,10 @@ def test_conversations_are_looked_into_before_the_template_writes_its_own(tmp_pa
     scanned = source_of(tmp_path, rows, "error", on_error="skip", **chat).scan(0, 0, 2)
     assert [(reject.row, reject.reason) for reject in scanned.rejects] == [(1, "special_string")]
     assert "'<|im_end|>'" in scanned.rejects[0].detail
-    with pytest.raises(ConfigError, match=r"datasets\[0\]\.tokenizer: special_strings='escape' is for raw text.*special_strings='error'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"datasets\[0\]\.tokenizer: special_strings='escape' is for raw text.*special_strings='error'",
+    ):
         source_of(tmp_path, rows, "escape", **chat)
 
 
@@ -173,20 +238,26 @@ def test_a_model_that_writes_special_tokens_by_itself_cannot_escape(tmp_path: Pa
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.add_special_tokens(["<unk>", "<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match=r"special_strings='escape' cannot be had: .*'<s>'.*special_strings='error'"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"special_strings='escape' cannot be had: .*'<s>'.*special_strings='error'",
+    ):
         load_tokenizer(TokenizerConfig(name_or_path=str(tmp_path), special_strings="escape"))
     found = {}
     for policy in ("allow", "error"):
-        encoded = load_tokenizer(TokenizerConfig(name_or_path=str(tmp_path), special_strings=policy)).encode_column(
-            pa.array(["a<s>", "aq", "a<unk>", "a"])
-        )
+        encoded = load_tokenizer(
+            TokenizerConfig(name_or_path=str(tmp_path), special_strings=policy)
+        ).encode_column(pa.array(["a<s>", "aq", "a<unk>", "a"]))
         found[policy] = encoded.special.tolist()
-    assert found == {"allow": [1, 0, 0, 0], "error": [1, 0, 1, 0]}  # the unknown token says nothing by itself
+    # the unknown token says nothing by itself
+    assert found == {"allow": [1, 0, 0, 0], "error": [1, 0, 1, 0]}
 
 
 def test_the_default_is_the_recipe_that_it_always_was(tmp_path: Path) -> None:
     paths = {policy: source_of(tmp_path, [{"text": "a"}], policy).cache_path for policy in POLICIES}
     assert len(set(paths.values())) == 3
     assert source_of(tmp_path, [{"text": "a"}], "allow").tokenizer.special.recipe == ()
-    prints = {source_of(tmp_path, [{"text": "a"}], policy).tokenizer.fingerprint for policy in POLICIES}
+    prints = {
+        source_of(tmp_path, [{"text": "a"}], policy).tokenizer.fingerprint for policy in POLICIES
+    }
     assert len(prints) == 1  # the same ids mean the same: such datasets may be mixed

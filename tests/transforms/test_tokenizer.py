@@ -34,23 +34,42 @@ def hostile(specials: list[str]) -> list[str]:
 
 
 def real_texts(shared_data: Path) -> list[str]:
-    lines = (shared_data / "text" / "udhr_15_languages.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (shared_data / "text" / "udhr_15_languages.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     c4 = (shared_data / "text" / "c4_demo.jsonl").read_text(encoding="utf-8").splitlines()[:80]
     return [json.loads(line)["text"] for line in lines + c4]
 
 
 def reference(folder: Path) -> tokenizers.Tokenizer:
     """The file's, with what tokenizer_config.json adds to it."""
-    made, config = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "tokenizer_config.json"
-    for token in (json.loads(config.read_text()) if config.is_file() else {}).get("added_tokens_decoder", {}).values():
-        if token["content"] not in {added.content for added in made.get_added_tokens_decoder().values()}:
+    made, config = (
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+        folder / "tokenizer_config.json",
+    )
+    for token in (
+        (json.loads(config.read_text()) if config.is_file() else {})
+        .get("added_tokens_decoder", {})
+        .values()
+    ):
+        if token["content"] not in {
+            added.content for added in made.get_added_tokens_decoder().values()
+        }:
             made.add_tokens([tokenizers.AddedToken(**token)])
     return made
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("options", [{}, {"add_special_tokens": False}, {"max_length": 9}, {"backend": "tokenizers", "max_length": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_special_tokens": False},
+        {"max_length": 9},
+        {"backend": "tokenizers", "max_length": 3},
+    ],
+)
 def test_tokens_are_those_of_the_reference(shared_data: Path, name: str, options: dict) -> None:
     folder = shared_data / "tokenizers" / name
     tokenizer = load_tokenizer(TokenizerConfig(name_or_path=str(folder), **options))
@@ -66,22 +85,32 @@ def test_tokens_are_those_of_the_reference(shared_data: Path, name: str, options
     full = reference(folder)
     for i, text in enumerate(inputs):
         ids = encoded.ids[encoded.offsets[i] : encoded.offsets[i + 1]].tolist()
-        assert ids == expected.encode(text, add_special_tokens=tokenizer.config.add_special_tokens).ids, ascii(text)
+        assert (
+            ids == expected.encode(text, add_special_tokens=tokenizer.config.add_special_tokens).ids
+        ), ascii(text)
         assert ids == tokenizer.reference_encode(text)
         content = len(full.encode(text, add_special_tokens=False).ids)
-        assert content + tokenizer.specials_per_text == len(ids) + encoded.truncated[i]  # conservation, document by document
+        # conservation, document by document
+        assert content + tokenizer.specials_per_text == len(ids) + encoded.truncated[i]
     assert encoded.added == len(inputs) * tokenizer.specials_per_text
 
 
 @pytest.mark.shared
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_backend_says_what_and_why(shared_data: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_backend_says_what_and_why(
+    shared_data: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="easypipe"):
         backend = load_tokenizer(str(shared_data / "tokenizers" / name)).backend
     assert backend.name == ("gigatoken" if name in FAST else "tokenizers")
     assert "equals `tokenizers`" in backend.why if name in FAST else "cannot load it" in backend.why
-    record = next(r for r in caplog.records if "tokenizer" in r.message and r.name == "easypipe" and backend.why in r.message)
-    assert record.levelno == (logging.INFO if name in FAST else logging.WARNING)  # a fallback is a warning
+    record = next(
+        r
+        for r in caplog.records
+        if "tokenizer" in r.message and r.name == "easypipe" and backend.why in r.message
+    )
+    # a fallback is a warning
+    assert record.levelno == (logging.INFO if name in FAST else logging.WARNING)
 
 
 @pytest.mark.shared
@@ -98,15 +127,20 @@ def test_special_tokens_on_both_sides_are_counted(tmp_path: Path) -> None:
     shutil.copytree(small_tokenizer_folder(), tmp_path / "t")
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "t" / "tokenizer.json"))
     pad = made.token_to_id("<|pad|>")
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<|pad|> $A <|pad|>", special_tokens=[("<|pad|>", pad)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|pad|> $A <|pad|>", special_tokens=[("<|pad|>", pad)]
+    )
     made.save(str(tmp_path / "t" / "tokenizer.json"))
     encoded = load_tokenizer(str(tmp_path / "t")).encode_column(pa.array(["hi", "", "hello"]))
     assert encoded.added == np.count_nonzero(encoded.ids == pad) == 6
 
 
 @pytest.mark.shared
-def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "olmo_neox"))  # has no tokenizer_config.json
+def test_eos_is_taken_from_an_unmistakable_name_with_a_warning(
+    shared_data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # has no tokenizer_config.json
+    tokenizer = load_tokenizer(str(shared_data / "tokenizers" / "olmo_neox"))
     assert tokenizer.eos_token_id == 50279
     assert "no tokenizer_config.json names its eos_token; taking '<|endoftext|>'" in caplog.text
 
@@ -117,21 +151,35 @@ def tokenizer_of_length(max_length: int | None) -> Tokenizer:
 
 
 @examples(60)
-@given(st.lists(strategies.texts(), max_size=30), st.lists(st.integers(0, 30), max_size=4), st.sampled_from([None, 1, 5]))
-def test_row_wise_and_equal_to_the_reference(rows: list[str], cuts: list[int], max_length: int | None) -> None:
+@given(
+    st.lists(strategies.texts(), max_size=30),
+    st.lists(st.integers(0, 30), max_size=4),
+    st.sampled_from([None, 1, 5]),
+)
+def test_row_wise_and_equal_to_the_reference(
+    rows: list[str], cuts: list[int], max_length: int | None
+) -> None:
     tokenizer = tokenizer_of_length(max_length)
     column = pa.array(rows, pa.string())
     whole = tokenizer.encode_column(column)
     edges = sorted({0, len(rows), *(cut % (len(rows) + 1) for cut in cuts)})
     pieces = [tokenizer.encode_column(column.slice(a, b - a)) for a, b in itertools.pairwise(edges)]
-    assert np.concatenate([np.zeros(0, np.uint32), *(p.ids for p in pieces)]).tolist() == whole.ids.tolist()
+    assert (
+        np.concatenate([np.zeros(0, np.uint32), *(p.ids for p in pieces)]).tolist()
+        == whole.ids.tolist()
+    )
     for i, text in enumerate(rows):
-        assert whole.ids[whole.offsets[i] : whole.offsets[i + 1]].tolist() == tokenizer.reference_encode(text)
+        assert whole.ids[
+            whole.offsets[i] : whole.offsets[i + 1]
+        ].tolist() == tokenizer.reference_encode(text)
         if max_length is None:
             assert tokenizer.decode(tokenizer.reference_encode(text)) == text
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())],
+)
 @pytest.mark.parametrize("backend", ["gigatoken", "tokenizers"])
 def test_every_text_type_and_slices_of_it(kind: pa.DataType, backend: str) -> None:
     tokenizer = small_tokenizer(backend=backend)
@@ -148,20 +196,28 @@ def test_many_threads_share_a_tokenizer() -> None:
     tokenizer = small_tokenizer()
     expected = tokenizer.encode_column(pa.array(texts(200))).ids.tolist()
     with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(lambda _: tokenizer.encode_column(pa.array(texts(200))).ids.tolist(), range(40)):
+        for found in pool.map(
+            lambda _: tokenizer.encode_column(pa.array(texts(200))).ids.tolist(), range(40)
+        ):
             assert found == expected
 
 
-def test_gigatoken_is_renewed_by_bytes_where_memory_is_not_known_and_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gigatoken_is_renewed_by_bytes_where_memory_is_not_known_and_tokens_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fast, "BLIND_BYTES", 4000)
     monkeypatch.setattr(fast, "anonymous_bytes", lambda: 0)  # a system that does not tell
     made = []
     load = fast.FastEngine._load
-    monkeypatch.setattr(fast.FastEngine, "_load", lambda self: made.append(threading.get_ident()) or load(self))
+    monkeypatch.setattr(
+        fast.FastEngine, "_load", lambda self: made.append(threading.get_ident()) or load(self)
+    )
     tokenizer = small_tokenizer(backend="gigatoken")
     for i in range(30):
         rows = texts(10, seed=i)
-        assert tokenizer.encode_column(pa.array(rows)).ids.tolist() == [i for text in rows for i in tokenizer.reference_encode(text)]
+        assert tokenizer.encode_column(pa.array(rows)).ids.tolist() == [
+            i for text in rows for i in tokenizer.reference_encode(text)
+        ]
     assert len(made) > 2
 
 
@@ -181,7 +237,9 @@ def test_gigatoken_is_renewed_when_memory_grows(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.shared
 def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -> None:
-    """Law 8. 80 MB of it make a gigatoken tokenizer grow by 600 MB and more. A process of its own, so that nothing else is measured."""
+    """Law 8. 80 MB of it make a gigatoken tokenizer grow by 600 MB and more. A process of its own,
+    so that nothing else is measured.
+    """
     code = (
         "import sys, base64; import numpy as np, pyarrow as pa\n"
         "from easypipe.transforms import fast\n"
@@ -193,8 +251,15 @@ def test_memory_is_bounded_on_text_of_nothing_but_new_words(shared_data: Path) -
         "    engine.encode(pa.array(rows, pa.large_string())); peak = max(peak, fast.anonymous_bytes())\n"
         "print((peak - start) >> 20, start > 0)\n"
     )
-    command = [sys.executable, "-c", code, str(shared_data / "tokenizers" / "gpt2" / "tokenizer.json")]
-    grown, measured = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        str(shared_data / "tokenizers" / "gpt2" / "tokenizer.json"),
+    ]
+    grown, measured = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=300
+    ).stdout.split()
     if measured != "True":
         pytest.skip("this system does not tell a process's memory")
     assert int(grown) < 350
@@ -214,26 +279,40 @@ class WrongEngine(fast.FastEngine):
         return offsets, ids
 
 
-def test_a_difference_on_hostile_text_falls_back_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_on_hostile_text_falls_back_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(WrongEngine, "poison", "don't")
     monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.backend.name == "tokenizers"
     assert "differs from `tokenizers` at token 0 of " in tokenizer.backend.why
     assert any(r.levelno == logging.WARNING and "differs" in r.message for r in caplog.records)
-    assert tokenizer.encode_column(pa.array(["don't"])).ids.tolist() == tokenizer.reference_encode("don't")
-    with pytest.raises(TokenizerError, match=r"backend='gigatoken' cannot be used: gigatoken .* differs .*\. Set backend='auto'\."):
+    assert tokenizer.encode_column(pa.array(["don't"])).ids.tolist() == tokenizer.reference_encode(
+        "don't"
+    )
+    with pytest.raises(
+        TokenizerError,
+        match=r"backend='gigatoken' cannot be used: gigatoken .* differs .*\. Set backend='auto'\.",
+    ):
         _ = small_tokenizer(backend="gigatoken").backend
 
 
-def test_a_difference_on_the_data_falls_back_and_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_difference_on_the_data_falls_back_and_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("easypipe.transforms.tokenizer.engine_of", WrongEngine)
     tokenizer = small_tokenizer()
     assert tokenizer.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).name == "gigatoken"
-    assert tokenizer.prove(pa.array(["fine", "2-"]), of="dataset d", memo=tmp_path).name == "tokenizers"
+    assert (
+        tokenizer.prove(pa.array(["fine", "2-"]), of="dataset d", memo=tmp_path).name
+        == "tokenizers"
+    )
     monkeypatch.undo()
     again = small_tokenizer()
-    assert again.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).why.endswith("(texts of dataset d)")
+    assert again.prove(pa.array(["fine"]), of="dataset d", memo=tmp_path).why.endswith(
+        "(texts of dataset d)"
+    )
     assert again.backend.name == "tokenizers"
     assert not again.refuted(tmp_path)  # nothing was written by gigatoken yet
 
@@ -250,7 +329,10 @@ def test_nulls_are_refused() -> None:
 
 
 def test_identity() -> None:
-    assert small_tokenizer().fingerprint == small_tokenizer(max_length=5, backend="tokenizers").fingerprint
+    assert (
+        small_tokenizer().fingerprint
+        == small_tokenizer(max_length=5, backend="tokenizers").fingerprint
+    )
     assert small_tokenizer().fingerprint != small_tokenizer(add_special_tokens=False).fingerprint
 
 
@@ -261,9 +343,18 @@ def test_identity() -> None:
     ("options", "message"),
     [
         ({"name_or_path": ""}, "name_or_path: names no tokenizer"),
-        ({"name_or_path": "x", "max_length": 0}, "max_length: 0 is no length. Give at least 1, or null for no limit."),
-        ({"name_or_path": "x", "padding": "max_length"}, "padding: 'max_length' needs a max_length"),
-        ({"name_or_path": "x", "trust_remote_code": True}, "trust_remote_code: easypipe never runs code that comes with a tokenizer"),
+        (
+            {"name_or_path": "x", "max_length": 0},
+            "max_length: 0 is no length. Give at least 1, or null for no limit.",
+        ),
+        (
+            {"name_or_path": "x", "padding": "max_length"},
+            "padding: 'max_length' needs a max_length",
+        ),
+        (
+            {"name_or_path": "x", "trust_remote_code": True},
+            "trust_remote_code: easypipe never runs code that comes with a tokenizer",
+        ),
         ({"name_or_path": "x", "use_fast": True}, "use_fast: unknown key"),
         ({"name_or_path": "x", "backend": "gigatokn"}, "backend: 'gigatokn' is not an option"),
     ],
@@ -277,9 +368,17 @@ def test_options_are_checked(options: dict, message: str) -> None:
 @pytest.mark.shared
 def test_max_length_has_to_hold_the_special_tokens(shared_data: Path) -> None:
     name = str(shared_data / "tokenizers" / "mistral_v1")
-    with pytest.raises(TokenizerError, match=r"max_length 1 is filled by 1 special tokens\. Give a larger max_length."):
+    with pytest.raises(
+        TokenizerError,
+        match=r"max_length 1 is filled by 1 special tokens\. Give a larger max_length.",
+    ):
         load_tokenizer(TokenizerConfig(name_or_path=name, max_length=1))
-    assert load_tokenizer(TokenizerConfig(name_or_path=name, max_length=2)).encode_column(pa.array(["a b c"])).ids.tolist()[0] == 1
+    assert (
+        load_tokenizer(TokenizerConfig(name_or_path=name, max_length=2))
+        .encode_column(pa.array(["a b c"]))
+        .ids.tolist()[0]
+        == 1
+    )
 
 
 def test_without_truncation_max_length_cuts_nothing() -> None:
@@ -290,9 +389,16 @@ def test_without_truncation_max_length_cuts_nothing() -> None:
 # Tokenizers that do not load
 
 
-@pytest.mark.parametrize("name", ["/nowhere/tokenizer", "./nowhere", "nowhere.json", "a b", "a/b/c", "~/nowhere-easypipe"])
-def test_what_looks_like_a_path_is_never_looked_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("easypipe.transforms.tokenizer_files._from_hub", lambda name: pytest.fail("asked the Hub"))
+@pytest.mark.parametrize(
+    "name",
+    ["/nowhere/tokenizer", "./nowhere", "nowhere.json", "a b", "a/b/c", "~/nowhere-easypipe"],
+)
+def test_what_looks_like_a_path_is_never_looked_up(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "easypipe.transforms.tokenizer_files._from_hub", lambda name: pytest.fail("asked the Hub")
+    )
     with pytest.raises(TokenizerError) as caught:
         load_tokenizer(name)
     assert str(caught.value).startswith(f"{name}: no such file or folder")
@@ -308,11 +414,18 @@ def test_a_near_name_is_proposed_and_works(tmp_path: Path) -> None:
 
 def test_a_folder_or_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(TokenizerError, match=r"the folder holds no tokenizer.json \(have: tokenizer.model\). Convert"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"the folder holds no tokenizer.json \(have: tokenizer.model\). Convert",
+    ):
         load_tokenizer(str(tmp_path))
     with pytest.raises(TokenizerError, match=r"a \.model file is not a tokenizer\.json"):
         load_tokenizer(str(tmp_path / "tokenizer.model"))
-    for content, problem in (("{", "not JSON: "), ("{}", "not a tokenizer: "), ("[1]", "not a tokenizer: ")):
+    for content, problem in (
+        ("{", "not JSON: "),
+        ("{}", "not a tokenizer: "),
+        ("[1]", "not a tokenizer: "),
+    ):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(TokenizerError) as caught:
             load_tokenizer(str(tmp_path))
@@ -342,7 +455,9 @@ def test_truncation_and_padding_inside_the_file_have_no_effect(tmp_path: Path) -
     inside.enable_padding(length=50)
     inside.save(str(tmp_path / "t" / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t"))
-    assert tokenizer.reference_encode("one two three") == small_tokenizer().reference_encode("one two three")
+    assert tokenizer.reference_encode("one two three") == small_tokenizer().reference_encode(
+        "one two three"
+    )
     encoded = tokenizer.encode_column(pa.array(["one two three"]))
     assert encoded.ids.tolist() == small_tokenizer().reference_encode("one two three")
 
@@ -354,8 +469,20 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
         "except TokenizerError as error: print(error)\n"
     )
     secret = "hf_SecretSecretSecretSecret"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_TOKEN": secret}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environment)
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "HF_TOKEN": secret,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=environment,
+    )
     assert done.stdout.startswith(
         "nobody/private-tokenizer: no file or folder of this name, and the Hugging Face Hub cannot be reached: "
     ), done.stdout
@@ -367,10 +494,19 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        ("GatedRepoError", r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, then set HF_TOKEN"),
+        (
+            "GatedRepoError",
+            r"a/b: the Hub repository is gated\. Accept its terms on https://huggingface.co/a/b, then set HF_TOKEN",
+        ),
         ("RepositoryNotFoundError", r"a/b: no such repository .* set HF_TOKEN"),
-        ("RemoteEntryNotFoundError", r"a/b: the Hub repository holds no tokenizer\.json\. Convert it"),
-        ("HfHubHTTPError", r"a/b: cannot be downloaded from the Hugging Face Hub: HfHubHTTPError: bad \*\*\*"),
+        (
+            "RemoteEntryNotFoundError",
+            r"a/b: the Hub repository holds no tokenizer\.json\. Convert it",
+        ),
+        (
+            "HfHubHTTPError",
+            r"a/b: cannot be downloaded from the Hugging Face Hub: HfHubHTTPError: bad \*\*\*",
+        ),
     ],
 )
 def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +514,8 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
     from huggingface_hub import errors
 
     def refuse(*_: object) -> None:
-        answer = SimpleNamespace(headers={}, request=None, status_code=404)  # of whichever HTTP library the Hub client uses
+        # of whichever HTTP library the Hub client uses
+        answer = SimpleNamespace(headers={}, request=None, status_code=404)
         raise getattr(errors, error)("bad hf_abcdefghijkl", response=answer)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
@@ -390,9 +527,15 @@ def test_answers_of_the_hub(error: str, message: str, monkeypatch: pytest.Monkey
 def test_a_hub_name_is_downloaded_with_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: str(small_tokenizer_folder() / file))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda name, file: str(small_tokenizer_folder() / file)
+    )
     tokenizer = load_tokenizer("someone/small")
-    assert (tokenizer.name, tokenizer.origin, tokenizer.eos_token_id) == ("someone/small", "hub:someone/small", 0)
+    assert (tokenizer.name, tokenizer.origin, tokenizer.eos_token_id) == (
+        "someone/small",
+        "hub:someone/small",
+        0,
+    )
     assert tokenizer.fingerprint == small_tokenizer().fingerprint
 
 
@@ -404,15 +547,40 @@ def declared(tmp_path: Path, options: dict) -> Tokenizer:
     return load_tokenizer(str(tmp_path / "t"))
 
 
-def test_tokens_that_only_the_config_declares_are_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_that_only_the_config_declares_are_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = small_tokenizer()
-    new = {"content": "<|stop|>", "special": True, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    new = {
+        "content": "<|stop|>",
+        "special": True,
+        "lstrip": False,
+        "rstrip": False,
+        "single_word": False,
+        "normalized": False,
+    }
     mark = {"content": "<mark>", "special": False}
     wrong = {"content": "<wrong>", "special": True}
-    decoder = {"500": new, "501": mark, "900": wrong, "0": {"content": "<|endoftext|>", "special": True}}
-    tokenizer = declared(tmp_path, {"added_tokens_decoder": decoder, "eos_token": {"content": "<|stop|>"}, "pad_token": "<|none|>"})
+    decoder = {
+        "500": new,
+        "501": mark,
+        "900": wrong,
+        "0": {"content": "<|endoftext|>", "special": True},
+    }
+    tokenizer = declared(
+        tmp_path,
+        {
+            "added_tokens_decoder": decoder,
+            "eos_token": {"content": "<|stop|>"},
+            "pad_token": "<|none|>",
+        },
+    )
     assert tokenizer.reference_encode("a<|stop|><mark>")[1:] == [500, 501]
-    assert (tokenizer.eos_token_id, tokenizer.vocab_size, tokenizer.pad_token_id) == (500, 502, None)
+    assert (tokenizer.eos_token_id, tokenizer.vocab_size, tokenizer.pad_token_id) == (
+        500,
+        502,
+        None,
+    )
     assert "<|stop|>" in tokenizer.special_tokens
     assert "<mark>" not in tokenizer.special_tokens
     assert "says that '<wrong>' is token 900, and it would be 502: it is not used" in caplog.text
@@ -424,10 +592,18 @@ def test_tokens_that_only_the_config_declares_are_tokens(tmp_path: Path, caplog:
 
 
 def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
-    word = next(token for i in range(300, 500) if (token := str(small_tokenizer().token(i))).isascii() and token.isalpha())
-    tokenizer = declared(tmp_path, {"additional_special_tokens": [word], "added_tokens_decoder": {"0": "no object"}})
+    word = next(
+        token
+        for i in range(300, 500)
+        if (token := str(small_tokenizer().token(i))).isascii() and token.isalpha()
+    )
+    tokenizer = declared(
+        tmp_path, {"additional_special_tokens": [word], "added_tokens_decoder": {"0": "no object"}}
+    )
     assert word in tokenizer.special_tokens
-    assert tokenizer.reference_encode(f"x{word}x")[1] == small_tokenizer()._reference.token_to_id(word)
+    assert tokenizer.reference_encode(f"x{word}x")[1] == small_tokenizer()._reference.token_to_id(
+        word
+    )
     assert tokenizer.vocab_size == 500
 
 
@@ -436,19 +612,30 @@ def test_declared_tokens_are_those_of_transformers(shared_data: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = str(shared_data / "tokenizers" / "torchtitan_tiny")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
-    for text in ("<|begin_of_text|>Hello<|end_of_text|>", "a <|im_start|> b<tool_call>", "[PAD]<|media_pad|></think> <think>"):
+    for text in (
+        "<|begin_of_text|>Hello<|end_of_text|>",
+        "a <|im_start|> b<tool_call>",
+        "[PAD]<|media_pad|></think> <think>",
+    ):
         assert ours.reference_encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("where", ["vocab", "added_tokens"])
 def test_an_id_that_no_memory_holds_is_refused(tmp_path: Path, where: str) -> None:
-    """The fast encoder keeps a table of all ids up to the highest: 64 GiB here, which aborts the process."""
+    """The fast encoder keeps a table of all ids up to the highest: 64 GiB here, which aborts the
+    process.
+    """
     definition = json.loads((small_tokenizer_folder() / "tokenizer.json").read_text())
     if where == "vocab":
         definition["model"]["vocab"]["Ġunheard"] = 4294967295
     else:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        definition["added_tokens"].append({"id": 4294967295, "content": "<x>", "special": True, **flags})
+        definition["added_tokens"].append(
+            {"id": 4294967295, "content": "<x>", "special": True, **flags}
+        )
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition, ensure_ascii=False))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .* has the id 4294967295, .* Correct the id: there are \d+ tokens"):
+    with pytest.raises(
+        TokenizerError,
+        match=r"tokenizer\.json: .* has the id 4294967295, .* Correct the id: there are \d+ tokens",
+    ):
         load_tokenizer(str(tmp_path))

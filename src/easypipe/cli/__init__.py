@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0 done, 1 a failure of easypipe or the machine, 2 something for the user to correct,
-    128 + n stopped by signal n.
+    """Runs a command and returns its exit code: 0 done, 1 a failure of easypipe or the machine, 2
+    something for the user to correct, 128 + n stopped by signal n.
     """
     try:
         from easypipe.cli.app import run

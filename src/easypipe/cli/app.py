@@ -1,4 +1,6 @@
-"""The commands, and what becomes of errors: one line for people, the traceback only with --debug."""
+"""The commands, and what becomes of errors: one line for people, the traceback only with
+--debug.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,18 @@ def options(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and log more.")] = False,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let the config name functions to call; they are looked for in the current folder too.")
+        bool,
+        typer.Option(
+            "--allow-code",
+            help="Let the config name functions to call; they are looked for in the current folder too.",
+        ),
     ] = False,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and leave.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Print the version and leave."
+        ),
+    ] = False,
 ) -> None:
     _log(logging.DEBUG if debug else logging.INFO)
     if allow_code:
@@ -92,7 +103,8 @@ def run(arguments: Sequence[str] | None) -> int:
             raise
         _say(str(error))
         for note in getattr(error, "__notes__", ()):
-            if "JAX has removed its internal frames" in note:  # jax says so of every error that passes through it
+            # jax says so of every error that passes through it
+            if "JAX has removed its internal frames" in note:
                 continue
             _say(f"  {note}")
         own = getattr(error, "exit_code", None)
@@ -104,7 +116,9 @@ def run(arguments: Sequence[str] | None) -> int:
             return int(getattr(error, "exit_code", 2))
         if debug:
             raise
-        _say(f"{type(error).__name__}: {error}. This is not what should happen; run again with --debug and report what it prints.")
+        _say(
+            f"{type(error).__name__}: {error}. This is not what should happen; run again with --debug and report what it prints."
+        )
         return 1
 
 
@@ -115,7 +129,8 @@ def _say(text: str) -> None:
 def _log(level: int) -> None:
     logger = logging.getLogger("easypipe")
     logger.setLevel(level)
-    terminal = console if console.is_terminal else Console(stderr=True)  # the one that draws progress bars, or they tear
+    # the one that draws progress bars, or they tear
+    terminal = console if console.is_terminal else Console(stderr=True)
     handler = RichHandler(level, terminal, show_time=False, show_path=False, markup=False)
     logger.handlers = [handler]
     logger.propagate = False  # some libraries give the root logger a handler of their own

@@ -17,34 +17,72 @@ cache = typer.Typer(help="See and clear the token cache.", no_args_is_help=True)
 
 Folder = Annotated[
     str | None,
-    typer.Option("--cache-dir", metavar="FOLDER", help="Or URL. Else EASYPIPE_CACHE, else the user's cache folder."),
+    typer.Option(
+        "--cache-dir",
+        metavar="FOLDER",
+        help="Or URL. Else EASYPIPE_CACHE, else the user's cache folder.",
+    ),
 ]
 
 
 @cache.command("list")
 def list_(cache_dir: Folder = None, as_json: AsJson = False) -> None:
-    """List the prepared datasets: rows, tokens, bytes, tokenizer, age, and whether a reader has them open."""
+    """List the prepared datasets: rows, tokens, bytes, tokenizer, age, and whether a reader has
+    them open.
+    """
     found = list_cache(cache_folder(cache_dir))
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found) | {"path": str(found.path), "datasets": [_plain(one) for one in found.datasets]}))
+        typer.echo(
+            json.dumps(
+                dataclasses.asdict(found)
+                | {"path": str(found.path), "datasets": [_plain(one) for one in found.datasets]}
+            )
+        )
         return
     lines = [("dataset", "key", "rows", "documents", "tokens", "MB", "age", "", "tokenizer")]
     for one in found.datasets:
-        counts = (f"{one.rows:,}", f"{one.documents:,}", f"{one.tokens:,}", f"{one.num_bytes / 1e6:,.1f}", _age(one.age_s))
-        lines.append((one.dataset, one.key[:8], *counts, "in use" if one.in_use else "", one.tokenizer))
-    console.print(f"{found.path}\n{aligned(lines, left=(0, 1, 7, 8))}", highlight=False, markup=False, soft_wrap=True)
-    leftover = f", {found.leftover_bytes / 1e6:,.1f} MB of it named by no dataset" if found.leftover_bytes else ""
+        counts = (
+            f"{one.rows:,}",
+            f"{one.documents:,}",
+            f"{one.tokens:,}",
+            f"{one.num_bytes / 1e6:,.1f}",
+            _age(one.age_s),
+        )
+        lines.append(
+            (one.dataset, one.key[:8], *counts, "in use" if one.in_use else "", one.tokenizer)
+        )
+    console.print(
+        f"{found.path}\n{aligned(lines, left=(0, 1, 7, 8))}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    leftover = (
+        f", {found.leftover_bytes / 1e6:,.1f} MB of it named by no dataset"
+        if found.leftover_bytes
+        else ""
+    )
     console.print(f"{found.num_bytes / 1e6:,.1f} MB in all{leftover}", highlight=False)
 
 
 @cache.command("clear")
 def clear(
     cache_dir: Folder = None,
-    older_than: Annotated[float | None, typer.Option("--older-than", metavar="DAYS", help="Only what was prepared before that.")] = None,
-    dataset: Annotated[list[str] | None, typer.Option("--dataset", metavar="NAME", help="Only datasets of this name; may repeat.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    older_than: Annotated[
+        float | None,
+        typer.Option("--older-than", metavar="DAYS", help="Only what was prepared before that."),
+    ] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option("--dataset", metavar="NAME", help="Only datasets of this name; may repeat."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, and leave it.")
+    ] = False,
 ) -> None:
-    """Remove prepared datasets and what only they need. What a reader has open stays; nothing is removed while data is prepared."""
+    """Remove prepared datasets and what only they need. What a reader has open stays; nothing is
+    removed while data is prepared.
+    """
     folder = cache_folder(cache_dir)
     done = clear_cache(folder, older_than_days=older_than, datasets=dataset, dry_run=dry_run)
     verb = "would remove" if dry_run else "removed"
@@ -55,14 +93,21 @@ def clear(
         soft_wrap=True,
     )
     if folder.remote and done.removed:
-        console.print("nobody knows who reads a bucket: whoever does is told that files are missing, and prepares again", highlight=False)
+        console.print(
+            "nobody knows who reads a bucket: whoever does is told that files are missing, and prepares again",
+            highlight=False,
+        )
     for name in done.kept:
         console.print(f"kept {name}: a reader has it open", highlight=False, soft_wrap=True)
 
 
 def _plain(one: CachedDataset) -> dict[str, Any]:
     """Without the manifest, which `easypipe verify` looks into."""
-    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one) if field.name != "manifest"}
+    values = {
+        field.name: getattr(one, field.name)
+        for field in dataclasses.fields(one)
+        if field.name != "manifest"
+    }
     return values | {"path": str(one.path)}
 
 

@@ -1,4 +1,6 @@
-"""What `plan` and `explain` read of a config: its data, and of a run config the steps and the seed. No jax is loaded for this."""
+"""What `plan` and `explain` read of a config: its data, and of a run config the steps and the seed.
+No jax is loaded for this.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from easypipe.train.record import recorded_seed
 
 @dataclass(frozen=True)
 class Described:
-    """steps: of the run, where its config says so. within: what stands before the keys of `data` in the file, "data." in a run config.
+    """steps: of the run, where its config says so. within: what stands before the keys of `data` in
+    the file, "data." in a run config.
     output_dir: of the run.
     """
 
@@ -32,7 +35,9 @@ class Described:
         """Raises ConfigError where `data` streams. then: what can be done without it."""
         if self.data.streaming:
             at = f"{self.within}streaming"
-            raise ConfigError(at=at, problem=problem, fix=f"Leave it out, here with --set {at}=false, {then}.")
+            raise ConfigError(
+                at=at, problem=problem, fix=f"Leave it out, here with --set {at}=false, {then}."
+            )
 
     def pipeline(self, **options: Any) -> Pipeline:
         """The chain up to where batches are made; nothing is saved and nothing put on a device."""
@@ -44,10 +49,16 @@ class Described:
 
 
 def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -> Described:
-    """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither the config nor its run has a seed."""
+    """Raises ConfigError naming the key path of what is wrong; also where `needs_seed` and neither
+    the config nor its run has a seed.
+    """
     values = apply_overrides(load_yaml(config), overrides)
     data, _ = data_of(values)
-    train = from_dict(TrainingConfig, values["train"], "train") if "data" in values and "train" in values else None
+    train = (
+        from_dict(TrainingConfig, values["train"], "train")
+        if "data" in values and "train" in values
+        else None
+    )
     if data.seed is None and train is not None:
         data = dataclasses.replace(data, seed=recorded_seed(train.output_dir))
     if data.seed is None and needs_seed:
@@ -57,4 +68,9 @@ def described(config: Path, overrides: list[str], *, needs_seed: bool = False) -
             fix="Set the seed that the run logged, or keep the run's train.output_dir.",
         )
     within = "data." if "data" in values else ""
-    return Described(data, None if train is None else train.steps, within, None if train is None else Path(train.output_dir).expanduser())
+    return Described(
+        data,
+        None if train is None else train.steps,
+        within,
+        None if train is None else Path(train.output_dir).expanduser(),
+    )

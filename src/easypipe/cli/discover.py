@@ -15,29 +15,58 @@ from easypipe.stages.discover import discover as look
 from easypipe.stages.discovery import Discovery
 from easypipe.stages.proposal import Proposal
 
-UNDECIDED = 3  # exit code: all that was found is printed, but of some part no config, as columns or roles are to be decided first
+# exit code: all that was found is printed, but of some part no config, as columns or roles are to
+# be decided first
+UNDECIDED = 3
 
 
 def discover(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A file, glob, folder or URL, or hf://datasets/owner/name.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="A file, glob, folder or URL, or hf://datasets/owner/name."
+        ),
+    ],
     kind: Annotated[
-        str | None, typer.Option("--type", metavar="TYPE", help="The format, where names do not tell it; huggingface for owner/name.")
+        str | None,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="The format, where names do not tell it; huggingface for owner/name.",
+        ),
     ] = None,
     split: Annotated[str | None, typer.Option(help="Look at this split alone.")] = None,
-    subset: Annotated[str | None, typer.Option(help="Look at this configuration of a dataset of the Hub alone.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a dataset of the Hub.")] = None,
+    subset: Annotated[
+        str | None, typer.Option(help="Look at this configuration of a dataset of the Hub alone.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a dataset of the Hub.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=0, help="How many rows are shown.")] = 2,
-    count: Annotated[bool, typer.Option("--count", help="Count rows where that means to read the files.")] = False,
+    count: Annotated[
+        bool, typer.Option("--count", help="Count rows where that means to read the files.")
+    ] = False,
     columns: Annotated[
-        list[str] | None, typer.Option("--column", metavar="PART=COLUMN", help="Decide for a column: prompt=question; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--column",
+            metavar="PART=COLUMN",
+            help="Decide for a column: prompt=question; may be repeated.",
+        ),
     ] = None,
     roles: Annotated[
-        list[str] | None, typer.Option("--role", metavar="NAME=ROLE", help="Say who speaks: bot=assistant; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--role", metavar="NAME=ROLE", help="Say who speaks: bot=assistant; may be repeated."
+        ),
     ] = None,
     as_json: AsJson = False,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where indexes of counted files are kept.")] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Where indexes of counted files are kept.")
+    ] = None,
 ) -> None:
-    """Tell what PATH holds: splits, columns, types, rows, what kind of rows they are, and the config that would read them.
+    """Tell what PATH holds: splits, columns, types, rows, what kind of rows they are, and the
+    config that would read them.
 
     Exit code 3: all is told, but of some part no config, as something has to be decided first.
     """
@@ -52,7 +81,8 @@ def discover(
     }
     found = look(path, **options)
     decided = {
-        "columns": dict(_decision(text, "--column prompt=question") for text in columns or ()) or None,
+        "columns": dict(_decision(text, "--column prompt=question") for text in columns or ())
+        or None,
         "roles": dict(_decision(text, "--role bot=assistant") for text in roles or ()) or None,
     }
     proposals = _proposals(found, decided)
@@ -90,5 +120,7 @@ def _proposals(found: Discovery, decided: dict[str, Any]) -> list[Proposal | Con
 def _decision(text: str, example: str) -> tuple[str, str]:
     slot, equals, column = text.partition("=")
     if not equals or not slot or not column:
-        raise ConfigError(at=example.split()[0], problem=f"{text!r} decides nothing", fix=f"Write {example}.")
+        raise ConfigError(
+            at=example.split()[0], problem=f"{text!r} decides nothing", fix=f"Write {example}."
+        )
     return slot, column

@@ -22,20 +22,35 @@ MASKED = ("⟦", "⟧")
 
 def explain(
     config: ConfigFile,
-    step: Annotated[int, typer.Option(min=0, help="The batch, counted from 0: metrics.jsonl calls it step + 1.")],
-    row: Annotated[int | None, typer.Option(min=0, help="One row of it, counted from 0; else all.")] = None,
-    characters: Annotated[int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")] = 240,
+    step: Annotated[
+        int, typer.Option(min=0, help="The batch, counted from 0: metrics.jsonl calls it step + 1.")
+    ],
+    row: Annotated[
+        int | None, typer.Option(min=0, help="One row of it, counted from 0; else all.")
+    ] = None,
+    characters: Annotated[
+        int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")
+    ] = 240,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show which documents stand in a batch of CONFIG.YAML: dataset, file, row, tokens, and their text; what is masked is in ⟦ ⟧."""
+    """Show which documents stand in a batch of CONFIG.YAML: dataset, file, row, tokens, and their
+    text; what is masked is in ⟦ ⟧.
+    """
     run = described(config, overrides or [], needs_seed=True)
-    run.refuse_streaming("its batches are found only by reading what stands before them", "for the batches of a run over the token cache")
+    run.refuse_streaming(
+        "its batches are found only by reading what stands before them",
+        "for the batches of a run over the token cache",
+    )
     if as_json:
-        typer.echo(json.dumps(loader_at(run.output_dir, run.loaded, step).explain(step, row).to_json()))
+        typer.echo(
+            json.dumps(loader_at(run.output_dir, run.loaded, step).explain(step, row).to_json())
+        )
         return
     with progress() as listener:
-        loader = loader_at(run.output_dir, functools.partial(run.loaded, progress=listener), step, listener)
+        loader = loader_at(
+            run.output_dir, functools.partial(run.loaded, progress=listener), step, listener
+        )
         explained = loader.explain(step, row)
     for line in shown(explained, characters):
         console.print(line, soft_wrap=True)
@@ -48,14 +63,19 @@ def shown(explained: ExplainedBatch, characters: int) -> Iterator[Text]:
         for segment in row.segments:
             yield Text(f"  {segment.title}", style="cyan")
             if segment.spans is not None:
-                yield text_line([(span.text, span.masked, None) for span in segment.spans], characters)
+                yield text_line(
+                    [(span.text, span.masked, None) for span in segment.spans], characters
+                )
     for note in explained.notes:
         yield Text(f"note: {note}")
 
 
-def text_line(parts: Sequence[tuple[str, bool, str | None]], characters: int, trained: str = "") -> Text:
-    """The first characters of (text, masked, who begins to speak), line ends shown as they would be typed; masked parts dim and in
-    brackets, the others in the style `trained`. characters: 0 shows all."""
+def text_line(
+    parts: Sequence[tuple[str, bool, str | None]], characters: int, trained: str = ""
+) -> Text:
+    """The first characters of (text, masked, who begins to speak), line ends shown as they would be
+    typed; masked parts dim and in brackets, the others in the style `trained`. characters: 0 shows
+    all."""
     text, left = Text("      "), characters or None
     for words, masked, role in parts:
         if left == 0:

@@ -9,7 +9,14 @@ import typer
 
 from easypipe.cli.show import console
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run that has saved a checkpoint.", show_default=False)]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="The output folder of a run that has saved a checkpoint.",
+        show_default=False,
+    ),
+]
 Step = Annotated[int | None, typer.Option("--step", help="Of which checkpoint; else the newest.")]
 
 
@@ -17,7 +24,12 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder.", show_default=False)],
     step: Step = None,
-    adapters: Annotated[bool, typer.Option("--adapters", help="Only the adapters of train.lora, for PEFT; else they are merged.")] = False,
+    adapters: Annotated[
+        bool,
+        typer.Option(
+            "--adapters", help="Only the adapters of train.lora, for PEFT; else they are merged."
+        ),
+    ] = False,
 ) -> None:
     """Write the model of RUN to OUT, with its tokenizer, for transformers."""
     from easypipe.train import save_pretrained  # jax, only where a model is read
@@ -28,6 +40,14 @@ def export(
     if adapters:
         written = save_adapters(trained.model, out, base=trained.base)
     else:
-        written = save_pretrained(trained.model, out, tokenizer=trained.tokenizer, **trained.seen.options())
-    what = "adapters" if adapters else "model" if trained.tokenizer else "model, without a tokenizer (the run names none)"
+        written = save_pretrained(
+            trained.model, out, tokenizer=trained.tokenizer, **trained.seen.options()
+        )
+    what = (
+        "adapters"
+        if adapters
+        else "model"
+        if trained.tokenizer
+        else "model, without a tokenizer (the run names none)"
+    )
     console.print(f"{what} of step {trained.step}: {written}", highlight=False, soft_wrap=True)

@@ -13,27 +13,55 @@ from easypipe.core.errors import ConfigError
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder; or a model's folder or Hub name.")],
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="What it goes on from.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add to each prompt, at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token every time; 1: the model's own odds.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that have this share of the odds together.")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run's folder; or a model's folder or Hub name."
+        ),
+    ],
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="What it goes on from.")
+    ],
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to add to each prompt, at most.")
+    ] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0: the likeliest token every time; 1: the model's own odds.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from the k likeliest tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw from the likeliest tokens that have this share of the odds together."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of a model's weights and products; a run has its own.")
+        Literal["float32", "bfloat16"],
+        typer.Option(help="Of a model's weights and products; a run has its own."),
     ] = "float32",
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer.json, its folder or a Hub name; else the model's own.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, its folder or a Hub name; else the model's own."),
+    ] = None,
     step: Step = None,
 ) -> None:
-    """Write on from each PROMPT with the model of a run, or a published one, to what ends a turn or a text."""
+    """Write on from each PROMPT with the model of a run, or a published one, to what ends a turn or
+    a text.
+    """
     from easypipe.train.generate import generate as write  # jax
     from easypipe.transforms.tokenizer import load_tokenizer
 
     decoder, own, ends = _load(model, step, dtype)
     name = tokenizer or own
     if name is None:
-        raise ConfigError(at="--tokenizer", problem=f"{model} names no tokenizer", fix="Give the one that made its tokens.")
+        raise ConfigError(
+            at="--tokenizer",
+            problem=f"{model} names no tokenizer",
+            fix="Give the one that made its tokens.",
+        )
     loaded = load_tokenizer(name)
     begun = [loaded.reference_encode(prompt) for prompt in prompts]
     start = [] if loaded.eos_token_id is None else [loaded.eos_token_id]
@@ -63,7 +91,15 @@ def _load(name: str, step: int | None, dtype: Any) -> tuple[Any, str | None, tup
         trained = load_trained(name, step)
         return trained.model, trained.tokenizer, trained.seen.stop_token_ids
     if step is not None:
-        raise ConfigError(at="--step", problem=f"{name} is no run that has checkpoints", fix="Leave it out, or give a run's folder.")
+        raise ConfigError(
+            at="--step",
+            problem=f"{name} is no run that has checkpoints",
+            fix="Leave it out, or give a run's folder.",
+        )
     decoder = load_pretrained(name, dtype=dtype)
     _, folder = PretrainedConfig(pretrained=name).resolved()
-    return decoder, str(folder) if (folder / "tokenizer.json").is_file() else None, end_tokens(folder)
+    return (
+        decoder,
+        str(folder) if (folder / "tokenizer.json").is_file() else None,
+        end_tokens(folder),
+    )

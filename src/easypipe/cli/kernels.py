@@ -9,9 +9,16 @@ import typer
 
 from easypipe.cli.show import aligned, console
 
-kernels = typer.Typer(help="Block sizes of the loss kernels: measure them, see them.", no_args_is_help=True)
+kernels = typer.Typer(
+    help="Block sizes of the loss kernels: measure them, see them.", no_args_is_help=True
+)
 
-Table = Annotated[Path | None, typer.Option("--table", metavar="FILE", help="Else the user's own table, which is looked up first.")]
+Table = Annotated[
+    Path | None,
+    typer.Option(
+        "--table", metavar="FILE", help="Else the user's own table, which is looked up first."
+    ),
+]
 
 
 @kernels.command("tune")
@@ -20,10 +27,13 @@ def tune_(
     width: Annotated[int, typer.Option(min=1, help="Of the hidden states.")] = 1024,
     vocab: Annotated[int, typer.Option(min=1, help="Columns of the head on one device.")] = 50257,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each choice; the fastest counts.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each choice; the fastest counts.")
+    ] = 5,
     table: Table = None,
 ) -> None:
-    """Measure forward and backward of the loss on this device with different block sizes, and write the fastest into a table.
+    """Measure forward and backward of the loss on this device with different block sizes, and write
+    the fastest into a table.
 
     Block sizes that give other values than the reference are not timed.
     """
@@ -45,11 +55,17 @@ def tune_(
 
 @kernels.command("table")
 def table_(table: Table = None) -> None:
-    """Show the block sizes that are known: those of a table, else the user's and then easypipe's own."""
+    """Show the block sizes that are known: those of a table, else the user's and then easypipe's
+    own.
+    """
     from easypipe.kernels import tuning
 
     own = tuning.user_table()
-    entries = tuning.read_table(table) if table else [*(tuning.read_table(own) if own.exists() else ()), *tuning.package_table()]
+    entries = (
+        tuning.read_table(table)
+        if table
+        else [*(tuning.read_table(own) if own.exists() else ()), *tuning.package_table()]
+    )
     lines = [("device", "implementation", "tokens", "width", "vocab", "dtype", "ms", "blocks")]
     for one in entries:
         sizes = " ".join(f"{name}={size}" for name, size in one.blocks.items())

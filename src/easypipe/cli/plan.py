@@ -26,9 +26,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 def plan(
     config: ConfigFile,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the run; else train.steps, else what the data gives.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps of the run; else train.steps, else what the data gives."),
+    ] = None,
     as_json: AsJson = False,
-    prepare: Annotated[bool, typer.Option("--prepare/--no-prepare", help="Tokenize what is not tokenized yet, or refuse.")] = True,
+    prepare: Annotated[
+        bool,
+        typer.Option(
+            "--prepare/--no-prepare", help="Tokenize what is not tokenized yet, or refuse."
+        ),
+    ] = True,
     topology: Annotated[
         str | None,
         typer.Option(
@@ -38,10 +46,14 @@ def plan(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk; and on which devices it fits."""
+    """Tell what a run of CONFIG.YAML would do: steps, shares, epochs, fill, losses, disk; and on
+    which devices it fits.
+    """
     if of_images(config, overrides or []):
         if not prepare:
-            raise ConfigError(at="--no-prepare", problem="images have no tokens to prepare", fix="Leave it out.")
+            raise ConfigError(
+                at="--no-prepare", problem="images have no tokens to prepare", fix="Leave it out."
+            )
         planned = _images_plan(config, overrides or [], steps, topology)
         _show(json.dumps(planned.to_json(), indent=1) if as_json else str(planned), as_json)
         return
@@ -60,23 +72,36 @@ def plan(
             raise
         data, missing = None, str(error)
     found = {"step": compiled.to_json(), "data": data and data.to_json(), "data_missing": missing}
-    _show(json.dumps(found, indent=1) if as_json else str(data or f"  not known: {missing}"), as_json)
+    _show(
+        json.dumps(found, indent=1) if as_json else str(data or f"  not known: {missing}"), as_json
+    )
 
 
-def _images_plan(config: Path, overrides: list[str], steps: int | None, topology: str | None) -> ClassifyPlan:
+def _images_plan(
+    config: Path, overrides: list[str], steps: int | None, topology: str | None
+) -> ClassifyPlan:
     from easypipe.faces import classify  # jax
 
     if topology is not None:
-        raise ConfigError(at="--topology", problem="is for runs on text, and this one is on images", fix="Leave it out.")
+        raise ConfigError(
+            at="--topology",
+            problem="is for runs on text, and this one is on images",
+            fix="Leave it out.",
+        )
     return classify.plan(classify.ClassifyConfig.load(config, overrides), steps)
 
 
 def _data_plan(run: Described, steps: int | None, prepare: bool, quiet: bool) -> PlanReport:
-    run.refuse_streaming("nothing is counted before it is read, so there is nothing to plan from", "to plan over the token cache")
+    run.refuse_streaming(
+        "nothing is counted before it is read, so there is nothing to plan from",
+        "to plan over the token cache",
+    )
 
     def report(listener: ProgressListener) -> PlanReport:
         pipeline = run.loaded(progress=listener)
-        return plan_of_run(run.output_dir, pipeline, steps or run.steps, prepare=prepare, progress=listener)
+        return plan_of_run(
+            run.output_dir, pipeline, steps or run.steps, prepare=prepare, progress=listener
+        )
 
     if quiet:
         return report(silent)

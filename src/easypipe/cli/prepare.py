@@ -16,19 +16,42 @@ from easypipe.train.models.config import PretrainedConfig
 
 TASK = "task"  # the key by which a run on images is told from one on text
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Set a value of the config; may be repeated.")]
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.YAML", help="A run config (data, model, train, eval), or a pipeline config.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY.PATH=VALUE", help="Set a value of the config; may be repeated."
+    ),
+]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG.YAML", help="A run config (data, model, train, eval), or a pipeline config."
+    ),
+]
 
 
 Part = Annotated[
     str | None,
-    typer.Option("--shard", metavar="I/N", help="Only tokenize part I (from 0) of N, for array jobs that share the cache folder."),
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        help="Only tokenize part I (from 0) of N, for array jobs that share the cache folder.",
+    ),
 ]
-Finalize = Annotated[bool, typer.Option("--finalize", help="Finish what the parts prepared; refuse where some of it is missing.")]
+Finalize = Annotated[
+    bool,
+    typer.Option(
+        "--finalize", help="Finish what the parts prepared; refuse where some of it is missing."
+    ),
+]
 
 
-def prepare(config: ConfigFile, overrides: Overrides = None, shard: Part = None, finalize: Finalize = False) -> None:
-    """Tokenize, mix, pack and save what CONFIG.YAML describes. What was prepared before is not done again."""
+def prepare(
+    config: ConfigFile, overrides: Overrides = None, shard: Part = None, finalize: Finalize = False
+) -> None:
+    """Tokenize, mix, pack and save what CONFIG.YAML describes. What was prepared before is not done
+    again.
+    """
     values = apply_overrides(load_yaml(config), overrides or [])
     data, held_out = data_of(values)
     if shard is not None:
@@ -39,8 +62,13 @@ def prepare(config: ConfigFile, overrides: Overrides = None, shard: Part = None,
     with progress() as listener:
         prepared = prepare_data(data, held_out, progress=listener)
     show_report(prepared.report)
-    done = "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens" if data.streaming else "prepared"
-    then = f"; train with: easypipe train {config}" if "data" in values else ""  # else there is no model to train
+    done = (
+        "nothing to prepare: streaming tokenizes while it reads, and keeps no tokens"
+        if data.streaming
+        else "prepared"
+    )
+    # else there is no model to train
+    then = f"; train with: easypipe train {config}" if "data" in values else ""
     console.print(done + then, highlight=False, soft_wrap=True)
 
 
@@ -50,38 +78,56 @@ def of_images(config: Path, overrides: list[str]) -> bool:
 
 
 def data_of(values: dict) -> tuple[PipelineConfig, dict[str, PipelineConfig]]:
-    """The data of a run config, or a pipeline config on its own. The model is not looked at: no jax is needed to prepare data."""
+    """The data of a run config, or a pipeline config on its own. The model is not looked at: no jax
+    is needed to prepare data.
+    """
     if TASK in values:
         problem = "a run on images, of which this command knows nothing"
-        raise ConfigError(at=TASK, problem=problem, fix="For such runs there are `easypipe train` and `easypipe plan`.")
+        raise ConfigError(
+            at=TASK,
+            problem=problem,
+            fix="For such runs there are `easypipe train` and `easypipe plan`.",
+        )
     if "data" not in values:
         return from_dict(PipelineConfig, values), {}
     values = with_hold_outs(values)
     known = ("data", "model", "train", "eval")
     for key in values:
         if key not in known:
-            raise ConfigError(at=key, problem="unknown key", have=known, fix=did_you_mean(str(key), known))
+            raise ConfigError(
+                at=key, problem="unknown key", have=known, fix=did_you_mean(str(key), known)
+            )
     held_out = values.get("eval") or {}
     if not isinstance(held_out, dict):
-        raise ConfigError(at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}")
+        raise ConfigError(
+            at="eval", problem=f"expected names with a pipeline config each, got {held_out!r}"
+        )
     data, model = from_dict(PipelineConfig, values["data"], "data"), values.get("model")
     if isinstance(model, dict) and "pretrained" in model:
         data = with_tokenizer_of(data, from_dict(PretrainedConfig, model, "model"))
     return (
         data,
-        {str(name): from_dict(PipelineConfig, entry, f"eval.{name}") for name, entry in held_out.items()},
+        {
+            str(name): from_dict(PipelineConfig, entry, f"eval.{name}")
+            for name, entry in held_out.items()
+        },
     )
 
 
-def _prepare_part(data: PipelineConfig, held_out: dict[str, PipelineConfig], shard: str, finalize: bool) -> None:
+def _prepare_part(
+    data: PipelineConfig, held_out: dict[str, PipelineConfig], shard: str, finalize: bool
+) -> None:
     number, count = _part(shard)
     if finalize:
-        raise ConfigError(at="--finalize", problem="together with --shard", fix="Run it once, after all parts.")
+        raise ConfigError(
+            at="--finalize", problem="together with --shard", fix="Run it once, after all parts."
+        )
     with progress() as listener:
         pipeline, others = chains(data, held_out, progress=listener, save=False)
         rows = sum(each.prepare_part(number, count) for each in (pipeline, *others.values()))
     console.print(
-        f"part {number} of {count}: {rows:,} rows tokenized. After all parts: easypipe prepare CONFIG --finalize", highlight=False
+        f"part {number} of {count}: {rows:,} rows tokenized. After all parts: easypipe prepare CONFIG --finalize",
+        highlight=False,
     )
 
 
@@ -100,5 +146,9 @@ def _refuse_what_is_missing(data: PipelineConfig, held_out: dict[str, PipelineCo
 def _part(shard: str) -> tuple[int, int]:
     number, slash, count = shard.partition("/")
     if not (slash and number.isdigit() and count.isdigit() and int(number) < int(count)):
-        raise ConfigError(at="--shard", problem=f"{shard!r} is no part", fix="Write I/N with I from 0 to N - 1, like 0/8.")
+        raise ConfigError(
+            at="--shard",
+            problem=f"{shard!r} is no part",
+            fix="Write I/N with I from 0 to N - 1, like 0/8.",
+        )
     return int(number), int(count)

@@ -1,4 +1,6 @@
-"""`easypipe preview`: the first samples of a config as the model will see them, on the terminal or as a page."""
+"""`easypipe preview`: the first samples of a config as the model will see them, on the terminal or
+as a page.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,23 @@ def preview(
     config: ConfigFile,
     n: Annotated[int, typer.Option("-n", min=1, help="How many samples.")] = 5,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file.")
+        Path | None,
+        typer.Option(
+            "--html", metavar="OUT.HTML", help="Write a page instead, which needs no other file."
+        ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of each dataset from which samples are made.")] = FIRST_ROWS,
-    characters: Annotated[int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")] = 2000,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows of each dataset from which samples are made.")
+    ] = FIRST_ROWS,
+    characters: Annotated[
+        int, typer.Option(min=0, help="Most characters shown of a document; 0 shows all.")
+    ] = 2000,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show samples of CONFIG.YAML, decoded: what is trained of them (green) and what is masked (dim, in ⟦ ⟧), who speaks, what is cut."""
+    """Show samples of CONFIG.YAML, decoded: what is trained of them (green) and what is masked
+    (dim, in ⟦ ⟧), who speaks, what is cut.
+    """
     data = described(config, overrides or []).data
     if as_json:
         typer.echo(json.dumps(look(data, n, first_rows=rows).to_json()))
@@ -57,6 +68,10 @@ def shown(made: Preview, characters: int) -> Iterator[Text]:
             for cut in segment.cuts:
                 yield Text(f"      cut: {cut}", style="yellow")
             if segment.pieces is not None:
-                yield text_line([(piece.text, piece.masked, piece.role) for piece in segment.pieces], characters, TRAINED)
+                yield text_line(
+                    [(piece.text, piece.masked, piece.role) for piece in segment.pieces],
+                    characters,
+                    TRAINED,
+                )
     for note in made.notes:
         yield Text(f"note: {note}")

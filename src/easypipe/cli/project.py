@@ -1,4 +1,5 @@
-"""The quickstart's project folder: text that every machine with Python has, a config to edit, a README.
+"""The quickstart's project folder: text that every machine with Python has, a config to edit, a
+README.
 
 data/code/*.jsonl       a row for each module of the standard library: its source
 data/docs/*.parquet     a row for each of those modules that has docstrings: all of them, under the names they belong to
@@ -33,9 +34,21 @@ VOCAB_SIZE = 8192
 CODE_SHARDS, DOC_SHARDS = 3, 2
 HELD_OUT = 20  # one module in so many
 
-# Tests, generated tables and bundled packages: text that teaches little, and that distributions leave out differently.
+# Tests, generated tables and bundled packages: text that teaches little, and that distributions
+# leave out differently.
 _SKIPPED = {
-    *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "idlelib", "turtledemo", "ensurepip"),
+    *(
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib2to3",
+        "idlelib",
+        "turtledemo",
+        "ensurepip",
+    ),
     *("encodings", "pydoc_data", "_pyrepl", "_bundled", "__phello__"),
 }
 
@@ -49,11 +62,16 @@ class Module:
     @property
     def held_out(self) -> bool:
         """By name, so that the same module is held out whatever else a Python version has."""
-        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little") % HELD_OUT == 0
+        return (
+            int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+            % HELD_OUT
+            == 0
+        )
 
 
 def write_project(folder: Path) -> bool:
-    """Writes the project where it is not there yet; returns whether it did. Killed on the way, the next call finishes it.
+    """Writes the project where it is not there yet; returns whether it did. Killed on the way, the
+    next call finishes it.
 
     Raises ConfigError where `folder` holds something else.
     """
@@ -61,33 +79,55 @@ def write_project(folder: Path) -> bool:
         return False
     ours = {"data", CONFIG, "README.md"}
     if folder.exists():
-        foreign = sorted(path.name for path in folder.iterdir() if path.name not in ours and not path.name.startswith(storage.TEMPORARY))
+        foreign = sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.name not in ours and not path.name.startswith(storage.TEMPORARY)
+        )
         if foreign:
             raise ConfigError(
-                at=str(folder), problem=f"is not empty: {', '.join(foreign[:5])}", fix="Choose another folder with --output-dir."
+                at=str(folder),
+                problem=f"is not empty: {', '.join(foreign[:5])}",
+                fix="Choose another folder with --output-dir.",
             )
         storage.sweep(folder)
     modules = list(standard_library())
     train = [module for module in modules if not module.held_out]
     held = [module for module in modules if module.held_out]
     documented = [module for module in train if module.docs]
-    files = {f"data/code/part-{i}.jsonl": _jsonl(_code(train[i::CODE_SHARDS])) for i in range(CODE_SHARDS)}
-    files |= {f"data/docs/part-{i}.parquet": _parquet(_docs(documented[i::DOC_SHARDS])) for i in range(DOC_SHARDS)}
-    files |= {"data/heldout/code.jsonl": _jsonl(_code(held)), "data/heldout/docs.jsonl": _jsonl(_docs(m for m in held if m.docs))}
+    files = {
+        f"data/code/part-{i}.jsonl": _jsonl(_code(train[i::CODE_SHARDS]))
+        for i in range(CODE_SHARDS)
+    }
+    files |= {
+        f"data/docs/part-{i}.parquet": _parquet(_docs(documented[i::DOC_SHARDS]))
+        for i in range(DOC_SHARDS)
+    }
+    files |= {
+        "data/heldout/code.jsonl": _jsonl(_code(held)),
+        "data/heldout/docs.jsonl": _jsonl(_docs(m for m in held if m.docs)),
+    }
     files |= {CONFIG: _template("quickstart.yaml"), "README.md": _template("README.md")}
     for name, data in files.items():
         path = folder / name
-        if not (path.exists() and path.read_bytes() == data):  # a file that stands keeps its date, by which change is detected
+        # a file that stands keeps its date, by which change is detected
+        if not (path.exists() and path.read_bytes() == data):
             storage.commit_bytes(path, data)
-    storage.commit_json(folder / MARKER, {"files": sorted(files), "modules": len(train), "held_out": len(held)})
+    storage.commit_json(
+        folder / MARKER, {"files": sorted(files), "modules": len(train), "held_out": len(held)}
+    )
     return True
 
 
 def standard_library() -> Iterator[Module]:
-    """Modules of the running Python's standard library that have source, by path. Raises SourceError where there are none."""
+    """Modules of the running Python's standard library that have source, by path. Raises
+    SourceError where there are none.
+    """
     root, found = Path(sysconfig.get_paths()["stdlib"]), 0
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("config-"))
+        folders[:] = sorted(
+            name for name in folders if name not in _SKIPPED and not name.startswith("config-")
+        )
         for name in sorted(names):
             if not name.endswith(".py") or name.startswith("_sysconfigdata"):
                 continue
@@ -100,9 +140,15 @@ def standard_library() -> Iterator[Module]:
             if source.strip():
                 found += 1
                 dotted = ".".join(path.relative_to(root).with_suffix("").parts)
-                yield Module(name=dotted, source=source, docs="\n\n".join(_docstrings(tree, dotted)))
+                yield Module(
+                    name=dotted, source=source, docs="\n\n".join(_docstrings(tree, dotted))
+                )
     if not found:
-        raise SourceError(at=str(root), problem="this Python has no source of its standard library", fix="Use another Python build.")
+        raise SourceError(
+            at=str(root),
+            problem="this Python has no source of its standard library",
+            fix="Use another Python build.",
+        )
 
 
 def training_texts(folder: Path) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""`easypipe quickstart`: from the text that every Python brings to a trained model, through the same doors that users have."""
+"""`easypipe quickstart`: from the text that every Python brings to a trained model, through the
+same doors that users have.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,31 @@ from easypipe.cli.train import load, run_training, show_result
 
 
 def quickstart(
-    output_dir: Annotated[Path, typer.Option("--output-dir", help="The project folder.")] = Path("easypipe-quickstart"),
+    output_dir: Annotated[Path, typer.Option("--output-dir", help="The project folder.")] = Path(
+        "easypipe-quickstart"
+    ),
     overrides: Overrides = None,
 ) -> None:
-    """Write a small project, train a tokenizer and a model of a few million parameters. Stopped and run again, it goes on."""
+    """Write a small project, train a tokenizer and a model of a few million parameters. Stopped and
+    run again, it goes on.
+    """
     began = Path.cwd()
     folder = output_dir.expanduser().absolute()
     written = write_project(folder)
-    console.print(f"project: {folder} ({'written' if written else 'found'})", highlight=False, soft_wrap=True)
-    os.chdir(folder)  # the paths of the config are relative to it, as they are for `easypipe train quickstart.yaml`
+    console.print(
+        f"project: {folder} ({'written' if written else 'found'})", highlight=False, soft_wrap=True
+    )
+    # the paths of the config are relative to it, as they are for `easypipe train quickstart.yaml`
+    os.chdir(folder)
     try:
         train_tokenizer(folder)
         run = load(Path(CONFIG), overrides or [])
         result = run_training(run)
-        console.print(f"everything is in {folder}: {CONFIG} and README.md say what to change", highlight=False, soft_wrap=True)
+        console.print(
+            f"everything is in {folder}: {CONFIG} and README.md say what to change",
+            highlight=False,
+            soft_wrap=True,
+        )
         show_result(run, result, 3, prompt="def ")
     finally:
         os.chdir(began)
@@ -42,4 +55,6 @@ def train_tokenizer(folder: Path) -> None:
 
     with console.status(f"training a byte-level BPE tokenizer with {VOCAB_SIZE:,} tokens"):
         train_bpe(training_texts(folder), VOCAB_SIZE, [], folder / TOKENIZER)
-    console.print(f"tokenizer: {TOKENIZER}/ ({VOCAB_SIZE:,} tokens, byte-level BPE)", highlight=False)
+    console.print(
+        f"tokenizer: {TOKENIZER}/ ({VOCAB_SIZE:,} tokens, byte-level BPE)", highlight=False
+    )

@@ -11,10 +11,20 @@ from easypipe.cli.show import console
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output folder of a run, finished or not.", show_default=False)],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Where to write it; else report.html in the folder.")] = None,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="The output folder of a run, finished or not.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Where to write it; else report.html in the folder."),
+    ] = None,
 ) -> None:
-    """Write one page of HTML about a run: curves, evaluations, roll-backs, mixture, ledger, versions, configuration. Needs no network."""
+    """Write one page of HTML about a run: curves, evaluations, roll-backs, mixture, ledger,
+    versions, configuration. Needs no network.
+    """
     from easypipe.train.report import write_report
 
     console.print(f"report: {write_report(run, out).absolute()}", highlight=False, soft_wrap=True)

@@ -1,4 +1,6 @@
-"""What commands put on the terminal: progress bars, the training line, the ledger, where things are."""
+"""What commands put on the terminal: progress bars, the training line, the ledger, where things
+are.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from easypipe.core.ledger import Ledger
@@ -21,7 +31,9 @@ console = Console()
 
 @contextmanager
 def progress() -> Iterator[ProgressListener]:
-    """A bar for every stage and dataset that reports progress, in the order in which they first do: how far, how fast, how long still."""
+    """A bar for every stage and dataset that reports progress, in the order in which they first do:
+    how far, how fast, how long still.
+    """
     bars = Progress(
         SpinnerColumn(finished_text="[green]✓"),
         TextColumn("{task.description}"),
@@ -38,7 +50,9 @@ def progress() -> Iterator[ProgressListener]:
     def listen(event: ProgressEvent) -> None:
         key = (event.stage, event.dataset)
         if key not in tasks:
-            tasks[key] = bars.add_task(f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit, pace="")
+            tasks[key] = bars.add_task(
+                f"{event.stage:<9} {event.dataset}", total=event.total, unit=event.unit, pace=""
+            )
         bars.update(tasks[key], completed=event.done, total=event.total)
         if event.done != event.total:  # what is found finished has no rate
             bars.update(tasks[key], pace=pace.text(event))
@@ -72,10 +86,16 @@ def training() -> Iterator[TrainListener]:
             line = training_line(event)
             bars.update(task, line=line)
             if "eval" in event.record or not bars.console.is_terminal:
-                held_out = "  ".join(f"{name} {seen['loss']:.3f} ({quality(seen)})" for name, seen in event.record.get("eval", {}).items())
+                held_out = "  ".join(
+                    f"{name} {seen['loss']:.3f} ({quality(seen)})"
+                    for name, seen in event.record.get("eval", {}).items()
+                )
                 if held_out or event.step % 10 == 0:
                     bars.console.print(
-                        f"step {event.step:>5}  {line}" + (f"  held out: {held_out}" if held_out else ""), highlight=False, soft_wrap=True
+                        f"step {event.step:>5}  {line}"
+                        + (f"  held out: {held_out}" if held_out else ""),
+                        highlight=False,
+                        soft_wrap=True,
                     )
 
     with bars:
@@ -83,13 +103,15 @@ def training() -> Iterator[TrainListener]:
 
 
 def quality(seen: Mapping[str, Any]) -> str:
-    """What else an evaluation came to: of classes the share that is right, of tokens the perplexity."""
+    """What else an evaluation came to: of classes the share that is right, of tokens the
+    perplexity.
+    """
     return f"accuracy {seen['accuracy']:.2%}" if "accuracy" in seen else f"ppl {seen['ppl']:.1f}"
 
 
 def training_line(event: TrainEvent) -> str:
-    """Loss, perplexity (of classes: what share is right), gradient norm, learning rate, real tokens (images) a second, MFU where the
-    peak is known, time spent waiting for data.
+    """Loss, perplexity (of classes: what share is right), gradient norm, learning rate, real tokens
+    (images) a second, MFU where the peak is known, time spent waiting for data.
     """
     r = event.record
     parts = ["skipped: not finite" if r["loss"] is None else f"loss {r['loss']:.4f}"]
@@ -108,10 +130,15 @@ def training_line(event: TrainEvent) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Lines of text in columns, those numbered in `left` to the left and the others to the right. Never cut to the width of a terminal."""
+    """Lines of text in columns, those numbered in `left` to the left and the others to the right.
+    Never cut to the width of a terminal.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     to = [str.ljust if i in left else str.rjust for i in range(len(widths))]
-    return "\n".join("  ".join(put(v, w) for put, v, w in zip(to, line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(put(v, w) for put, v, w in zip(to, line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def ledger_table(ledger: Ledger) -> Table:
@@ -134,17 +161,31 @@ def show_report(report: SaveReport) -> None:
     if report.ledger.entries:
         console.print(ledger_table(report.ledger))
     facts = report.ledger.facts
-    for name in [key.removesuffix(".seconds") for key in facts if key.startswith("tokenize.") and key.endswith(".seconds")]:
+    for name in [
+        key.removesuffix(".seconds")
+        for key in facts
+        if key.startswith("tokenize.") and key.endswith(".seconds")
+    ]:
         seconds, rate = facts[f"{name}.seconds"], facts.get(f"{name}.megabytes_per_second")
         found = f", {facts.get(f'{name}.ranges_reused', 0):,} ranges found finished"
         rate_text = found if rate is None else f", {rate:,.1f} MB/s"
-        console.print(f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}", highlight=False)
+        console.print(
+            f"{name.replace('.', ' ', 1)}: {seconds:.2f} s{rate_text}, by {facts.get(f'{name}.encoder', '?')}",
+            highlight=False,
+        )
         if cut := facts.get(f"{name}.files_cut"):
             what = f"{cut:,} file{'s' if cut > 1 else ''} without an end mark; how many rows are missing is not known"
             console.print(f"{name.replace('.', ' ', 1)}: {what}", highlight=False)
-    for name in [key.removesuffix(".fill") for key in facts if key.startswith("pack.") and key.endswith(".fill")]:
+    for name in [
+        key.removesuffix(".fill")
+        for key in facts
+        if key.startswith("pack.") and key.endswith(".fill")
+    ]:
         rows, fill = facts[f"{name}.rows"], facts[f"{name}.fill"]
-        console.print(f"{name.replace('.', ' ', 1)}: {rows:,} rows, {fill:.2%} of their slots filled", highlight=False)
+        console.print(
+            f"{name.replace('.', ' ', 1)}: {rows:,} rows, {fill:.2%} of their slots filled",
+            highlight=False,
+        )
     for folder in report.folders:
         state = "up to date" if folder.up_to_date else f"{folder.seconds:.2f} s"
         if folder.resumed_shards and not folder.up_to_date:
@@ -157,4 +198,7 @@ def show_report(report: SaveReport) -> None:
         )
     for pushed in report.pushed:
         state = "up to date" if pushed.up_to_date else f"{pushed.seconds:.2f} s"
-        console.print(f"pushed {pushed.num_files} files, {pushed.num_bytes / 1e6:,.1f} MB ({state}): {pushed.url}", highlight=False)
+        console.print(
+            f"pushed {pushed.num_files} files, {pushed.num_bytes / 1e6:,.1f} MB ({state}): {pushed.url}",
+            highlight=False,
+        )

@@ -1,4 +1,6 @@
-"""`easypipe train`: prepare what is not prepared, then train, from the last checkpoint where there is one."""
+"""`easypipe train`: prepare what is not prepared, then train, from the last checkpoint where there
+is one.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,23 @@ if TYPE_CHECKING:
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=0, help="Lines of text to sample from a model of text at the end.")] = 3,
-    prompt: Annotated[str, typer.Option(help="What they begin with; without it, as documents begin.")] = "",
+    samples: Annotated[
+        int, typer.Option(min=0, help="Lines of text to sample from a model of text at the end.")
+    ] = 3,
+    prompt: Annotated[
+        str, typer.Option(help="What they begin with; without it, as documents begin.")
+    ] = "",
 ) -> None:
-    """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint with the same batches."""
+    """Train what CONFIG.YAML describes. Stopped and run again, it goes on from the last checkpoint
+    with the same batches.
+    """
     if of_images(config, overrides or []):
         if prompt:
-            raise ConfigError(at="--prompt", problem="begins texts, and this run is on images", fix="Leave it out.")
+            raise ConfigError(
+                at="--prompt",
+                problem="begins texts, and this run is on images",
+                fix="Leave it out.",
+            )
         _train_classifier(config, overrides or [])
         return
     run = load(config, overrides or [])
@@ -53,7 +65,8 @@ def run_training(run: RunConfig) -> TrainResult:
     from easypipe.train.distributed import initialize, is_first
 
     initialize(run.train.distributed)
-    console.quiet = console.quiet or not is_first()  # one terminal, and what several processes have to say is the same
+    # one terminal, and what several processes have to say is the same
+    console.quiet = console.quiet or not is_first()
     with progress() as listener:
         prepared = runs.prepare(run, progress=listener)
     show_report(prepared.report)
@@ -74,10 +87,17 @@ def show_measured(result: TrainResult) -> None:
     """Losses, and where the files of the run are."""
     first, last = result.first, result.last
     resumed = f" (resumed from step {result.resumed_from})" if result.resumed_from else ""
-    console.print(f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last", highlight=False)
+    console.print(
+        f"trained {result.steps} steps{resumed}: loss {_loss(first)} at first, {_loss(last)} at last",
+        highlight=False,
+    )
     for name, seen in last.get("eval", {}).items():
         console.print(f"held out {name}: loss {seen['loss']:.4f}, {quality(seen)}", highlight=False)
-    for what, where in (("metrics", result.metrics), ("loss plot", result.plot), ("checkpoint", result.checkpoint)):
+    for what, where in (
+        ("metrics", result.metrics),
+        ("loss plot", result.plot),
+        ("checkpoint", result.checkpoint),
+    ):
         console.print(f"{what}: {where.absolute()}", highlight=False, soft_wrap=True)
 
 
@@ -86,19 +106,31 @@ def _loss(record: Mapping[str, Any]) -> str:
 
 
 def sample(run: RunConfig, result: TrainResult, count: int, prompt: str = "") -> list[str]:
-    """Short texts by the model, each begun with `prompt`; without one with the end-of-text token, behind which documents begin."""
+    """Short texts by the model, each begun with `prompt`; without one with the end-of-text token,
+    behind which documents begin.
+    """
     from easypipe.train.generate import generate
     from easypipe.transforms.tokenizer import load_tokenizer
 
     name = result.tokenizer
     if name is None:
-        raise ConfigError(at="data.default_tokenizer", problem="names no tokenizer to write samples with", fix="Set it, or --samples 0.")
+        raise ConfigError(
+            at="data.default_tokenizer",
+            problem="names no tokenizer to write samples with",
+            fix="Set it, or --samples 0.",
+        )
     tokenizer = load_tokenizer(name)
     start = tokenizer.reference_encode(prompt) if prompt else []
     end = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     start = start or [0 if end is None else end]
     prompts = [start] * count
     lines = generate(
-        result.model, prompts, max_new_tokens=40, temperature=0.8, top_k=50, eos_token_id=tokenizer.eos_token_id, seed=run.train.seed
+        result.model,
+        prompts,
+        max_new_tokens=40,
+        temperature=0.8,
+        top_k=50,
+        eos_token_id=tokenizer.eos_token_id,
+        seed=run.train.seed,
     )
     return [tokenizer.decode([*start, *line]) for line in lines]

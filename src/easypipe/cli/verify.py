@@ -1,4 +1,6 @@
-"""`easypipe verify`: whether a token cache, a saved folder or a checkpoint is what was committed, and making it so again."""
+"""`easypipe verify`: whether a token cache, a saved folder or a checkpoint is what was committed,
+and making it so again.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,49 @@ from easypipe.stages.config import PipelineConfig
 
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A token cache or one manifest in it, what save() wrote, or a run's output_dir.")
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A token cache or one manifest in it, what save() wrote, or a run's output_dir.",
+        ),
     ],
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.YAML]", help="What made it; without one --repair takes what the cache folder noted.")
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG.YAML]",
+            help="What made it; without one --repair takes what the cache folder noted.",
+        ),
     ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Make again from its source what is broken, and only that.")] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Make again from its source what is broken, and only that."),
+    ] = False,
     as_json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and where; exit code 1 if anything is."""
+    """Check counts, checksums, columns, manifest and tokenizer of PATH. Says what is wrong and
+    where; exit code 1 if anything is.
+    """
     if overrides and config is None:
-        raise ConfigError(at="--set", problem="has no effect without a config", fix="Give CONFIG.YAML behind PATH.")
+        raise ConfigError(
+            at="--set",
+            problem="has no effect without a config",
+            fix="Give CONFIG.YAML behind PATH.",
+        )
     data = None if config is None else described(config, overrides or []).data
     storage_options = None if data is None else _options_for(path, data)
     found = check.verify(path, storage_options)
     if repair and any(one.kind == check.CHECKPOINT for one in found):
         fix = "Train again: the run moves a damaged checkpoint aside and goes on from the one before it."
-        raise ConfigError(at="--repair", problem="checkpoints cannot be made again from a source", fix=fix)
+        raise ConfigError(
+            at="--repair", problem="checkpoints cannot be made again from a source", fix=fix
+        )
     if repair and not all(one.ok for one in found):
         found = _repaired(path, found, data)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(one) | {"ok": one.ok} for one in found], indent=1))
+        typer.echo(
+            json.dumps([dataclasses.asdict(one) | {"ok": one.ok} for one in found], indent=1)
+        )
     else:
         _show(found)
     if not all(one.ok for one in found):
@@ -50,15 +73,23 @@ def verify(
 
 
 def _options_for(path: str, data: PipelineConfig) -> dict[str, Any] | None:
-    """Those of the config's save or cache, whichever is for `path`; what a config leaves out the environment has to say."""
+    """Those of the config's save or cache, whichever is for `path`; what a config leaves out the
+    environment has to say.
+    """
     place = check.place_of(path)
-    saves = [dataset.save_path for dataset in data.datasets] + [None if data.save is None else data.save.output_dir]
-    if data.save is not None and any(check.place_of(folder).startswith(place) for folder in saves if folder is not None):
+    saves = [dataset.save_path for dataset in data.datasets] + [
+        None if data.save is None else data.save.output_dir
+    ]
+    if data.save is not None and any(
+        check.place_of(folder).startswith(place) for folder in saves if folder is not None
+    ):
         return data.save.storage_options
     return None if data.cache is None else data.cache.storage_options
 
 
-def _repaired(path: str, found: tuple[check.Verification, ...], data: PipelineConfig | None) -> tuple[check.Verification, ...]:
+def _repaired(
+    path: str, found: tuple[check.Verification, ...], data: PipelineConfig | None
+) -> tuple[check.Verification, ...]:
     _show(found)
     if data is None:
         console.print("making good what is broken, as it was made", highlight=False)
@@ -79,8 +110,15 @@ def _show(found: tuple[check.Verification, ...]) -> None:
         name = f" {one.dataset!r}" if one.dataset else ""
         state = "ok" if one.ok else f"{len(one.problems)} problems"
         size = f"{one.files:,} files, {one.num_bytes / 1e6:,.1f} MB"
-        size += "" if one.kind == check.CHECKPOINT else f", {one.rows:,} rows, {one.tokens:,} tokens"
-        console.print(f"{state}: {one.kind}{name}: {size} ({one.path})", highlight=False, markup=False, soft_wrap=True)
+        size += (
+            "" if one.kind == check.CHECKPOINT else f", {one.rows:,} rows, {one.tokens:,} tokens"
+        )
+        console.print(
+            f"{state}: {one.kind}{name}: {size} ({one.path})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         for problem in one.problems:
             console.print(f"  {problem}", highlight=False, markup=False, soft_wrap=True)
         for note in one.notes:

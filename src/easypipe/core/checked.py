@@ -1,5 +1,6 @@
 # pyright: strict
-"""Small files that easypipe writes and reads back: JSON objects that carry a checksum of themselves.
+"""Small files that easypipe writes and reads back: JSON objects that carry a checksum of
+themselves.
 
 `commit_checked` writes one and `read_checked` reads it; `recall_checked` is for files that can be
 made again. No other code should parse JSON that easypipe wrote for itself: a changed digit is JSON
@@ -26,7 +27,8 @@ T = TypeVar("T")
 KEY = "xxh3_128"
 
 _BLANK = b"0" * 32
-_MARK = f'\n "{KEY}": "'.encode()  # keys of nested objects are indented further, and no JSON string holds a bare newline
+# keys of nested objects are indented further, and no JSON string holds a bare newline
+_MARK = f'\n "{KEY}": "'.encode()
 
 log = logging.getLogger("easypipe")
 _told: set[str] = set()  # what was warned of: a file may be asked for often before it is made again
@@ -38,13 +40,18 @@ def checked_json(value: Mapping[str, Any]) -> bytes:
     return before + mark + _checksum(before, after) + after[len(_BLANK) :]
 
 
-def commit_checked(path: str | Path, value: Mapping[str, Any], storage_options: dict[str, Any] | None = None) -> storage.Stamp:
+def commit_checked(
+    path: str | Path, value: Mapping[str, Any], storage_options: dict[str, Any] | None = None
+) -> storage.Stamp:
     """Commits `value`, whose keys are strings, for `read_checked`."""
     return storage.commit_bytes(path, checked_json(value), storage_options)
 
 
 def read_checked(
-    path: str | Path, storage_options: dict[str, Any] | None = None, *, older: Collection[str] | None = None
+    path: str | Path,
+    storage_options: dict[str, Any] | None = None,
+    *,
+    older: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """What `commit_checked` wrote.
 
@@ -60,7 +67,9 @@ def read_checked(
     return parse_checked(storage.read_bytes(path, storage_options), path, older=older)
 
 
-def parse_checked(data: bytes, path: str | Path, *, older: Collection[str] | None = None) -> dict[str, Any]:
+def parse_checked(
+    data: bytes, path: str | Path, *, older: Collection[str] | None = None
+) -> dict[str, Any]:
     """`read_checked` of the bytes `data` that stand at `path`."""
     before, mark, after = data.partition(_MARK)
     if mark and after[: len(_BLANK)] != _checksum(before, after):
@@ -73,7 +82,10 @@ def parse_checked(data: bytes, path: str | Path, *, older: Collection[str] | Non
         raise _damaged(path, "it holds no JSON object")
     found = cast("dict[str, Any]", value)
     if not mark and (older is None or not found.keys() <= set(older)):
-        raise _damaged(path, f"it has no checksum under {KEY!r}, or was written by an earlier version of easypipe")
+        raise _damaged(
+            path,
+            f"it has no checksum under {KEY!r}, or was written by an earlier version of easypipe",
+        )
     found.pop(KEY, None)
     return found
 
@@ -86,7 +98,8 @@ def recall_checked(
     storage_options: dict[str, Any] | None = None,
     older: Collection[str] | None = None,
 ) -> T | None:
-    """`parse` of what `commit_checked` wrote; None where it is not there or, with a warning, damaged.
+    """`parse` of what `commit_checked` wrote; None where it is not there or, with a warning,
+    damaged.
 
     The caller then makes it again.
 
@@ -117,4 +130,6 @@ def _checksum(before: bytes, after: bytes) -> bytes:
 
 
 def _damaged(path: str | Path, why: str) -> DamagedFileError:
-    return DamagedFileError(at=str(path), problem=f"damaged: {why}", fix="Delete the file and run again.")
+    return DamagedFileError(
+        at=str(path), problem=f"damaged: {why}", fix="Delete the file and run again."
+    )

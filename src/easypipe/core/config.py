@@ -1,7 +1,8 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Strict configuration: frozen keyword-only dataclasses, built from Python, dicts or YAML by the same door.
+"""Strict configuration: frozen keyword-only dataclasses, built from Python, dicts or YAML by the
+same door.
 
     @config
     class PackStageConfig:
@@ -10,9 +11,11 @@
 
         def check(self) -> None:                     # optional: what types cannot say
             if self.seq_length < 1:
-                raise ConfigError(at="seq_length", problem="0 is no row length", fix="Give at least 1.")
+                raise ConfigError(at="seq_length", problem="0 is no row length", fix="Give at least
+                1.")
 
-Unknown keys and wrong types raise ConfigError with the whole key path: `datasets[1].seq_lenght: unknown key. Did you mean 'seq_length'?`
+Unknown keys and wrong types raise ConfigError with the whole key path: `datasets[1].seq_lenght:
+unknown key. Did you mean 'seq_length'?`
 """
 
 from __future__ import annotations
@@ -44,13 +47,16 @@ if TYPE_CHECKING:
 else:
 
     class ListOf:
-        """The type of an option that is a list: `datasets: ListOf[DatasetConfig]`. Lists are accepted, and a tuple is what is kept."""
+        """The type of an option that is a list: `datasets: ListOf[DatasetConfig]`. Lists are
+        accepted, and a tuple is what is kept.
+        """
 
         def __class_getitem__(cls, item: Any) -> Any:
             return tuple[item, ...]
 
 
-_made_with: dict[int, frozenset[str]] = {}  # the names of the options that a config was made with, by its id, while it lives
+# the names of the options that a config was made with, by its id, while it lives
+_made_with: dict[int, frozenset[str]] = {}
 CODE_KEYS = ("format_callback",)  # keys whose values are called
 _code_allowed = contextvars.ContextVar("easypipe_code_allowed", default=False)
 
@@ -61,7 +67,8 @@ _RULES = pydantic.ConfigDict(strict=True, arbitrary_types_allowed=True, extra="f
 def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen keyword-only dataclass whose constructor validates every value.
 
-    A class may have a static method `written_out`, which gives the values that what was given is short for.
+    A class may have a static method `written_out`, which gives the values that what was given is
+    short for.
     """
     made: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)  # pyright: ignore[reportCallIssue, reportArgumentType]
     validate = made.__init__
@@ -69,18 +76,23 @@ def config(cls: type[T]) -> type[T]:
     @functools.wraps(validate)
     def __init__(self: Any, *args: Any, **values: Any) -> None:
         if args:
-            raise ConfigError(at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made))
+            raise ConfigError(
+                at=cls.__name__, problem="takes keyword arguments only", have=_field_names(made)
+            )
         hints = _hints(made)
         values = getattr(cls, "written_out", dict)(_unaliased(made, values))
         for key in values:
             if key not in hints:
-                raise ConfigError(at=key, problem="unknown key", have=_field_names(made), fix=meant(made, key))
+                raise ConfigError(
+                    at=key, problem="unknown key", have=_field_names(made), fix=meant(made, key)
+                )
         values = {key: _structure(value, hints[key], key) for key, value in values.items()}
         try:
             validate(self, **values)
         except pydantic.ValidationError as error:
             raise _readable(error, made) from None
-        _made_with[id(self)] = frozenset(values)  # beside the object, whose attributes are its options and nothing else
+        # beside the object, whose attributes are its options and nothing else
+        _made_with[id(self)] = frozenset(values)
         weakref.finalize(self, _made_with.pop, id(self), None).atexit = False
         check = getattr(self, "check", None)
         if check is not None:
@@ -92,21 +104,28 @@ def config(cls: type[T]) -> type[T]:
 
 
 def was_given(value: Any, option: str) -> bool:
-    """Whether a config was made with this option, if only with its default value. (`dataclasses.replace` gives all: there a default is
-    taken for one that nobody wrote.)
+    """Whether a config was made with this option, if only with its default value.
+    (`dataclasses.replace` gives all: there a default is taken for one that nobody wrote.)
     """
     [field] = [f for f in dataclasses.fields(value) if f.name == option]
-    made_with = _made_with.get(id(value), frozenset(f.name for f in dataclasses.fields(value)))  # of a copy: all
-    return option in made_with and (len(made_with) < len(dataclasses.fields(value)) or getattr(value, option) != field.default)
+    # of a copy: all
+    made_with = _made_with.get(id(value), frozenset(f.name for f in dataclasses.fields(value)))
+    return option in made_with and (
+        len(made_with) < len(dataclasses.fields(value)) or getattr(value, option) != field.default
+    )
 
 
 def with_aliases(before: T, changes: Mapping[str, Any]) -> T:
-    """`dataclasses.replace(before, **changes)`, in which an alias changes the option that it stands for."""
+    """`dataclasses.replace(before, **changes)`, in which an alias changes the option that it stands
+    for.
+    """
     cls: Any = type(before)
     values = {f.name: getattr(before, f.name) for f in dataclasses.fields(cls)} | dict(changes)
     for alias, (head, _, rest) in _aliases(cls).items():
         if alias in changes and head not in changes:
-            values[head] = dataclasses.replace(values[head], **{rest: None}) if rest else changes[alias]
+            values[head] = (
+                dataclasses.replace(values[head], **{rest: None}) if rest else changes[alias]
+            )
     return cls(**values)
 
 
@@ -115,8 +134,9 @@ def _aliases(cls: Any) -> dict[str, tuple[str, str, str]]:
 
 
 def _unaliased(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of their fields. A class may say which other names there are: `ALIASES: ClassVar[Mapping[str, str]]`, the path of
-    an option by its alias. Raises ConfigError where both are given and differ.
+    """Values by the names of their fields. A class may say which other names there are: `ALIASES:
+    ClassVar[Mapping[str, str]]`, the path of an option by its alias. Raises ConfigError where both
+    are given and differ.
     """
     made = dict(values)
     for alias, (head, _, rest) in _aliases(cls).items():
@@ -129,10 +149,17 @@ def _unaliased(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             found = None if there is None else there.get(rest)
             made[head] = {**(there or {}), rest: value}
         else:
-            found, made[head] = getattr(there, rest, None), dataclasses.replace(there, **{rest: value})
+            found, made[head] = (
+                getattr(there, rest, None),
+                dataclasses.replace(there, **{rest: value}),
+            )
         if found is not None and found != value:
             path = f"{head}.{rest}" if rest else head
-            raise ConfigError(at=alias, problem=f"{value!r}, but {path} is {found!r}: they are one option", fix="Give one of them.")
+            raise ConfigError(
+                at=alias,
+                problem=f"{value!r}, but {path} is {found!r}: they are one option",
+                fix="Give one of them.",
+            )
     return made
 
 
@@ -141,14 +168,24 @@ def is_config(cls: object) -> bool:
 
 
 def meant(cls: Any, key: str) -> str | None:
-    """What to write in place of a key that a config class does not have; None where nothing is near.
+    """What to write in place of a key that a config class does not have; None where nothing is
+    near.
 
-    A class may say so itself: `ELSEWHERE: ClassVar[Mapping[str, str]]`, by key, what people look for here and where it stands.
+    A class may say so itself: `ELSEWHERE: ClassVar[Mapping[str, str]]`, by key, what people look
+    for here and where it stands.
     """
     if told := getattr(cls, "ELSEWHERE", {}).get(key):
         return told
-    within = [f"{name}.{key}" for name, hint in _hints(cls).items() if any(key in _field_names(part) for part in _configs_of(hint))]
-    return f"Did you mean {' or '.join(map(repr, within))}?" if within else did_you_mean(key, _field_names(cls))
+    within = [
+        f"{name}.{key}"
+        for name, hint in _hints(cls).items()
+        if any(key in _field_names(part) for part in _configs_of(hint))
+    ]
+    return (
+        f"Did you mean {' or '.join(map(repr, within))}?"
+        if within
+        else did_you_mean(key, _field_names(cls))
+    )
 
 
 def from_dict(cls: type[T], values: Any, at: str = "") -> T:
@@ -162,9 +199,15 @@ def from_dict(cls: type[T], values: Any, at: str = "") -> T:
 
 
 def to_dict(value: Any) -> Any:
-    """Plain dicts, lists and scalars that `from_dict` and YAML take back; fields marked `metadata={'secret': True}` are left out."""
+    """Plain dicts, lists and scalars that `from_dict` and YAML take back; fields marked
+    `metadata={'secret': True}` are left out.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.metadata.get("secret")}
+        return {
+            f.name: to_dict(getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if not f.metadata.get("secret")
+        }
     if isinstance(value, Mapping):
         return {str(key): to_dict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -180,7 +223,13 @@ def to_dict(value: Any) -> Any:
 
 def digest(*parts: Any) -> str:
     """32 hex digits of SHA-256 over canonical JSON; what two machines agree on."""
-    text = json.dumps([to_dict(part) for part in parts], sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    text = json.dumps(
+        [to_dict(part) for part in parts],
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=True,
+        allow_nan=False,
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -192,7 +241,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(at=str(path), problem=f"not UTF-8 at byte {error.start}", fix="Write the file anew.") from None
+        raise ConfigError(
+            at=str(path), problem=f"not UTF-8 at byte {error.start}", fix="Write the file anew."
+        ) from None
     return parse_yaml(text, at=str(path))
 
 
@@ -200,9 +251,13 @@ def parse_yaml(text: str, at: str) -> dict[str, Any]:
     try:
         values = _read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names.") from None
+        raise ConfigError(
+            at=at, problem=f"not valid YAML: {error}", fix="Correct the line that it names."
+        ) from None
     if not isinstance(values, dict):
-        raise ConfigError(at=at, problem=f"expected a mapping at the top, got {type(values).__name__}")
+        raise ConfigError(
+            at=at, problem=f"expected a mapping at the top, got {type(values).__name__}"
+        )
     require_no_code(values, "")
     return values
 
@@ -218,7 +273,9 @@ def allowing_code() -> Generator[None]:
 
 
 def require_no_code(values: Any, at: str) -> None:
-    """Raises ConfigError where plain values that came as text name a function: to read a config is not to run what it names."""
+    """Raises ConfigError where plain values that came as text name a function: to read a config is
+    not to run what it names.
+    """
     if _code_allowed.get():
         return
     if isinstance(values, dict):
@@ -234,12 +291,18 @@ def require_no_code(values: Any, at: str) -> None:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `values` with each `key.path=value` set; list items by number, values read as YAML."""
+    """A copy of `values` with each `key.path=value` set; list items by number, values read as
+    YAML.
+    """
     result = json.loads(json.dumps(values, default=str))
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise ConfigError(at=override, problem="not of the form key.path=value", fix="Write --set train.steps=100.")
+            raise ConfigError(
+                at=override,
+                problem="not of the form key.path=value",
+                fix="Write --set train.steps=100.",
+            )
         try:
             value = _read_yaml(text)
         except yaml.YAMLError as error:
@@ -279,11 +342,15 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _configs_of(hint: Any) -> list[Any]:
     """The config classes that a field of this type may hold."""
-    return [kind for kind in (typing.get_args(hint) if _is_union(hint) else [hint]) if is_config(kind)]
+    return [
+        kind for kind in (typing.get_args(hint) if _is_union(hint) else [hint]) if is_config(kind)
+    ]
 
 
 def _structure(value: Any, hint: Any, at: str) -> Any:
-    """Mappings become nested configs and lists become tuples where the field asks for them; all else is left to validation."""
+    """Mappings become nested configs and lists become tuples where the field asks for them; all
+    else is left to validation.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if _is_union(hint):
         if value is None and type(None) in arguments:
@@ -291,7 +358,9 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
         if isinstance(value, Mapping) and (configs := _configs_of(hint)):
             return from_dict(_meant(configs, value), value, at)
         for argument in arguments:
-            if typing.get_origin(argument) in (tuple, dict) and isinstance(value, list | tuple | Mapping):
+            if typing.get_origin(argument) in (tuple, dict) and isinstance(
+                value, list | tuple | Mapping
+            ):
                 value = _structure(value, argument, at)
         return value
     if is_config(hint):
@@ -300,23 +369,31 @@ def _structure(value: Any, hint: Any, at: str) -> Any:
         items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
         if len(items) != len(value):
             raise ConfigError(at=at, problem=f"expected {len(items)} items, got {len(value)}")
-        return tuple(_structure(item, h, f"{at}[{i}]") for i, (item, h) in enumerate(zip(value, items, strict=True)))
+        return tuple(
+            _structure(item, h, f"{at}[{i}]")
+            for i, (item, h) in enumerate(zip(value, items, strict=True))
+        )
     if origin is dict and isinstance(value, Mapping):
         return {key: _structure(item, arguments[1], f"{at}.{key}") for key, item in value.items()}
     return value
 
 
 def _meant(configs: list[Any], values: Mapping[Any, Any]) -> Any:
-    """Of several config classes the first that has required options, all of which are given; else the first that has none."""
+    """Of several config classes the first that has required options, all of which are given; else
+    the first that has none.
+    """
     named = [cls for cls in configs if _required(cls) and _required(cls) <= values.keys()]
     return (named or [cls for cls in configs if not _required(cls)] or configs)[0]
 
 
 def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
-    """The first complaint as a ConfigError; pydantic lists every branch of a union, the field name is what they share."""
+    """The first complaint as a ConfigError; pydantic lists every branch of a union, the field name
+    is what they share.
+    """
     complaints = error.errors()
     same_field = [c for c in complaints if c["loc"][:1] == complaints[0]["loc"][:1]]
-    first = max(same_field, key=lambda c: len(c["loc"]))  # the branch that got furthest into the value is the one that was meant
+    # the branch that got furthest into the value is the one that was meant
+    first = max(same_field, key=lambda c: len(c["loc"]))
     if len(first["loc"]) > 2:
         same_field = [first]
     loc = list(first["loc"])
@@ -337,7 +414,9 @@ def _readable(error: pydantic.ValidationError, cls: Any) -> ConfigError:
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     section, fix = _spelled(value, _hints(cls).get(str(loc[0]))) if len(loc) == 1 else (None, None)
     options = None if section is None else _field_names(section)
-    return ConfigError(at=at, problem=f"{wanted}, got {shown} ({type(value).__name__})", have=options, fix=fix)
+    return ConfigError(
+        at=at, problem=f"{wanted}, got {shown} ({type(value).__name__})", have=options, fix=fix
+    )
 
 
 _WANTED = {
@@ -354,17 +433,25 @@ def _wanted(complaints: Sequence[Any]) -> str:
     """What pydantic says, in the words of YAML."""
 
     def one(complaint: Any) -> str:
-        instance = re.fullmatch(r"Input should be (?:a dictionary or )?an instance of (\w+)", complaint["msg"])
+        instance = re.fullmatch(
+            r"Input should be (?:a dictionary or )?an instance of (\w+)", complaint["msg"]
+        )
         if instance is not None:
             return "a path" if instance[1] == "Path" else "a mapping of options"
         return _WANTED.get(complaint["type"], "")
 
     said = list(dict.fromkeys(map(one, complaints)))
-    return f"wants {' or '.join(said)}" if all(said) else " or ".join(dict.fromkeys(_lower(c["msg"]) for c in complaints))
+    return (
+        f"wants {' or '.join(said)}"
+        if all(said)
+        else " or ".join(dict.fromkeys(_lower(c["msg"]) for c in complaints))
+    )
 
 
 def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
-    """(the config class that `value` stands in the place of, how what was meant is written), each None where there is none."""
+    """(the config class that `value` stands in the place of, how what was meant is written), each
+    None where there is none.
+    """
     branches = typing.get_args(hint) if _is_union(hint) else (hint,)
     section = next(iter(_configs_of(hint)), None)
     none = type(None) in branches
@@ -384,7 +471,11 @@ def _spelled(value: Any, hint: Any) -> tuple[Any, str | None]:
 def _required(cls: Any) -> set[str]:
     """Options without a default."""
     nothing = dataclasses.MISSING
-    return {f.name for f in dataclasses.fields(cls) if f.default is nothing and f.default_factory is nothing}
+    return {
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is nothing and f.default_factory is nothing
+    }
 
 
 def _is_union(hint: Any) -> bool:
@@ -406,7 +497,8 @@ class _SafeLoader(yaml.SafeLoader):
 def _mapping(loader: _SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        if key_node.tag == "tag:yaml.org,2002:merge":  # <<: what it brings in, keys beside it go before
+        # <<: what it brings in, keys beside it go before
+        if key_node.tag == "tag:yaml.org,2002:merge":
             continue
         key: Any = loader.construct_object(key_node)  # pyright: ignore[reportUnknownMemberType]
         if key in seen:

@@ -31,7 +31,9 @@ from collections.abc import Iterable
 class EasypipeError(Exception):
     """`at: problem (have: a, b). fix`; every part is also an attribute."""
 
-    def __init__(self, *, at: str, problem: str, have: Iterable[object] | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, *, at: str, problem: str, have: Iterable[object] | None = None, fix: str | None = None
+    ) -> None:
         self.at = at
         self.problem = problem
         self.have = None if have is None else [str(item) for item in have]
@@ -48,7 +50,9 @@ class EasypipeError(Exception):
         return f"{text}. {self.fix}" if self.fix else text
 
 
-def _remade(kind: type[EasypipeError], at: str, problem: str, have: list[str] | None, fix: str | None) -> EasypipeError:
+def _remade(
+    kind: type[EasypipeError], at: str, problem: str, have: list[str] | None, fix: str | None
+) -> EasypipeError:
     return kind(at=at, problem=problem, have=have, fix=fix)
 
 
@@ -56,7 +60,9 @@ class ConfigError(EasypipeError, ValueError):
     def under(self, parent: str) -> ConfigError:
         """The same error, seen from one level further up the configuration tree."""
         joint = "" if not self.at or self.at.startswith("[") else "."
-        return type(self)(at=f"{parent}{joint}{self.at}", problem=self.problem, have=self.have, fix=self.fix)
+        return type(self)(
+            at=f"{parent}{joint}{self.at}", problem=self.problem, have=self.have, fix=self.fix
+        )
 
 
 class StageOrderError(EasypipeError, RuntimeError):
@@ -119,8 +125,12 @@ class TrainError(EasypipeError, RuntimeError):
     pass
 
 
-def place(file: str, *, row: int | None = None, line: int | None = None, column: str | None = None) -> str:
-    """`file, row 3, column 'text'`. Rows count from 0, as in `read(a, b)`; lines count from 1, as in an editor."""
+def place(
+    file: str, *, row: int | None = None, line: int | None = None, column: str | None = None
+) -> str:
+    """`file, row 3, column 'text'`. Rows count from 0, as in `read(a, b)`; lines count from 1, as
+    in an editor.
+    """
     parts = [file]
     if row is not None:
         parts.append(f"row {row}")
@@ -134,15 +144,20 @@ def place(file: str, *, row: int | None = None, line: int | None = None, column:
 def did_you_mean(name: str, known: Iterable[str]) -> str | None:
     """`Did you mean 'code'?`, or None where nothing is near.
 
-    Names of several words (`chat_template`) are near those that have all of their words or are among them, first of these the ones that end
-    in the same word; next to these are names of which it is the first letters (`lr`); else names are near that are spelled alike.
+    Names of several words (`chat_template`) are near those that have all of their words or are
+    among them, first of these the ones that end in the same word; next to these are names of which
+    it is the first letters (`lr`); else names are near that are spelled alike.
     """
 
     def nearness(other: str) -> tuple[bool, bool, float]:
         words, others = name.lower().split("_"), other.lower().split("_")
         within = set(words) <= set(others) or set(others) <= set(words)
         initials = len(others) > 1 and words == ["".join(word[:1] for word in others)]
-        return within or initials, within and words[-1] == others[-1], difflib.SequenceMatcher(None, name, other).ratio()
+        return (
+            within or initials,
+            within and words[-1] == others[-1],
+            difflib.SequenceMatcher(None, name, other).ratio(),
+        )
 
     best = max(((nearness(other), other) for other in known), default=None)
     if best is None or not (best[0][0] or best[0][2] >= 0.6):

@@ -1,4 +1,6 @@
-"""What tells apart callables and objects of the user's beside the version that their author gives them: their name, and what they hold."""
+"""What tells apart callables and objects of the user's beside the version that their author gives
+them: their name, and what they hold.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,63 @@ def name_of(function: Any) -> str:
 
 
 def held_by(function: Any, above: tuple[int, ...] = ()) -> Any:
-    """What tells apart functions of one name: the code of lambdas and inner functions, and the values that partials, closures and objects
-    hold; None where the name is enough. above: what holds this one, as a function may hold itself."""
+    """What tells apart functions of one name: the code of lambdas and inner functions, and the
+    values that partials, closures and objects hold; None where the name is enough. above: what
+    holds this one, as a function may hold itself."""
     if id(function) in above:
         return "above"
     above = (*above, id(function))
     if isinstance(function, functools.partial):
-        return ["partial", held_by(function.func, above), _value(function.args, above), _value(function.keywords, above)]
+        return [
+            "partial",
+            held_by(function.func, above),
+            _value(function.args, above),
+            _value(function.keywords, above),
+        ]
     if isinstance(function, MethodType):
         return ["method", _value(function.__self__, above), held_by(function.__func__, above)]
     code = getattr(function, "__code__", None)
     if code is None:
-        return None if isinstance(function, BuiltinFunctionType | type) else ["object", _value(getattr(function, "__dict__", {}), above)]
-    if "<" not in function.__qualname__ and function.__module__ != "__main__":  # every script is called that
+        return (
+            None
+            if isinstance(function, BuiltinFunctionType | type)
+            else ["object", _value(getattr(function, "__dict__", {}), above)]
+        )
+    # every script is called that
+    if "<" not in function.__qualname__ and function.__module__ != "__main__":
         return None
-    cells = [_value(cell.cell_contents, above) for cell in function.__closure__ or () if _is_filled(cell)]
-    return ["code", _code(code), cells, _value(function.__defaults__, above), _value(function.__kwdefaults__, above)]
+    cells = [
+        _value(cell.cell_contents, above) for cell in function.__closure__ or () if _is_filled(cell)
+    ]
+    return [
+        "code",
+        _code(code),
+        cells,
+        _value(function.__defaults__, above),
+        _value(function.__kwdefaults__, above),
+    ]
 
 
 def _value(value: Any, above: tuple[int, ...]) -> Any:
-    """Plain values as they are; of others only the type, as nothing else of them is the same in every process."""
+    """Plain values as they are; of others only the type, as nothing else of them is the same in
+    every process.
+    """
     if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
         return [type(value).__name__, repr(value)]
     if id(value) in above:
         return "above"
     if callable(value):
-        return ["function", name_of(value), None if isinstance(value, type) else held_by(value, above)]
+        return [
+            "function",
+            name_of(value),
+            None if isinstance(value, type) else held_by(value, above),
+        ]
     above = (*above, id(value))
     if isinstance(value, Mapping):
-        return ["mapping", [[_value(key, above), _value(item, above)] for key, item in value.items()]]
+        return [
+            "mapping",
+            [[_value(key, above), _value(item, above)] for key, item in value.items()],
+        ]
     if isinstance(value, list | tuple):
         return ["list", [_value(item, above) for item in value]]
     if isinstance(value, set | frozenset):
@@ -62,5 +92,9 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _code(code: CodeType) -> list[str]:
-    consts = [part for const in code.co_consts for part in (_code(const) if isinstance(const, CodeType) else [repr(const)])]
+    consts = [
+        part
+        for const in code.co_consts
+        for part in (_code(const) if isinstance(const, CodeType) else [repr(const)])
+    ]
     return [code.co_code.hex(), *code.co_names, *consts]

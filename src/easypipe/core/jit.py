@@ -1,6 +1,8 @@
-"""How kernels are compiled: on first call, without the GIL, kept on disk where a folder for it can be written.
+"""How kernels are compiled: on first call, without the GIL, kept on disk where a folder for it can
+be written.
 
-Numba is imported by the first kernel that is called: whoever tokenizes, or only looks at a config, does not wait for it.
+Numba is imported by the first kernel that is called: whoever tokenizes, or only looks at a config,
+does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ _making = threading.RLock()
 
 
 def jit(function: F) -> F:
-    """`numba.njit(nogil=True)` with a disk cache. What it calls by a global name may be a kernel, or `later` made, itself.
+    """`numba.njit(nogil=True)` with a disk cache. What it calls by a global name may be a kernel,
+    or `later` made, itself.
 
-    Numba keeps compiled code beside the source, else in the user's cache folder, and raises RuntimeError where neither can be
-    written (a read-only image without a home). There the kernels compile in every process: slower to start, equal in result.
+    Numba keeps compiled code beside the source, else in the user's cache folder, and raises
+    RuntimeError where neither can be written (a read-only image without a home). There the kernels
+    compile in every process: slower to start, equal in result.
     """
     return cast(F, _Kernel(function))
 
 
 def later(make: Callable[[], Any]) -> Any:
-    """Stands for `make()`, called once, in the globals of kernels: for what cannot be made without Numba."""
+    """Stands for `make()`, called once, in the globals of kernels: for what cannot be made without
+    Numba.
+    """
     return _Later(make)
 
 
@@ -45,7 +51,9 @@ class _Later:
 
 
 class _Kernel(_Later):
-    """A kernel before its first call. From then on its module, and each kernel that calls it, knows it as Numba made it."""
+    """A kernel before its first call. From then on its module, and each kernel that calls it, knows
+    it as Numba made it.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(functools.partial(_compiled, function))

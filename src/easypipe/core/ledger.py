@@ -3,7 +3,8 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Conservation: every row and token that came in went somewhere, and the books say where.
 
-An entry is one balance: what came `into` a step on the left, where it went on the right; `Ledger.check()` raises where the sums differ.
+An entry is one balance: what came `into` a step on the left, where it went on the right;
+`Ledger.check()` raises where the sums differ.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from easypipe.core.errors import LedgerError
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One balance: `sum(into) == sum(out)`. `unit` is rows, documents, tokens or slots; keys of `out` are outcomes or reasons."""
+    """One balance: `sum(into) == sum(out)`. `unit` is rows, documents, tokens or slots; keys of
+    `out` are outcomes or reasons.
+    """
 
     stage: str
     dataset: str
@@ -33,10 +36,27 @@ class Entry:
 @dataclass(kw_only=True)
 class Ledger:
     entries: list[Entry] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)  # seconds, bytes, fill: measured, not balanced
+    # seconds, bytes, fill: measured, not balanced
+    facts: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, stage: str, dataset: str, unit: str, *, into: Mapping[str, int], out: Mapping[str, int]) -> None:
-        self.entries.append(Entry(stage=stage, dataset=dataset, unit=unit, into=_without_zeros(into), out=_without_zeros(out)))
+    def add(
+        self,
+        stage: str,
+        dataset: str,
+        unit: str,
+        *,
+        into: Mapping[str, int],
+        out: Mapping[str, int],
+    ) -> None:
+        self.entries.append(
+            Entry(
+                stage=stage,
+                dataset=dataset,
+                unit=unit,
+                into=_without_zeros(into),
+                out=_without_zeros(out),
+            )
+        )
 
     def extend(self, other: Ledger) -> None:
         self.entries += other.entries
@@ -66,9 +86,20 @@ class Ledger:
             yield entry.stage, entry.dataset, entry.unit, sum(entry.into.values()), went
 
     def to_json(self) -> dict[str, Any]:
-        entries = [{"stage": e.stage, "dataset": e.dataset, "unit": e.unit, "in": dict(e.into), "out": dict(e.out)} for e in self.entries]
+        entries = [
+            {
+                "stage": e.stage,
+                "dataset": e.dataset,
+                "unit": e.unit,
+                "in": dict(e.into),
+                "out": dict(e.out),
+            }
+            for e in self.entries
+        ]
         return {"entries": entries, "facts": self.facts}
 
 
 def _without_zeros(counts: Mapping[str, int]) -> dict[str, int]:
-    return {key: int(value) for key, value in counts.items() if value} or dict.fromkeys(list(counts)[:1], 0)
+    return {key: int(value) for key, value in counts.items() if value} or dict.fromkeys(
+        list(counts)[:1], 0
+    )

@@ -1,5 +1,6 @@
 # pyright: strict
-"""Who is at work in a cache folder, told by locks of the operating system: a process that dies, however it dies, lets go of its own.
+"""Who is at work in a cache folder, told by locks of the operating system: a process that dies,
+however it dies, lets go of its own.
 
 cache_dir/locks/
   work.lock             shared by whoever prepares or repairs; exclusive for whoever clears
@@ -8,7 +9,8 @@ cache_dir/locks/
 
 A folder that rows are saved into is locked itself: no file is left in it.
 
-flock(2): a lock belongs to an open file, so two readers in one process are two as well. Over NFS the server has to support locks.
+flock(2): a lock belongs to an open file, so two readers in one process are two as well. Over NFS
+the server has to support locks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Hold:
-    """A lock that is held until `release()`, the end of a `with` block, or the end of this object."""
+    """A lock that is held until `release()`, the end of a `with` block, or the end of this
+    object.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._close = weakref.finalize(self, os.close, descriptor)
@@ -48,7 +52,12 @@ class Hold:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
 
@@ -65,7 +74,9 @@ def writer_lock(cache_dir: Path, key: str) -> Path:
 
 
 def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
-    """None where somebody holds `path` in a way that does not go together. Raises StorageError where the file system has no locks."""
+    """None where somebody holds `path` in a way that does not go together. Raises StorageError
+    where the file system has no locks.
+    """
     while True:
         try:
             if not path.parent.is_dir():
@@ -74,7 +85,11 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
         except OSError as error:
             if isinstance(error, FileNotFoundError):  # read-only, and nobody has locked it yet
                 error.errno = errno.EROFS
-            raise StorageError(at=str(path), problem=f"cannot be locked: {error}", fix="Check permissions of the cache folder.") from error
+            raise StorageError(
+                at=str(path),
+                problem=f"cannot be locked: {error}",
+                fix="Check permissions of the cache folder.",
+            ) from error
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
@@ -82,7 +97,9 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return None
             raise StorageError(
-                at=str(path), problem=f"this file system has no locks: {error}", fix="Put the cache on another one."
+                at=str(path),
+                problem=f"this file system has no locks: {error}",
+                fix="Put the cache on another one.",
             ) from error
         if _is(path, descriptor):
             return Hold(descriptor)
@@ -90,13 +107,19 @@ def try_hold(path: Path, *, exclusive: bool) -> Hold | None:
 
 
 def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = None) -> Hold:
-    """Waits until `path` is free. what: named while waiting, and by the StallError after `timeout_s` (None: for as long as it takes)."""
+    """Waits until `path` is free. what: named while waiting, and by the StallError after
+    `timeout_s` (None: for as long as it takes).
+    """
     began = reminded = time.monotonic()
     first = True
     while (held := try_hold(path, exclusive=exclusive)) is None:
         now = time.monotonic()
         if timeout_s is not None and now - began > timeout_s:
-            raise StallError(at=str(path), problem=f"waited {timeout_s:g} s for {what}", fix="Try again when it has ended.")
+            raise StallError(
+                at=str(path),
+                problem=f"waited {timeout_s:g} s for {what}",
+                fix="Try again when it has ended.",
+            )
         if first or now - reminded > REMIND_S:
             log.info("waiting for %s (%s)", what, path)
             first, reminded = False, now
@@ -105,36 +128,57 @@ def hold(path: Path, *, exclusive: bool, what: str, timeout_s: float | None = No
 
 
 def mark_reader(cache_dir: Path, key: str) -> Hold | None:
-    """What an open reader of `key` holds. None where the folder is read-only and, with a warning, where it knows no locks."""
+    """What an open reader of `key` holds. None where the folder is read-only and, with a warning,
+    where it knows no locks.
+    """
     try:
-        return hold(reader_lock(cache_dir, key), exclusive=False, what="another process that clears the cache", timeout_s=60.0)
+        return hold(
+            reader_lock(cache_dir, key),
+            exclusive=False,
+            what="another process that clears the cache",
+            timeout_s=60.0,
+        )
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno not in _READ_ONLY:
-            log.warning("%s: `easypipe cache clear` will not know that it is read: %s", cache_dir, error.problem)
-        else:  # who may not write here may not clear either; whoever owns it should ask before clearing
+            log.warning(
+                "%s: `easypipe cache clear` will not know that it is read: %s",
+                cache_dir,
+                error.problem,
+            )
+        # who may not write here may not clear either; whoever owns it should ask before clearing
+        else:
             log.debug("%s is read-only, its reader leaves no mark", cache_dir)
         return None
 
 
 @contextlib.contextmanager
 def working(cache_dir: Path) -> Generator[None]:
-    """While something is written that no manifest names yet: nobody clears the folder. Warns, and goes on, where there are no locks."""
+    """While something is written that no manifest names yet: nobody clears the folder. Warns, and
+    goes on, where there are no locks.
+    """
     with contextlib.ExitStack() as stack:
         try:
             what = "another process that clears the cache"
-            stack.enter_context(hold(work_lock(cache_dir), exclusive=False, what=what, timeout_s=60.0))
+            stack.enter_context(
+                hold(work_lock(cache_dir), exclusive=False, what=what, timeout_s=60.0)
+            )
         except StorageError as error:
-            log.warning("%s: written without locks, others may clear it at the same time: %s", cache_dir, error)
+            log.warning(
+                "%s: written without locks, others may clear it at the same time: %s",
+                cache_dir,
+                error,
+            )
         yield
 
 
 @contextlib.contextmanager
 def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
-    """While the manifest `key` is prepared: nobody clears the folder, and whoever wants the same waits and then finds it done.
+    """While the manifest `key` is prepared: nobody clears the folder, and whoever wants the same
+    waits and then finds it done.
 
-    Yields whether there was such a wait. Where the file system has no locks this warns, and goes on: two processes that prepare the same
-    do it twice, each range committed whole.
+    Yields whether there was such a wait. Where the file system has no locks this warns, and goes
+    on: two processes that prepare the same do it twice, each range committed whole.
     """
     with working(cache_dir), contextlib.ExitStack() as stack:
         try:
@@ -145,26 +189,42 @@ def preparing(cache_dir: Path, key: str, dataset: str) -> Generator[bool]:
                 alone, waited = hold(path, exclusive=True, what=what), True
             stack.enter_context(alone)
         except StorageError as error:
-            log.warning("dataset %s: prepared without locks, others may prepare or clear it at the same time: %s", dataset, error)
+            log.warning(
+                "dataset %s: prepared without locks, others may prepare or clear it at the same time: %s",
+                dataset,
+                error,
+            )
             waited = False
         yield waited
 
 
 @contextlib.contextmanager
 def saving(folder: Path) -> Generator[None]:
-    """While rows are saved into `folder`, which is made: whoever else wants to waits, and then finds what stands there.
+    """While rows are saved into `folder`, which is made: whoever else wants to waits, and then
+    finds what stands there.
 
-    Raises StorageError where it cannot be made. Warns, and goes on, where the file system has no locks for folders.
+    Raises StorageError where it cannot be made. Warns, and goes on, where the file system has no
+    locks for folders.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(at=str(folder), problem=f"cannot be written: {error}", fix="Check the path and permissions.") from error
+        raise StorageError(
+            at=str(folder),
+            problem=f"cannot be written: {error}",
+            fix="Check the path and permissions.",
+        ) from error
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(hold(folder, exclusive=True, what="another process that saves there"))
+            stack.enter_context(
+                hold(folder, exclusive=True, what="another process that saves there")
+            )
         except StorageError as error:
-            log.warning("%s: written without locks, others may save there at the same time: %s", folder, error)
+            log.warning(
+                "%s: written without locks, others may save there at the same time: %s",
+                folder,
+                error,
+            )
         yield
 
 

@@ -1,4 +1,6 @@
-"""How fast work goes and how long it will take, told from progress events; and the listener that says so where nobody else listens."""
+"""How fast work goes and how long it will take, told from progress events; and the listener that
+says so where nobody else listens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from easypipe.core.protocols import ProgressEvent
 
 log = logging.getLogger("easypipe")
 
-WINDOW_S = 20.0  # the rate is that of so many seconds back: ranges that were found finished do not count for long
+# the rate is that of so many seconds back: ranges that were found finished do not count for long
+WINDOW_S = 20.0
 LINE_S = 0.2
 LOG_S = 10.0
 
@@ -26,7 +29,8 @@ class Pace:
         self._lock = threading.Lock()
 
     def text(self, event: ProgressEvent, now: float | None = None) -> str:
-        """`12,345 rows/s, 101.2 MB/s, 0:35 to go`; "" before a second event. MB are 10^6 bytes of what is read or written, uncompressed.
+        """`12,345 rows/s, 101.2 MB/s, 0:35 to go`; "" before a second event. MB are 10^6 bytes of
+        what is read or written, uncompressed.
 
         now: seconds on any clock that only goes forward; None takes time.monotonic().
         """
@@ -49,7 +53,9 @@ class Pace:
 
 
 class ProgressLine:
-    """A listener that keeps one line on a terminal up to date, and logs one every ten seconds where there is none."""
+    """A listener that keeps one line on a terminal up to date, and logs one every ten seconds where
+    there is none.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """stream: None takes sys.stderr."""
@@ -69,7 +75,9 @@ class ProgressLine:
                 return
             self._said[key] = float("inf") if ended else now
             of = "" if event.total is None else f" of {event.total:,}"
-            line = f"{event.stage} {event.dataset}: {event.done:,}{of} {event.unit}" + (f", {pace}" if pace else "")
+            line = f"{event.stage} {event.dataset}: {event.done:,}{of} {event.unit}" + (
+                f", {pace}" if pace else ""
+            )
             if live:
                 self._stream.write(f"\r\x1b[2K{line}" + ("\n" if ended else ""))
                 self._stream.flush()

@@ -1,7 +1,9 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""The few shapes that everything else is made of. Laws stand in the docstrings; tests/laws.py checks every implementation."""
+"""The few shapes that everything else is made of. Laws stand in the docstrings; tests/laws.py
+checks every implementation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Shard:
     """A part of a source that can be read on its own, usually one file.
 
     num_rows: physical records before any filter; None where they cannot be counted.
-    cuts: ascending row numbers (0 first) at which reading may start cheaply; a reader may start anywhere, at a cost.
+    cuts: ascending row numbers (0 first) at which reading may start cheaply; a reader may start
+    anywhere, at a cost.
     num_bytes: size at rest, 0 where unknown; used to cut work evenly, never for correctness.
     """
 
@@ -38,21 +41,32 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reject:
-    """A row that was read and not passed on. `benign` rows (a blank line, what a filter leaves out) are counted, never charged.
+    """A row that was read and not passed on. `benign` rows (a blank line, what a filter leaves out)
+    are counted, never charged.
 
-    count: how many rows of the range went the same way; above 1 only where they are benign, and `row` is the first of them.
+    count: how many rows of the range went the same way; above 1 only where they are benign, and
+    `row` is the first of them.
     """
 
     row: int
-    reason: str  # a short fixed word, the ledger's key: "null", "empty", "not_a_string", "unparsable", ...
+    # a short fixed word, the ledger's key: "null", "empty", "not_a_string", "unparsable", ...
+    reason: str
     detail: str = ""  # for people: what was wrong with this very row
     benign: bool = False
     count: int = 1
 
 
-def left_out(rows: Sequence[int] | NDArray[np.int64], reason: str, detail: str = "") -> tuple[Reject, ...]:
-    """Benign `rows` of one range, ascending, that went the same way: counted, not kept, since there may be millions."""
-    return (Reject(row=int(rows[0]), reason=reason, detail=detail, benign=True, count=len(rows)),) if len(rows) else ()
+def left_out(
+    rows: Sequence[int] | NDArray[np.int64], reason: str, detail: str = ""
+) -> tuple[Reject, ...]:
+    """Benign `rows` of one range, ascending, that went the same way: counted, not kept, since there
+    may be millions.
+    """
+    return (
+        (Reject(row=int(rows[0]), reason=reason, detail=detail, benign=True, count=len(rows)),)
+        if len(rows)
+        else ()
+    )
 
 
 def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
@@ -71,7 +85,9 @@ def counted(rejects: Iterable[Reject]) -> tuple[Reject, ...]:
 
 
 class Scan(NamedTuple):
-    """Rows read, and rows refused. `batch` carries ROW_NUMBER when it may hold fewer rows than were asked for."""
+    """Rows read, and rows refused. `batch` carries ROW_NUMBER when it may hold fewer rows than were
+    asked for.
+    """
 
     batch: pa.RecordBatch
     rejects: tuple[Reject, ...]
@@ -81,9 +97,10 @@ class Scan(NamedTuple):
 class ShardedSource(Protocol):
     """Rows in independently readable shards.
 
-    Law (stateless reads): for a ≤ b ≤ c, `read(s, a, b)` followed by `read(s, b, c)` holds the same rows as `read(s, a, c)`, on any
-    thread and in any order. Row numbers are physical records: a source that filters returns fewer rows, each with its number in
-    the column `__row_number__`; a source whose schema lacks that column returns exactly `stop - start` rows.
+    Law (stateless reads): for a ≤ b ≤ c, `read(s, a, b)` followed by `read(s, b, c)` holds the same
+    rows as `read(s, a, c)`, on any thread and in any order. Row numbers are physical records: a
+    source that filters returns fewer rows, each with its number in the column `__row_number__`; a
+    source whose schema lacks that column returns exactly `stop - start` rows.
     """
 
     @property
@@ -96,17 +113,22 @@ class ShardedSource(Protocol):
         ...
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop` of one shard. Raises SourceError naming the file, and the row where one is to blame."""
+        """Rows `start` to `stop` of one shard. Raises SourceError naming the file, and the row
+        where one is to blame.
+        """
         ...
 
 
 class ShardedDataSource:
-    """Shards by name, for whoever wants rows one at a time; every source here has it, and your own may take it as a base.
+    """Shards by name, for whoever wants rows one at a time; every source here has it, and your own
+    may take it as a base.
 
-    A source of your own gives `shard_names` and `open_shard`. With `open_shard_at_row` in its place, or beside it, its rows are read from
-    anywhere and none are kept beside the tokens; `shards` in place of `shard_names` says how many rows there are, where that is known.
-    Its rows are the same whenever a shard is opened; `version`, a text or number, says whose rows they are: change it when they change.
-    One that gives `schema`, `shards`, `fingerprint` and `read` is a ShardedSource, and has the rest from here.
+    A source of your own gives `shard_names` and `open_shard`. With `open_shard_at_row` in its
+    place, or beside it, its rows are read from anywhere and none are kept beside the tokens;
+    `shards` in place of `shard_names` says how many rows there are, where that is known. Its rows
+    are the same whenever a shard is opened; `version`, a text or number, says whose rows they are:
+    change it when they change. One that gives `schema`, `shards`, `fingerprint` and `read` is a
+    ShardedSource, and has the rest from here.
     """
 
     @property
@@ -118,22 +140,37 @@ class ShardedDataSource:
         self.__dict__["shard_names"] = tuple(names)
 
     def open_shard(self: Any, shard_name: str) -> Iterator[dict[str, Any]]:
-        """The rows of a shard as dicts, in order. Raises SourceError for a name that no shard has."""
+        """The rows of a shard as dicts, in order. Raises SourceError for a name that no shard
+        has.
+        """
         return self.open_shard_at_row(shard_name, 0)
 
     def open_shard_at_row(self: Any, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
-        """The same from physical row `row` on, without reading those in front of it, unless only `open_shard` is given."""
+        """The same from physical row `row` on, without reading those in front of it, unless only
+        `open_shard` is given.
+        """
         if not hasattr(self, "read"):
             return itertools.islice(self.open_shard(shard_name), row, None)
         names = list(self.shard_names)
         if shard_name not in names:
-            raise SourceError(at=shard_name, problem="no shard has this name", have=names, fix=did_you_mean(shard_name, names))
+            raise SourceError(
+                at=shard_name,
+                problem="no shard has this name",
+                have=names,
+                fix=did_you_mean(shard_name, names),
+            )
         number = names.index(shard_name)
         total = self.shards[number].num_rows
         if total is None:
-            raise SourceError(at=shard_name, problem="its rows are not counted", fix="Read it with streaming=False.")
+            raise SourceError(
+                at=shard_name,
+                problem="its rows are not counted",
+                fix="Read it with streaming=False.",
+            )
         if not 0 <= row <= total:
-            raise SourceError(at=shard_name, problem=f"row {row} was asked for", fix=f"It has rows 0:{total}.")
+            raise SourceError(
+                at=shard_name, problem=f"row {row} was asked for", fix=f"It has rows 0:{total}."
+            )
         return self._rows_of(number, row, total)
 
     def _rows_of(self: Any, number: int, row: int, total: int) -> Iterator[dict[str, Any]]:
@@ -148,28 +185,35 @@ ROWS_AT_A_TIME = 1024
 
 @runtime_checkable
 class ScanningSource(ShardedSource, Protocol):
-    """A source that can say which rows it refused. Law: `scan(...).batch` equals `read(...)` wherever `read` does not raise."""
+    """A source that can say which rows it refused. Law: `scan(...).batch` equals `read(...)`
+    wherever `read` does not raise.
+    """
 
     def scan(self, shard: int, start: int, stop: int) -> Scan: ...
 
 
 def scan(source: ShardedSource, shard: int, start: int, stop: int) -> Scan:
     """`source.scan` where there is one, else `read` with nothing refused."""
-    own: Callable[[int, int, int], Scan] | None = getattr(source, "scan", None)  # isinstance would ask for shards and fingerprint too
+    # isinstance would ask for shards and fingerprint too
+    own: Callable[[int, int, int], Scan] | None = getattr(source, "scan", None)
     return Scan(source.read(shard, start, stop), ()) if own is None else own(shard, start, stop)
 
 
 class Transform(Protocol):
-    """RecordBatch → RecordBatch, row by row. easypipe.transforms.base.ColumnTransform is the base of those that compose with `>>`.
+    """RecordBatch → RecordBatch, row by row. easypipe.transforms.base.ColumnTransform is the base
+    of those that compose with `>>`.
 
-    Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch has it, stays with its row: what
-    drops rows keeps the numbers of the others. Law: every batch has exactly `schema(before)`, which is known without reading rows.
+    Law: `t(a ++ b) == t(a) ++ t(b)` for any two batches of one schema. ROW_NUMBER, where a batch
+    has it, stays with its row: what drops rows keeps the numbers of the others. Law: every batch
+    has exactly `schema(before)`, which is known without reading rows.
 
     Where it has them, two methods and three attributes say more:
-    scan(batch) -> Scan: the batch and the rows on which it failed, by ROW_NUMBER, else by position; `__call__` raises for those.
-    narrow(columns, before) -> (Transform, columns): what gives only `columns`, and what that reads (None: everything).
+    scan(batch) -> Scan: the batch and the rows on which it failed, by ROW_NUMBER, else by position;
+    `__call__` raises for those. narrow(columns, before) -> (Transform, columns): what gives only
+    `columns`, and what that reads (None: everything).
     drops: whether it may give fewer rows than it is given (True where it does not say).
-    fan_out: most rows that come of one (1). Above 1 the i-th row of row r has number `r * fan_out + i`.
+    fan_out: most rows that come of one (1). Above 1 the i-th row of row r has number `r * fan_out +
+    i`.
     cacheable: whether `fingerprint` will be the same in the next process (True).
     """
 
@@ -190,7 +234,8 @@ class Collator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
-    """How far one piece of long work has come. `done` and `total` count `unit`s; total is None where it is unknown.
+    """How far one piece of long work has come. `done` and `total` count `unit`s; total is None
+    where it is unknown.
 
     num_bytes: of what was read or written so far, uncompressed; 0 where nobody counts them.
     """
@@ -213,17 +258,23 @@ def silent(event: ProgressEvent) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineContext:
-    """What every stage may know. Frozen: a stage that needs to remember something returns a source that does."""
+    """What every stage may know. Frozen: a stage that needs to remember something returns a source
+    that does.
+    """
 
     config: Any
     seed: int
-    cache_dir: Path  # of this machine: what is kept of plans and indexes, and tokens unless `cache` says otherwise
+    # of this machine: what is kept of plans and indexes, and tokens unless `cache` says otherwise
+    cache_dir: Path
     progress: ProgressListener = field(default=silent, compare=False)
-    cache: Any = field(default=None, compare=False)  # the CacheFolder that keeps tokens; None: cache_dir
+    # the CacheFolder that keeps tokens; None: cache_dir
+    cache: Any = field(default=None, compare=False)
 
 
 class BaseStage(ABC):
-    """One step of a pipeline. Subclass it, give it a `name` and a `process`, and add it with `Pipeline.add_stage(stage)`."""
+    """One step of a pipeline. Subclass it, give it a `name` and a `process`, and add it with
+    `Pipeline.add_stage(stage)`.
+    """
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
@@ -233,7 +284,9 @@ class BaseStage(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
         """Pure: reads no rows, so that schemas and errors are known before data moves."""
 
 
@@ -241,8 +294,9 @@ class BaseStage(ABC):
 class BatchLoader(Protocol):
     """What a trainer needs of a loader.
 
-    Law (exact resume): after `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
-    Batches are `(dict of arrays)`; `state()` is the state after the batch that was last yielded.
+    Law (exact resume): after `restore(state)` with the state taken after batch n, iteration yields
+    batch n + 1 onward. Batches are `(dict of arrays)`; `state()` is the state after the batch that
+    was last yielded.
     """
 
     batch_size: int

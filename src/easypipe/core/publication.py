@@ -1,4 +1,6 @@
-"""What is to be published, and what became of it: the words between the stage that saves and the client that uploads."""
+"""What is to be published, and what became of it: the words between the stage that saves and the
+client that uploads.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedFile:
-    """name: in the repository. content: small text made for it; None where the bytes are those of the file at `path`."""
+    """name: in the repository. content: small text made for it; None where the bytes are those of
+    the file at `path`.
+    """
 
     name: str
     num_bytes: int
@@ -22,7 +26,8 @@ class Publication:
     """Files that make one state of a repository. The last is what says that all others are there.
 
     card: its README.md, which yields to one that people wrote: their own lacks `mark`.
-    stale: a pattern for names that an earlier publication may have left, which go where this one does not name them.
+    stale: a pattern for names that an earlier publication may have left, which go where this one
+    does not name them.
     """
 
     files: Sequence[PublishedFile]
@@ -38,7 +43,9 @@ class Publication:
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """A publication that stands on the Hub. up_to_date: it stood there already, nothing was uploaded."""
+    """A publication that stands on the Hub. up_to_date: it stood there already, nothing was
+    uploaded.
+    """
 
     repo_id: str
     revision: str

@@ -1,7 +1,8 @@
 # pyright: strict
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
-"""Randomness as arithmetic: seeds folded by name, and permutations that are computed one index at a time.
+"""Randomness as arithmetic: seeds folded by name, and permutations that are computed one index at a
+time.
 
 Nothing here depends on jax.random or NumPy's Generator, whose streams may change between versions.
 """
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 MAX_ROWS = 1 << 48
 ROUNDS = 8
 
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # finalizer constants of SplitMix64 (Steele, Lea, Flood: OOPSLA 2014)
+# finalizer constants of SplitMix64 (Steele, Lea, Flood: OOPSLA 2014)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _STEP = 0x9E3779B97F4A7C15  # its increment, an odd number near 2^64 divided by the golden ratio
 _WORD = (1 << 64) - 1
@@ -26,7 +28,8 @@ _WORD = (1 << 64) - 1
 def fold(seed: int, *names: str | int) -> int:
     """A 64-bit seed for `names` below `seed`. Sibling names never disturb each other.
 
-    BLAKE2b over the seed and length-prefixed names: `fold(1, "ab", "c")` and `fold(1, "a", "bc")` differ, as do 1 and "1".
+    BLAKE2b over the seed and length-prefixed names: `fold(1, "ab", "c")` and `fold(1, "a", "bc")`
+    differ, as do 1 and "1".
     """
     hasher = hashlib.blake2b(digest_size=8)
     for part in (seed, *names):
@@ -48,19 +51,22 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def word_bits(size: int) -> tuple[int, int]:
-    """Bits (left, right) of the two halves of a Feistel word: together the fewest that number `size` words, at least one each.
+    """Bits (left, right) of the two halves of a Feistel word: together the fewest that number
+    `size` words, at least one each.
 
-    The halves may differ by a bit, so that less than half of the words lie outside `range(size)` and a walk takes two steps at most
-    on average.
+    The halves may differ by a bit, so that less than half of the words lie outside `range(size)`
+    and a walk takes two steps at most on average.
     """
     bits = max(2, (size - 1).bit_length())
     return bits - bits // 2, bits // 2
 
 
 def child(key: int, index: int) -> int:
-    """The 64-bit key number `index` (at least 0) below `key`: output `index` of a SplitMix64 generator that starts at `key`.
+    """The 64-bit key number `index` (at least 0) below `key`: output `index` of a SplitMix64
+    generator that starts at `key`.
 
-    Arithmetic only, so that compiled code can make a key of its own for every epoch; between names use `fold`.
+    Arithmetic only, so that compiled code can make a key of its own for every epoch; between names
+    use `fold`.
     """
     word = np.array([(key + (index + 1) * _STEP) & _WORD], dtype=np.uint64)
     return int(mix64(word)[0])
@@ -72,10 +78,12 @@ def round_keys(key: int) -> NDArray[np.uint64]:
 
 
 def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Where each of `indices` (Int64[n], below `size`) goes under the permutation of `range(size)` that `key` names.
+    """Where each of `indices` (Int64[n], below `size`) goes under the permutation of `range(size)`
+    that `key` names.
 
-    A Feistel network over the words of `word_bits(size)`, walked along its cycle until it lands below `size` (Black, Rogaway: Ciphers
-    with Arbitrary Finite Domains, CT-RSA 2002). Raises ValueError where size is 0 or above 2^48, or an index lies outside.
+    A Feistel network over the words of `word_bits(size)`, walked along its cycle until it lands
+    below `size` (Black, Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Raises
+    ValueError where size is 0 or above 2^48, or an index lies outside.
     """
     if not 0 < size <= MAX_ROWS:
         raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")
@@ -93,8 +101,14 @@ def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64
     return result.astype(np.int64)
 
 
-def _feistel(words: NDArray[np.uint64], bits: tuple[int, int], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    shift, left_mask, right_mask = np.uint64(bits[1]), np.uint64((1 << bits[0]) - 1), np.uint64((1 << bits[1]) - 1)
+def _feistel(
+    words: NDArray[np.uint64], bits: tuple[int, int], keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    shift, left_mask, right_mask = (
+        np.uint64(bits[1]),
+        np.uint64((1 << bits[0]) - 1),
+        np.uint64((1 << bits[1]) - 1),
+    )
     left, right = words >> shift, words & right_mask
     for even, odd in zip(keys[::2], keys[1::2], strict=True):
         left = left ^ (mix64(right + even) & left_mask)

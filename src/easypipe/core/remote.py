@@ -3,9 +3,10 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Talking to remote storage: every call goes through `retrying`, and no secret leaves it.
 
-A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked for) is made again after a wait that
-doubles, with jitter, until the policy's attempts or its deadline are used up. What is raised then names the URL, the attempts and the
-last cause, without credentials: those of the URL (user info, signatures) and those of storage_options are hidden.
+A call that fails for a passing reason (429, 5xx, a reset, a timeout, fewer bytes than were asked
+for) is made again after a wait that doubles, with jitter, until the policy's attempts or its
+deadline are used up. What is raised then names the URL, the attempts and the last cause, without
+credentials: those of the URL (user info, signatures) and those of storage_options are hidden.
 """
 
 from __future__ import annotations
@@ -31,30 +32,56 @@ log = logging.getLogger("easypipe")
 SLOWEST_BYTES_PER_S = 1 << 18  # a transfer slower than this counts as hung
 HIDDEN = "***"
 
-_PASSING_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529})
+_PASSING_STATUS = frozenset(
+    {408, 425, 429, 500, 502, 503, 504, 507, 509, 520, 521, 522, 523, 524, 529}
+)
 _PASSING_ERRNO = frozenset(
-    {errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH}
+    {
+        errno.ECONNRESET,
+        errno.ECONNREFUSED,
+        errno.ECONNABORTED,
+        errno.ETIMEDOUT,
+        errno.EPIPE,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+    }
     | {errno.EBUSY}  # what s3fs makes of SlowDown
 )
 _PASSING_NAMES = re.compile(
     r"^(ServerDisconnected|ClientPayload|ClientOS|ClientConnector|ServerTimeout|ConnectionClosed|EndpointConnection|ReadTimeout|ConnectTimeout|"
     r"ResponseStreaming|IncompleteRead|HTTPClient|Connect|Read|Write|Pool|RemoteProtocol|Protocol|ChunkedEncoding|Connection)(Error|Timeout|)$"
 )
-_LIBRARIES = ("aiohttp", "botocore", "aiobotocore", "httpx", "httpx2", "httpcore", "requests", "urllib3", "http", "gcsfs")
+_LIBRARIES = (
+    "aiohttp",
+    "botocore",
+    "aiobotocore",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "requests",
+    "urllib3",
+    "http",
+    "gcsfs",
+)
 _SECRET_QUERY = re.compile(
     r"^(x-amz-.*|x-goog-.*|sig(nature)?|s[eprvt]|skoid|sktid|.*token.*|api[-_]?key|.*access.?key.*|key-pair-id|.*secret.*|password|expires|policy)$",
     re.IGNORECASE,
 )
-_SECRET_OPTION = re.compile(r"token|secret|pass|key|cred|auth|sign|sas|header|cookie|session|conn", re.IGNORECASE)
+_SECRET_OPTION = re.compile(
+    r"token|secret|pass|key|cred|auth|sign|sas|header|cookie|session|conn", re.IGNORECASE
+)
 _RANGE = re.compile(r"bytes (\d+)-", re.IGNORECASE)  # the head of Content-Range
-_NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")  # words that gcsfs takes for a token
+# words that gcsfs takes for a token
+_NO_SECRETS = ("anon", "cloud", "cache", "google_default", "browser")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How long remote storage is given. Waits double from first_wait_s to longest_wait_s, each shortened at random by up to half.
+    """How long remote storage is given. Waits double from first_wait_s to longest_wait_s, each
+    shortened at random by up to half.
 
-    attempt_timeout_s: one attempt, plus the time that its bytes take at 256 KiB/s. deadline_s: all attempts and waits together, likewise.
+    attempt_timeout_s: one attempt, plus the time that its bytes take at 256 KiB/s. deadline_s: all
+    attempts and waits together, likewise.
     """
 
     attempts: int = 8
@@ -89,10 +116,17 @@ class ChangedError(OSError):
     """What is read now is not what was resolved."""
 
 
-def retrying(url: str, call: Callable[[float], T], *, options: Mapping[str, Any] | None = None, num_bytes: int = 0) -> T:
+def retrying(
+    url: str,
+    call: Callable[[float], T],
+    *,
+    options: Mapping[str, Any] | None = None,
+    num_bytes: int = 0,
+) -> T:
     """`call(timeout_s)`, again and again while it fails for passing reasons.
 
-    Raises MissingFileError where nothing is there, StorageError (it names the public URL, the attempts and the last cause) for all else.
+    Raises MissingFileError where nothing is there, StorageError (it names the public URL, the
+    attempts and the last cause) for all else.
     """
     policy, started, attempt = _policy, time.monotonic(), 0
     extra = num_bytes / SLOWEST_BYTES_PER_S
@@ -111,22 +145,36 @@ def retrying(url: str, call: Callable[[float], T], *, options: Mapping[str, Any]
         wait = _wait(policy, attempt, failure)
         if attempt >= policy.attempts or time.monotonic() + wait >= deadline:
             break
-        log.info("%s: %s; attempt %d of %d in %.1f s", public_url(url), tell(failure, url, options), attempt + 1, policy.attempts, wait)
+        log.info(
+            "%s: %s; attempt %d of %d in %.1f s",
+            public_url(url),
+            tell(failure, url, options),
+            attempt + 1,
+            policy.attempts,
+            wait,
+        )
         time.sleep(wait)
-    # Raised here, outside of the except block: the library's own error has the whole URL in it, and a traceback would print it.
+    # Raised here, outside of the except block: the library's own error has the whole URL in it, and
+    # a traceback would print it.
     raise _told(failure, url, options, attempt, time.monotonic() - started)
 
 
 def is_passing(error: BaseException) -> bool:
     """Whether another attempt may succeed."""
     for link in _chain(error):
-        if isinstance(link, ChangedError | ssl.SSLCertVerificationError) or "Certificate" in type(link).__name__ or _offline(link):
+        if (
+            isinstance(link, ChangedError | ssl.SSLCertVerificationError)
+            or "Certificate" in type(link).__name__
+            or _offline(link)
+        ):
             return False
         if isinstance(link, ConnectionError | TimeoutError | ShortReadError):
             return True
         if isinstance(link, OSError) and link.errno in _PASSING_ERRNO:
             return True
-        if type(link).__module__.partition(".")[0] in _LIBRARIES and _PASSING_NAMES.match(type(link).__name__):
+        if type(link).__module__.partition(".")[0] in _LIBRARIES and _PASSING_NAMES.match(
+            type(link).__name__
+        ):
             return True
     return status_of(error) in _PASSING_STATUS
 
@@ -139,11 +187,21 @@ def _offline(error: BaseException) -> bool:
 def status_of(error: BaseException) -> int | None:
     """The HTTP status behind an error, whatever library made it."""
     for link in _chain(error):
-        if type(link).__module__ == "aiohttp.http_exceptions":  # a broken body; the status that it carries is aiohttp's own invention
+        # a broken body; the status that it carries is aiohttp's own invention
+        if type(link).__module__ == "aiohttp.http_exceptions":
             continue
         response = getattr(link, "response", None)
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, Mapping) else None
-        for holder, name in ((link, "status"), (response, "status_code"), (link, "status_code"), (link, "code")):
+        found = (
+            response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if isinstance(response, Mapping)
+            else None
+        )
+        for holder, name in (
+            (link, "status"),
+            (response, "status_code"),
+            (link, "status_code"),
+            (link, "code"),
+        ):
             found = getattr(holder, name, None) if found is None else found
         if isinstance(found, str) and found.isdigit():
             found = int(found)
@@ -153,7 +211,9 @@ def status_of(error: BaseException) -> int | None:
 
 
 def public_url(url: str) -> str:
-    """`url` without credentials: no user info, and no query parameter that signs or authorises. What remains names the same file."""
+    """`url` without credentials: no user info, and no query parameter that signs or authorises.
+    What remains names the same file.
+    """
     if "://" not in url:
         return url
     try:
@@ -163,7 +223,11 @@ def public_url(url: str) -> str:
     host = parts.netloc.rpartition("@")[2]
     query = parts.query
     if query:
-        kept = [(key, value) for key, value in parse_qsl(query, keep_blank_values=True) if not _SECRET_QUERY.match(key)]
+        kept = [
+            (key, value)
+            for key, value in parse_qsl(query, keep_blank_values=True)
+            if not _SECRET_QUERY.match(key)
+        ]
         query = query if len(kept) == query.count("&") + 1 else urlencode(kept)
     if host == parts.netloc and query == parts.query:
         return url
@@ -185,7 +249,9 @@ def tell(error: BaseException, url: str, options: Mapping[str, Any] | None) -> s
 
 
 def remote_call(fs: Any, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-    """`fs.name(*args)` under a time limit where the filesystem is asynchronous inside, else as it is."""
+    """`fs.name(*args)` under a time limit where the filesystem is asynchronous inside, else as it
+    is.
+    """
     method = getattr(fs, f"_{name}", None) if isinstance(fs, AsyncFileSystem) else None
     if method is None:
         return getattr(fs, name)(*args, **kwargs)
@@ -206,7 +272,9 @@ class HttpFacts:
 
 
 def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
-    """Size, identity (ETag, else Last-Modified) and whether ranges are served. HEAD is not used: signed URLs often allow GET alone."""
+    """Size, identity (ETag, else Last-Modified) and whether ranges are served. HEAD is not used:
+    signed URLs often allow GET alone.
+    """
     answer: Any = sync(fs.loop, _http_facts, fs, url, timeout=timeout_s)
     return answer
 
@@ -214,8 +282,8 @@ def http_facts(fs: Any, url: str, timeout_s: float) -> HttpFacts:
 def http_range(fs: Any, url: str, start: int, stop: int, identity: str, timeout_s: float) -> bytes:
     """Bytes `start` to `stop`.
 
-    Raises ChangedError where the server's ETag is another, WrongRangeError where it sends another part than was asked for, ShortReadError
-    where bytes are missing.
+    Raises ChangedError where the server's ETag is another, WrongRangeError where it sends another
+    part than was asked for, ShortReadError where bytes are missing.
     """
     answer: Any = sync(fs.loop, _http_range, fs, url, start, stop, identity, timeout=timeout_s)
     return answer
@@ -230,7 +298,9 @@ async def _http_facts(fs: Any, url: str) -> HttpFacts:
         answer.raise_for_status()
         if answer.status == 206:
             total = _total(answer.headers.get("Content-Range", ""))
-        elif answer.headers.get("Content-Length", "").isdigit() and answer.headers.get("Content-Encoding", "identity") in ("", "identity"):
+        elif answer.headers.get("Content-Length", "").isdigit() and answer.headers.get(
+            "Content-Encoding", "identity"
+        ) in ("", "identity"):
             total = int(answer.headers["Content-Length"])
         identity = _http_identity(answer.headers)
         if answer.status != 206:
@@ -244,7 +314,12 @@ async def _http_range(fs: Any, url: str, start: int, stop: int, identity: str) -
             raise ChangedError("the server says that the file is shorter now")
         answer.raise_for_status()
         now = _http_identity(answer.headers)
-        if now and identity.startswith(("etag:", "modified:")) and now != identity and now.partition(":")[0] == identity.partition(":")[0]:
+        if (
+            now
+            and identity.startswith(("etag:", "modified:"))
+            and now != identity
+            and now.partition(":")[0] == identity.partition(":")[0]
+        ):
             raise ChangedError("the server says that the file is another now")
         if answer.status == 206:
             sent = answer.headers.get("Content-Range", "")
@@ -252,7 +327,9 @@ async def _http_range(fs: Any, url: str, start: int, stop: int, identity: str) -
             if first is None or int(first[1]) != start:
                 answer.close()
                 told = f"{sent!r}" if sent else "an unnamed part"
-                raise WrongRangeError(f"the server sent {told} where bytes {start} to {stop - 1} were asked for")
+                raise WrongRangeError(
+                    f"the server sent {told} where bytes {start} to {stop - 1} were asked for"
+                )
             data: bytes = await answer.read()
         else:  # the server sends the whole file whatever is asked for: take the part, and hang up
             pieces: list[bytes] = []
@@ -292,31 +369,60 @@ def _http_identity(headers: Mapping[str, str]) -> str:
 
 
 def _wait(policy: RetryPolicy, attempt: int, error: BaseException) -> float:
-    wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+    wait = min(policy.longest_wait_s, policy.first_wait_s * 2 ** (attempt - 1)) * random.uniform(
+        0.5, 1.0
+    )
     for link in _chain(error):
-        headers = getattr(link, "headers", None) or getattr(getattr(link, "response", None), "headers", None)
+        headers = getattr(link, "headers", None) or getattr(
+            getattr(link, "response", None), "headers", None
+        )
         asked = headers.get("Retry-After", "") if isinstance(headers, Mapping) else ""
-        if str(asked).isdigit():  # the other form of Retry-After is a date; the doubling wait serves for it
+        # the other form of Retry-After is a date; the doubling wait serves for it
+        if str(asked).isdigit():
             return max(wait, float(asked))
     return wait
 
 
-def _told(error: BaseException, url: str, options: Mapping[str, Any] | None, attempts: int, seconds: float) -> EasypipeError:
+def _told(
+    error: BaseException, url: str, options: Mapping[str, Any] | None, attempts: int, seconds: float
+) -> EasypipeError:
     at, text, status = public_url(url), tell(error, url, options), status_of(error)
     if status == 404 or (isinstance(error, FileNotFoundError) and status is None):
         return MissingFileError(at=at, problem="no such file or folder", fix="Check the URL.")
-    if status in (401, 403) or isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        return StorageError(at=at, problem=f"access denied: {text}", fix="Give credentials by storage_options or the environment.")
+    if (
+        status in (401, 403)
+        or isinstance(error, PermissionError)
+        or "Credentials" in type(error).__name__
+    ):
+        return StorageError(
+            at=at,
+            problem=f"access denied: {text}",
+            fix="Give credentials by storage_options or the environment.",
+        )
     if any(map(_offline, _chain(error))):
-        return StorageError(at=at, problem="HF_HUB_OFFLINE forbids to ask the Hub", fix="Unset it, or read files that are on this machine.")
+        return StorageError(
+            at=at,
+            problem="HF_HUB_OFFLINE forbids to ask the Hub",
+            fix="Unset it, or read files that are on this machine.",
+        )
     if isinstance(error, ChangedError):
-        return StorageError(at=at, problem=f"changed after the source was made: {error}", fix="Make the source again.")
+        return StorageError(
+            at=at,
+            problem=f"changed after the source was made: {error}",
+            fix="Make the source again.",
+        )
     if isinstance(error, WrongRangeError):
-        return StorageError(at=at, problem=str(error), fix="Its ranges cannot be trusted: download the file, or ask another server.")
+        return StorageError(
+            at=at,
+            problem=str(error),
+            fix="Its ranges cannot be trusted: download the file, or ask another server.",
+        )
     if is_passing(error):
         tries = f"{attempts} attempt{'s' if attempts > 1 else ''}"
         problem = f"gave up after {tries} in {seconds:.1f} s; the last one: {text}"
-        return StorageError(at=at, problem=problem, fix="Check the network and the server, then run again.")
+        return StorageError(
+            at=at, problem=problem, fix="Check the network and the server, then run again."
+        )
     return StorageError(at=at, problem=text, fix=None)
 
 
@@ -348,7 +454,9 @@ def _secrets_of_url(url: str) -> Iterator[str]:
     except ValueError:
         return
     if "@" in parts.netloc:
-        yield from (part for part in re.split(r"[:@]", parts.netloc.rpartition("@")[0]) if len(part) >= 3)
+        yield from (
+            part for part in re.split(r"[:@]", parts.netloc.rpartition("@")[0]) if len(part) >= 3
+        )
     for key, value in parse_qsl(parts.query):
         if _SECRET_QUERY.match(key) and len(value) >= 4:
             yield value

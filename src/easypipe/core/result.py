@@ -1,8 +1,8 @@
 # pyright: strict
 """A value or an error, for callers who would rather look than catch: `Ok(value)` or `Err(error)`.
 
-`Err` holds what would have been raised otherwise: the same check seen from another side. Bugs stay exceptions: `attempt` turns
-EasypipeError into Err, and nothing else.
+`Err` holds what would have been raised otherwise: the same check seen from another side. Bugs stay
+exceptions: `attempt` turns EasypipeError into Err, and nothing else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Err(Generic[E]):
         return True
 
     def unwrap(self) -> NoReturn:
-        """Raises the error; UnwrapError, which holds it, where it is no exception that can be raised."""
+        """Raises the error; UnwrapError, which holds it, where it is no exception that can be
+        raised.
+        """
         if isinstance(self.error, BaseException):
             raise self.error
         raise UnwrapError(self.error)
@@ -94,8 +96,12 @@ class Err(Generic[E]):
 Result: TypeAlias = Ok[T] | Err[E]
 
 
-def attempt(function: Callable[P, U], *args: P.args, **kwargs: P.kwargs) -> Result[U, EasypipeError]:
-    """Ok of what the function returns, Err of an EasypipeError that it raises. Any other exception is a bug, and passes through."""
+def attempt(
+    function: Callable[P, U], *args: P.args, **kwargs: P.kwargs
+) -> Result[U, EasypipeError]:
+    """Ok of what the function returns, Err of an EasypipeError that it raises. Any other exception
+    is a bug, and passes through.
+    """
     try:
         return Ok(function(*args, **kwargs))
     except EasypipeError as error:

@@ -3,7 +3,8 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """Column names and dtypes, in one place.
 
-At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`; `labels` exist only in batches.
+At rest (token cache, saved rows) a row has `input_ids`, `loss_mask`, `segment_ids`, `position_ids`;
+`labels` exist only in batches.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from easypipe.core.errors import ConfigError, SourceError
 
 INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"  # 1: this token is a target; absent: every token is
-SEGMENT_BREAK = 2  # in the loss_mask of a token cache: no target, and the first token of the second half of a pair
+# in the loss_mask of a token cache: no target, and the first token of the second half of a pair
+SEGMENT_BREAK = 2
 SEGMENT_IDS = "segment_ids"  # 0 is padding, segments of a row count from 1
 POSITION_IDS = "position_ids"  # restart at 0 with each segment
-LOOK_AHEAD = "look_ahead"  # rows of strategy "stream" only, one number a row: the label of the last slot, which lies in another row
+# rows of strategy "stream" only, one number a row: the label of the last slot, which lies in
+# another row
+LOOK_AHEAD = "look_ahead"
 LABELS = "labels"  # batches only: the next token of the same segment, or IGNORE
 ATTENTION_MASK = "attention_mask"
-DECODER_INPUT_IDS = "decoder_input_ids"  # sequence-to-sequence batches: what the decoder sees where it is to say `labels`
+# sequence-to-sequence batches: what the decoder sees where it is to say `labels`
+DECODER_INPUT_IDS = "decoder_input_ids"
 DECODER_ATTENTION_MASK = "decoder_attention_mask"
 PIXEL_VALUES = "pixel_values"
-HAS_EOS = "has_eos"  # token cache only: packing puts no EOS behind it: it ends with one, its text goes on in the next one, or it is a pair
+# token cache only: packing puts no EOS behind it: it ends with one, its text goes on in the next
+# one, or it is a pair
+HAS_EOS = "has_eos"
 
 SOURCE = "__source__"  # which dataset a row came from
 ROW_NUMBER = "__row_number__"  # physical record number within its shard
@@ -43,11 +50,21 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def token_list(vocab_size: int) -> pa.DataType:
-    """Arrow type of a document's tokens: lists with int64 offsets, so that one shard may pass 2^31 tokens."""
+    """Arrow type of a document's tokens: lists with int64 offsets, so that one shard may pass 2^31
+    tokens.
+    """
     return pa.large_list(pa.from_numpy_dtype(token_dtype(vocab_size)))
 
 
-_TOKEN_COLUMNS = (INPUT_IDS, LABELS, ATTENTION_MASK, SEGMENT_IDS, POSITION_IDS, DECODER_INPUT_IDS, DECODER_ATTENTION_MASK)
+_TOKEN_COLUMNS = (
+    INPUT_IDS,
+    LABELS,
+    ATTENTION_MASK,
+    SEGMENT_IDS,
+    POSITION_IDS,
+    DECODER_INPUT_IDS,
+    DECODER_ATTENTION_MASK,
+)
 
 
 def _dtypes() -> dict[str, str]:
@@ -56,9 +73,11 @@ def _dtypes() -> dict[str, str]:
 
 @config
 class OutputSchema:
-    """The dtype of every column of a batch, by NumPy's names; columns that are not named keep their own.
+    """The dtype of every column of a batch, by NumPy's names; columns that are not named keep their
+    own.
 
-    dtypes: {column: dtype}, laid over the usual ones: int32 for tokens, labels and masks, float32 for pixel_values.
+    dtypes: {column: dtype}, laid over the usual ones: int32 for tokens, labels and masks, float32
+    for pixel_values.
     """
 
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -70,13 +89,20 @@ class OutputSchema:
             except TypeError:
                 numeric = False
             if not numeric:
-                raise ConfigError(at=f"dtypes.{name}", problem=f"{kind!r} is no dtype of numbers", fix="Write 'int32', 'float32', ...")
+                raise ConfigError(
+                    at=f"dtypes.{name}",
+                    problem=f"{kind!r} is no dtype of numbers",
+                    fix="Write 'int32', 'float32', ...",
+                )
 
     def cast(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch in these dtypes. Raises SourceError for a whole number that does not fit."""
         wanted = _dtypes() | self.dtypes
         return {
-            name: _cast(name, np.asarray(values), np.dtype(wanted[name])) if name in wanted else values for name, values in batch.items()
+            name: _cast(name, np.asarray(values), np.dtype(wanted[name]))
+            if name in wanted
+            else values
+            for name, values in batch.items()
         }
 
 
@@ -87,17 +113,22 @@ def _cast(name: str, values: np.ndarray[Any, Any], kind: np.dtype[Any]) -> np.nd
     if kind.kind in "iu" and not np.array_equal(cast, values):
         wrong = values[cast != values].flat[0]
         raise SourceError(
-            at=f"column {name!r}", problem=f"{wrong} does not fit {kind}", fix="Name a wider dtype in OutputSchema(dtypes=...)."
+            at=f"column {name!r}",
+            problem=f"{wrong} does not fit {kind}",
+            fix="Name a wider dtype in OutputSchema(dtypes=...).",
         )
     return cast
 
 
 @config
 class TaskSpec:
-    """What is learned from what: how a collator is chosen (`CollatorRegistry.get_collator(task_spec=...)`), and its options.
+    """What is learned from what: how a collator is chosen
+    (`CollatorRegistry.get_collator(task_spec=...)`), and its options.
 
-    name: of the task, for messages. modality: of the rows, "text", "vision", "multimodal" or one that a collator was registered for.
-    task_type: what is predicted: "causal_lm", "masked_lm", "seq2seq", "classification" or any other word; it chooses among collators of one
+    name: of the task, for messages. modality: of the rows, "text", "vision", "multimodal" or one
+    that a collator was registered for.
+    task_type: what is predicted: "causal_lm", "masked_lm", "seq2seq", "classification" or any other
+    word; it chooses among collators of one
         modality. options: of the collator, where the caller gives none.
     """
 

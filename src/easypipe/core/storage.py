@@ -3,10 +3,11 @@
 # pyright: reportUnknownParameterType=false, reportMissingTypeStubs=false
 """The one door to bytes at rest: where files are read from, and how they are committed.
 
-Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this process is killed. Locally: a temporary
-name, fsync, rename, fsync of the folder. On object stores: one PUT of the finished file, checked by the store's own checksum of what came
-(S3, GCS) or its size; `create_bytes` makes it conditional on there being none. Every call to a store is tried again where it fails for
-a passing reason (core/remote.py).
+Law (commit or nothing): whoever looks at `path` sees the old bytes or the new ones, whenever this
+process is killed. Locally: a temporary name, fsync, rename, fsync of the folder. On object stores:
+one PUT of the finished file, checked by the store's own checksum of what came (S3, GCS) or its
+size; `create_bytes` makes it conditional on there being none. Every call to a store is tried again
+where it fails for a passing reason (core/remote.py).
 
 `set_fault_hook` lets tests stop the process at every step.
 """
@@ -31,18 +32,31 @@ import xxhash
 from fsspec.core import url_to_fs
 
 from easypipe.core.errors import EasypipeError, MissingFileError, StorageError
-from easypipe.core.remote import ShortReadError, http_facts, http_range, is_http, public_url, remote_call, retrying, tell
+from easypipe.core.remote import (
+    ShortReadError,
+    http_facts,
+    http_range,
+    is_http,
+    public_url,
+    remote_call,
+    retrying,
+    tell,
+)
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 22
-HASHED_BYTES = 1 << 18  # of a file at a time, into the same memory: what fits a core's own cache is hashed three times as fast
+# of a file at a time, into the same memory: what fits a core's own cache is hashed three times as
+# fast
+HASHED_BYTES = 1 << 18
 TEMPORARY = ".tmp-"
 
 _fault: Callable[[str, str], None] | None = None
 
 
 def set_fault_hook(hook: Callable[[str, str], None] | None) -> None:
-    """`hook(step, path)` is called before each step of a commit ("write", "sync", "rename", "committed"); tests raise or exit there."""
+    """`hook(step, path)` is called before each step of a commit ("write", "sync", "rename",
+    "committed"); tests raise or exit there.
+    """
     global _fault
     _fault = hook
 
@@ -64,16 +78,25 @@ def is_remote(path: str | Path) -> bool:
     return "://" in str(path) and not str(path).startswith("file://")
 
 
-def filesystem(path: str | Path, storage_options: dict[str, Any] | None = None) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The fsspec filesystem of `path`, and the path as that filesystem spells it. Raises StorageError where the protocol is unknown."""
+def filesystem(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The fsspec filesystem of `path`, and the path as that filesystem spells it. Raises
+    StorageError where the protocol is unknown.
+    """
     try:
         return url_to_fs(str(path), **(storage_options or {}))
     except (ValueError, ImportError) as error:
         at, protocol = public_url(str(path)), str(path).partition("://")[0]
         extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}.get(protocol)
-        fix = f"pip install 'easypipe[{extra}]'." if extra else f"Install the fsspec package for {protocol}."
+        fix = (
+            f"pip install 'easypipe[{extra}]'."
+            if extra
+            else f"Install the fsspec package for {protocol}."
+        )
         problem = f"cannot open {protocol}:// paths: {tell(error, str(path), storage_options)}"
-    raise StorageError(at=at, problem=problem, fix=fix)  # not from the library's error, which may show credentials
+    # not from the library's error, which may show credentials
+    raise StorageError(at=at, problem=problem, fix=fix)
 
 
 def exists(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
@@ -83,7 +106,11 @@ def exists(path: str | Path, storage_options: dict[str, Any] | None = None) -> b
         if is_http(str(path)):
             _remote(path, storage_options, http_facts)
         else:
-            _remote(path, storage_options, lambda fs, name, timeout_s: remote_call(fs, "info", timeout_s, name))
+            _remote(
+                path,
+                storage_options,
+                lambda fs, name, timeout_s: remote_call(fs, "info", timeout_s, name),
+            )
     except MissingFileError:
         return False
     return True
@@ -93,7 +120,13 @@ def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) 
     try:
         if not is_remote(path):
             return Path(_local(path)).read_bytes()
-        return bytes(_remote(path, storage_options, lambda fs, name, timeout_s: remote_call(fs, "cat_file", timeout_s, name)))
+        return bytes(
+            _remote(
+                path,
+                storage_options,
+                lambda fs, name, timeout_s: remote_call(fs, "cat_file", timeout_s, name),
+            )
+        )
     except EasypipeError:
         raise
     except FileNotFoundError as error:
@@ -102,8 +135,12 @@ def read_bytes(path: str | Path, storage_options: dict[str, Any] | None = None) 
         raise StorageError(at=str(path), problem=f"cannot be read: {error}") from error
 
 
-def read_range(path: str | Path, start: int, stop: int, storage_options: dict[str, Any] | None = None) -> bytes:
-    """Bytes `start` to `stop` of a remote file, all of them. Raises StorageError where it is shorter."""
+def read_range(
+    path: str | Path, start: int, stop: int, storage_options: dict[str, Any] | None = None
+) -> bytes:
+    """Bytes `start` to `stop` of a remote file, all of them. Raises StorageError where it is
+    shorter.
+    """
 
     def call(fs: Any, name: str, timeout_s: float) -> bytes:
         if is_http(str(path)):
@@ -116,7 +153,10 @@ def read_range(path: str | Path, start: int, stop: int, storage_options: dict[st
         if len(data) != stop - start:
             size = int(_fresh_info(fs, name, timeout_s).get("size") or 0)
             if size < stop:
-                raise StorageError(at=public_url(str(path)), problem=f"has {size} bytes, {start} to {stop} were asked for")
+                raise StorageError(
+                    at=public_url(str(path)),
+                    problem=f"has {size} bytes, {start} to {stop} were asked for",
+                )
             raise ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
@@ -124,7 +164,9 @@ def read_range(path: str | Path, start: int, stop: int, storage_options: dict[st
 
 
 def chunks(path: str | Path, storage_options: dict[str, Any] | None = None) -> Iterator[bytes]:
-    """A file's bytes in order, CHUNK_BYTES at a time. Raises FileNotFoundError where it is not there, OSError where it cannot be read."""
+    """A file's bytes in order, CHUNK_BYTES at a time. Raises FileNotFoundError where it is not
+    there, OSError where it cannot be read.
+    """
     if not is_remote(path):
         with open(_local(path), "rb") as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -152,7 +194,9 @@ def size_of(path: str | Path, storage_options: dict[str, Any] | None = None) -> 
 
 
 def names_in(folder: str | Path, storage_options: dict[str, Any] | None = None) -> list[str]:
-    """Names of what lies directly in a folder, sorted, temporaries left out; [] where there is no folder."""
+    """Names of what lies directly in a folder, sorted, temporaries left out; [] where there is no
+    folder.
+    """
 
     def call(fs: Any, name: str, timeout_s: float) -> list[str]:
         fs.invalidate_cache()  # stores remember listings; another process may have written since
@@ -190,8 +234,15 @@ def _fresh_info(fs: Any, name: str, timeout_s: float) -> Any:
     return remote_call(fs, "info", timeout_s, name)
 
 
-def _remote(path: str | Path, storage_options: dict[str, Any] | None, call: Callable[[Any, str, float], T], num_bytes: int = 0) -> T:
-    """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason. num_bytes: that go to and fro."""
+def _remote(
+    path: str | Path,
+    storage_options: dict[str, Any] | None,
+    call: Callable[[Any, str, float], T],
+    num_bytes: int = 0,
+) -> T:
+    """`call(filesystem, name, timeout in s)`, tried again where it fails for a passing reason.
+    num_bytes: that go to and fro.
+    """
 
     def attempt(timeout_s: float) -> T:
         fs, name = filesystem(path, storage_options)
@@ -206,31 +257,46 @@ def read_json(path: str | Path, storage_options: dict[str, Any] | None = None) -
     try:
         return json.loads(data)
     except ValueError as error:
-        raise StorageError(at=str(path), problem=f"not JSON: {error}", fix="Delete the file and run again.") from error
+        raise StorageError(
+            at=str(path), problem=f"not JSON: {error}", fix="Delete the file and run again."
+        ) from error
 
 
-def commit_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None) -> Stamp:
+def commit_bytes(
+    path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None
+) -> Stamp:
     with commit_file(path, storage_options) as (temporary, stamp):
         temporary.write_bytes(data)
     return stamp()
 
 
-def create_bytes(path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None) -> bool:
-    """Commits `data` at a URL only where there is no file yet; False where there is one that holds other bytes.
+def create_bytes(
+    path: str | Path, data: bytes, storage_options: dict[str, Any] | None = None
+) -> bool:
+    """Commits `data` at a URL only where there is no file yet; False where there is one that holds
+    other bytes.
 
-    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one step, so of several writers one wins. Other stores of fsspec are asked
-    first and then written.
+    On S3 (If-None-Match) and GCS (ifGenerationMatch=0) this is one step, so of several writers one
+    wins. Other stores of fsspec are asked first and then written.
     """
     _step("rename", str(path))
     try:
-        _upload(path, storage_options, len(data), lambda fs, name, timeout_s: _create(fs, name, data, timeout_s))
+        _upload(
+            path,
+            storage_options,
+            len(data),
+            lambda fs, name, timeout_s: _create(fs, name, data, timeout_s),
+        )
     except FileExistsError:
-        return read_bytes(path, storage_options) == data  # an attempt whose answer was lost has made it
+        # an attempt whose answer was lost has made it
+        return read_bytes(path, storage_options) == data
     _step("committed", str(path))
     return True
 
 
-def commit_json(path: str | Path, value: Any, storage_options: dict[str, Any] | None = None) -> Stamp:
+def commit_json(
+    path: str | Path, value: Any, storage_options: dict[str, Any] | None = None
+) -> Stamp:
     return commit_bytes(path, json_bytes(value), storage_options)
 
 
@@ -239,10 +305,14 @@ def json_bytes(value: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None) -> Generator[tuple[Path, Callable[[], Stamp]]]:
-    """`with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits it, an exception discards it.
+def commit_file(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> Generator[tuple[Path, Callable[[], Stamp]]]:
+    """`with commit_file(path) as (temporary, stamp):` write `temporary`; leaving the block commits
+    it, an exception discards it.
 
-    `stamp()` tells size and checksum once the block is left. Raises StorageError where the bytes cannot be written.
+    `stamp()` tells size and checksum once the block is left. Raises StorageError where the bytes
+    cannot be written.
     """
     done: list[Stamp] = []
     remote = is_remote(path)
@@ -253,7 +323,10 @@ def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None)
             temporary = folder / "commit"
         else:
             Path(target).parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(target).parent / f"{TEMPORARY}{_owner()}-{secrets.token_hex(4)}-{Path(target).name}"
+            temporary = (
+                Path(target).parent
+                / f"{TEMPORARY}{_owner()}-{secrets.token_hex(4)}-{Path(target).name}"
+            )
             folder = None
     except OSError as error:
         raise StorageError(at=target, problem=f"cannot be written: {error}") from error
@@ -273,7 +346,9 @@ def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            raise StorageError(at=target, problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
+            raise StorageError(
+                at=target, problem=f"cannot be written: {error}", fix="Check space and permissions."
+            ) from error
         done.append(stamp)
         _step("committed", target)
     finally:
@@ -284,8 +359,8 @@ def commit_file(path: str | Path, storage_options: dict[str, Any] | None = None)
 
 
 def commit_folder(temporary: Path, target: Path) -> None:
-    """Gives the local folder `temporary` the name `target`, once every file and folder in it is on the disk. `target` is not there, or
-    is an empty folder."""
+    """Gives the local folder `temporary` the name `target`, once every file and folder in it is on
+    the disk. `target` is not there, or is an empty folder."""
     _step("sync", str(target))
     for folder, _, files in os.walk(temporary):
         for file in files:
@@ -302,7 +377,10 @@ def _put(file: Path, target: str, storage_options: dict[str, Any] | None) -> Non
 
     def call(fs: Any, name: str, timeout_s: float) -> None:
         remote_call(fs, "put_file", timeout_s, str(file), name, **_checked(fs))
-        if not _checks(fs) and int(remote_call(fs, "info", timeout_s, name).get("size") or 0) != size:
+        if (
+            not _checks(fs)
+            and int(remote_call(fs, "info", timeout_s, name).get("size") or 0) != size
+        ):
             raise ShortReadError(f"not all of {size} bytes arrived")
 
     _upload(target, storage_options, size, call)
@@ -314,7 +392,9 @@ def _create(fs: Any, name: str, data: bytes, timeout_s: float) -> None:
 
 
 def _checks(fs: Any) -> bool:
-    """Whether its client compares checksums with the store: botocore sends one, gcsfs is asked to."""
+    """Whether its client compares checksums with the store: botocore sends one, gcsfs is asked
+    to.
+    """
     return bool({"gs", "s3"} & set([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol))
 
 
@@ -322,7 +402,12 @@ def _checked(fs: Any) -> dict[str, Any]:
     return {"consistency": "md5"} if "gs" in fs.protocol else {}
 
 
-def _upload(path: str | Path, storage_options: dict[str, Any] | None, num_bytes: int, call: Callable[[Any, str, float], None]) -> None:
+def _upload(
+    path: str | Path,
+    storage_options: dict[str, Any] | None,
+    num_bytes: int,
+    call: Callable[[Any, str, float], None],
+) -> None:
     """Raises FileExistsError as `call` does, StorageError for all else that does not pass."""
 
     def attempt(fs: Any, name: str, timeout_s: float) -> bool:
@@ -336,7 +421,9 @@ def _upload(path: str | Path, storage_options: dict[str, Any] | None, num_bytes:
         done = _remote(path, storage_options, attempt, num_bytes)
     except (StorageError, MissingFileError) as error:  # a bucket may be missing
         fix = error.fix or "Check the address, storage_options and permissions."
-        raise StorageError(at=error.at, problem=f"cannot be written: {error.problem}", fix=fix) from None
+        raise StorageError(
+            at=error.at, problem=f"cannot be written: {error.problem}", fix=fix
+        ) from None
     if not done:
         raise FileExistsError(public_url(str(path)))
 
@@ -353,7 +440,9 @@ def checksum(path: str | Path) -> Stamp:
 
 
 def sweep(folder: str | Path) -> int:
-    """Removes temporaries that processes of this host left when they were killed. Returns how many."""
+    """Removes temporaries that processes of this host left when they were killed. Returns how
+    many.
+    """
     host, swept = _host(), 0
     for leftover in Path(folder).rglob(f"{TEMPORARY}*"):
         owner, _, pid = leftover.name.removeprefix(TEMPORARY).split("-", 2)[0].rpartition("_")

@@ -14,17 +14,31 @@ from easypipe.core.remote import remote_call, retrying
 
 
 class Found(NamedTuple):
-    """A file: its bytes, and when it was written (seconds of Unix time; now where a store does not tell)."""
+    """A file: its bytes, and when it was written (seconds of Unix time; now where a store does not
+    tell).
+    """
 
     num_bytes: int
     modified: float
 
 
-def files_below(folder: str | Path, storage_options: dict[str, Any] | None = None) -> dict[str, Found]:
-    """Every file in a folder and its folders, by its name below it, sorted; {} where there is no folder."""
+def files_below(
+    folder: str | Path, storage_options: dict[str, Any] | None = None
+) -> dict[str, Found]:
+    """Every file in a folder and its folders, by its name below it, sorted; {} where there is no
+    folder.
+    """
     if not storage.is_remote(folder):
         local = Path(str(folder).removeprefix("file://")).expanduser()
-        stats = {path.relative_to(local).as_posix(): path.stat() for path in local.rglob("*") if path.is_file()} if local.is_dir() else {}
+        stats = (
+            {
+                path.relative_to(local).as_posix(): path.stat()
+                for path in local.rglob("*")
+                if path.is_file()
+            }
+            if local.is_dir()
+            else {}
+        )
         return {name: Found(stats[name].st_size, stats[name].st_mtime) for name in sorted(stats)}
 
     def attempt(timeout_s: float) -> dict[str, Found]:
@@ -32,7 +46,10 @@ def files_below(folder: str | Path, storage_options: dict[str, Any] | None = Non
         fs.invalidate_cache()  # stores remember listings; another process may have written since
         found: dict[str, Any] = remote_call(fs, "find", timeout_s, name, detail=True)
         root = name.strip("/") + "/"
-        return {path.strip("/").removeprefix(root): Found(int(info.get("size") or 0), _written(info)) for path, info in found.items()}
+        return {
+            path.strip("/").removeprefix(root): Found(int(info.get("size") or 0), _written(info))
+            for path, info in found.items()
+        }
 
     try:
         return dict(sorted(retrying(str(folder), attempt, options=storage_options).items()))
@@ -41,6 +58,9 @@ def files_below(folder: str | Path, storage_options: dict[str, Any] | None = Non
 
 
 def _written(info: Mapping[str, Any]) -> float:
-    when = next((info[key] for key in ("LastModified", "updated", "mtime", "created") if info.get(key)), None)
+    when = next(
+        (info[key] for key in ("LastModified", "updated", "mtime", "created") if info.get(key)),
+        None,
+    )
     when = datetime.fromisoformat(when) if isinstance(when, str) else when
     return when.timestamp() if isinstance(when, datetime) else float(when or time.time())

@@ -1,7 +1,9 @@
-"""Ranges of rows tokenized by the workers of a Ray cluster, into the cache folder that all of its machines see.
+"""Ranges of rows tokenized by the workers of a Ray cluster, into the cache folder that all of its
+machines see.
 
-A task is some ranges of one dataset. What it commits is what this machine would have committed: the token cache is finished here, from the
-records that the workers left, so its bytes do not tell who made it. A task whose worker dies runs again, and finds what was committed.
+A task is some ranges of one dataset. What it commits is what this machine would have committed: the
+token cache is finished here, from the records that the workers left, so its bytes do not tell who
+made it. A task whose worker dies runs again, and finds what was committed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from easypipe.core.errors import CacheError, ConfigError
 from easypipe.core.protocols import ProgressEvent, ProgressListener, silent
 
 RANGES_PER_TASK = 64  # at most: a task costs some milliseconds, and so does losing one
-TASKS_PER_CPU = 8  # at least, while there are ranges, so that all workers end at about the same time
+# at least, while there are ranges, so that all workers end at about the same time
+TASKS_PER_CPU = 8
 RETRIES = 3  # of a task whose worker or machine died; an error in the data is raised at once
 
 
@@ -42,9 +45,10 @@ def prepare_on_ray(
 ) -> None:
     """Has every pending range of `sources` committed by tasks of cpus_per_task CPUs each.
 
-    rebuild: makes the same sources in a worker; it travels there, they do not. The cluster is the one that Ray is connected to, that
-    RAY_ADDRESS names or that runs on this machine, else one that is started here for as long as this takes.
-    Raises what the first failing task raised, ConfigError where Ray is missing or the workers wrote into another folder than this machine
+    rebuild: makes the same sources in a worker; it travels there, they do not. The cluster is the
+    one that Ray is connected to, that RAY_ADDRESS names or that runs on this machine, else one that
+    is started here for as long as this takes. Raises what the first failing task raised,
+    ConfigError where Ray is missing or the workers wrote into another folder than this machine
     sees, CacheError where a task's workers died again and again.
     """
     waiting = {name: source.pending() for name, source in sources.items()}
@@ -53,8 +57,12 @@ def prepare_on_ray(
     ray = _import_ray()
     with _cluster(ray):
         cpus = max(1, int(ray.cluster_resources().get("CPU", 1)) // cpus_per_task)
-        tasks = [task for name, (numbers, _) in waiting.items() for task in _cut(name, numbers, cpus)]
-        work = ray.remote(_work).options(num_cpus=cpus_per_task, max_retries=RETRIES, retry_exceptions=False)
+        tasks = [
+            task for name, (numbers, _) in waiting.items() for task in _cut(name, numbers, cpus)
+        ]
+        work = ray.remote(_work).options(
+            num_cpus=cpus_per_task, max_retries=RETRIES, retry_exceptions=False
+        )
         run, shared = uuid.uuid4().hex, ray.put(rebuild)
         done = {name: total - len(numbers) for name, (numbers, total) in waiting.items()}
         running: dict[Any, _Task] = {}
@@ -70,7 +78,15 @@ def prepare_on_ray(
                 _result(ray, ready, task)
                 done[task.dataset] += len(task.part)
                 total = waiting[task.dataset][1]
-                progress(ProgressEvent(stage="tokenize", dataset=task.dataset, done=done[task.dataset], total=total, unit="ranges"))
+                progress(
+                    ProgressEvent(
+                        stage="tokenize",
+                        dataset=task.dataset,
+                        done=done[task.dataset],
+                        total=total,
+                        unit="ranges",
+                    )
+                )
         finally:
             for left in running:
                 ray.cancel(left, force=False)
@@ -84,7 +100,9 @@ def prepare_on_ray(
             )
 
 
-def _work(run: str, rebuild: Callable[[], Mapping[str, Preparable]], dataset: str, part: tuple[int, ...]) -> int:
+def _work(
+    run: str, rebuild: Callable[[], Mapping[str, Preparable]], dataset: str, part: tuple[int, ...]
+) -> int:
     """Runs in a Ray worker, which keeps the sources for its next task of the same run."""
     global _kept
     if _kept is None or _kept[0] != run:
@@ -100,7 +118,11 @@ def _result(ray: Any, ready: Any, task: _Task) -> int:
         return ray.get(ready)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None  # as it was raised there, with its notes
-    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError) as error:
+    except (
+        ray.exceptions.WorkerCrashedError,
+        ray.exceptions.NodeDiedError,
+        ray.exceptions.OutOfMemoryError,
+    ) as error:
         raise CacheError(
             at=f"dataset {task.dataset!r}, ranges {task.part[0]} to {task.part[-1]}",
             problem=f"Ray's worker died {RETRIES + 1} times: {type(error).__name__}",
@@ -119,7 +141,9 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            at="executor", problem=f"'ray' needs the package ray: {error}", fix="python -m pip install 'easypipe[ray]'"
+            at="executor",
+            problem=f"'ray' needs the package ray: {error}",
+            fix="python -m pip install 'easypipe[ray]'",
         ) from error
     return ray
 

@@ -1,4 +1,6 @@
-"""UniversalDataModule: any dataset to a training and a validation loader, the collator chosen by the task."""
+"""UniversalDataModule: any dataset to a training and a validation loader, the collator chosen by
+the task.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ log = logging.getLogger("easypipe")
 
 @runtime_checkable
 class DataModuleProtocol(Protocol):
-    """What has a loader to train on and one to validate on. Any class with these two methods is one; none is a base of it."""
+    """What has a loader to train on and one to validate on. Any class with these two methods is
+    one; none is a base of it.
+    """
 
     def train_dataloader(self) -> Any: ...
     def val_dataloader(self) -> Any: ...
@@ -43,19 +47,23 @@ class Splits(NamedTuple):
 
 
 class UniversalDataModule:
-    """Loaders over any map-style dataset: of `datasets`, torch's (known by what they do), tuples, a list of integer arrays, or
-    PreprocessedDataset.
+    """Loaders over any map-style dataset: of `datasets`, torch's (known by what they do), tuples, a
+    list of integer arrays, or PreprocessedDataset.
 
-    train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn by the seed, disjoint from what is
-    trained on; it says nothing where val_data is given, which a warning tells.
-    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens, `text` or `messages` are text, an image column
-    is vision, anything else is stacked as it is. collate_fn: a collator of one's own, in place of all that.
-    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with `name_or_path`; `messages` go through its chat
-    template, and the assistant's turns are trained. max_length: tokens that are kept of a text. Rows without text are left out and counted,
-    as on_error="skip" does.
-    The training loader is shuffled, every iteration the next pass in an order of its own, and leaves out a last batch that is not full;
-    the validation loader is ordered, complete, and the same every time.
-    seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further options are DataLoaderConfig's.
+    train_data, val_data: the rows. val_split: the share of train_data that is validated on, drawn
+    by the seed, disjoint from what is trained on; it says nothing where val_data is given, which a
+    warning tells.
+    task_spec: chooses the collator (CollatorRegistry). None looks at the first row: tokens, `text`
+    or `messages` are text, an image column is vision, anything else is stacked as it is.
+    collate_fn: a collator of one's own, in place of all that.
+    tokenizer: of rows of text: a Tokenizer, its config, a name, or another library's with
+    `name_or_path`; `messages` go through its chat template, and the assistant's turns are trained.
+    max_length: tokens that are kept of a text. Rows without text are left out and counted, as
+    on_error="skip" does. The training loader is shuffled, every iteration the next pass in an order
+    of its own, and leaves out a last batch that is not full; the validation loader is ordered,
+    complete, and the same every time.
+    seed: of split, order and collators; None draws one, logs it, and keeps it as `seed`. Further
+    options are DataLoaderConfig's.
     """
 
     def __init__(
@@ -73,7 +81,11 @@ class UniversalDataModule:
         **options: Any,
     ) -> None:
         if not 0 <= val_split < 1:
-            raise ConfigError(at="val_split", problem=f"{val_split} is no share of the rows", fix="Give one from 0 up to 1.")
+            raise ConfigError(
+                at="val_split",
+                problem=f"{val_split} is no share of the rows",
+                fix="Give one from 0 up to 1.",
+            )
         if val_data is not None and val_split:
             log.warning("val_split=%s has no effect: val_data is given", val_split)
         for name, data in (("train_data", train_data), ("val_data", val_data)):
@@ -90,19 +102,52 @@ class UniversalDataModule:
             raise ConfigError(at="train_data", problem="has no rows", fix="Give it some.")
         first = _row(train_data[0])
         self.task_spec = task_spec or _task_of(first)
-        self._column = next((name for name in (TEXT, MESSAGES) if isinstance(first, Mapping) and name in first), TEXT)
-        if self._is_plain_text and tokenizer is None and isinstance(first, Mapping) and self._column in first and INPUT_IDS not in first:
-            raise ConfigError(at="tokenizer", problem="the rows are text, and there is none", fix="Name the tokenizer that encodes them.")
-        if tokenizer is not None and task_spec is None and collate_fn is None and self.task_spec.modality == DEFAULT:
+        self._column = next(
+            (name for name in (TEXT, MESSAGES) if isinstance(first, Mapping) and name in first),
+            TEXT,
+        )
+        if (
+            self._is_plain_text
+            and tokenizer is None
+            and isinstance(first, Mapping)
+            and self._column in first
+            and INPUT_IDS not in first
+        ):
+            raise ConfigError(
+                at="tokenizer",
+                problem="the rows are text, and there is none",
+                fix="Name the tokenizer that encodes them.",
+            )
+        if (
+            tokenizer is not None
+            and task_spec is None
+            and collate_fn is None
+            and self.task_spec.modality == DEFAULT
+        ):
             have = list(first) if isinstance(first, Mapping) else [type(first).__name__]
             fix = f"Name the column of text {TEXT!r}, or say by task_spec what the rows are."
-            raise ConfigError(at="tokenizer", problem="has no effect: the rows hold no text that is known", have=have, fix=fix)
-        if max_length is not None and (tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first):
-            raise ConfigError(at="max_length", problem="cuts texts that are encoded here, and these are not", fix="Leave it out.")
-        if not len(self.splits.train) or (val_split and val_data is None and not len(self.splits.val)):
+            raise ConfigError(
+                at="tokenizer",
+                problem="has no effect: the rows hold no text that is known",
+                have=have,
+                fix=fix,
+            )
+        if max_length is not None and (
+            tokenizer is None or not isinstance(first, Mapping) or INPUT_IDS in first
+        ):
+            raise ConfigError(
+                at="max_length",
+                problem="cuts texts that are encoded here, and these are not",
+                fix="Leave it out.",
+            )
+        if not len(self.splits.train) or (
+            val_split and val_data is None and not len(self.splits.val)
+        ):
             none = "train" if not len(self.splits.train) else "validate"
             problem = f"{val_split} of {len(train_data)} rows leaves none to {none} on"
-            raise ConfigError(at="val_split", problem=problem, fix="Give another share, or val_data.")
+            raise ConfigError(
+                at="val_split", problem=problem, fix="Give another share, or val_data."
+            )
 
     @cached_property
     def splits(self) -> Splits:
@@ -113,31 +158,57 @@ class UniversalDataModule:
         return Splits(train=np.sort(order[held_out:]), val=np.sort(order[:held_out]))
 
     def train_dataloader(self) -> EpochLoader:
-        """A loader that begins at the pass behind the last one that a loader of this method has finished."""
-        train = self._train if len(self.splits.train) == len(self._train) else subset(self._train, self.splits.train.tolist())
+        """A loader that begins at the pass behind the last one that a loader of this method has
+        finished.
+        """
+        train = (
+            self._train
+            if len(self.splits.train) == len(self._train)
+            else subset(self._train, self.splits.train.tolist())
+        )
         drop_last = True if self.options.drop_last is None else self.options.drop_last
-        return self._loader(train, "train", shuffle=True, drop_last=drop_last).counted_by(self._passes, "train")
+        return self._loader(train, "train", shuffle=True, drop_last=drop_last).counted_by(
+            self._passes, "train"
+        )
 
     def val_dataloader(self) -> Loader | None:
         """None where nothing is held out."""
         if self._val is None and not len(self.splits.val):
             return None
         val = self._val if self._val is not None else subset(self._train, self.splits.val.tolist())
-        return self._loader(val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None).loader(0)
+        return self._loader(
+            val, "val", shuffle=False, drop_last=False, num_epochs=1, group_by_length=None
+        ).loader(0)
 
     def dataset_config(self, data: Any, name: str) -> DatasetConfig | None:
-        """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is known; else None."""
+        """How a Pipeline reads these rows, where they are text to be trained on and a tokenizer is
+        known; else None.
+        """
         if not self._is_plain_text:
             return None
-        if isinstance(data, PreprocessedDataset) or self.tokenizer is None or is_own(self.tokenizer):
+        if (
+            isinstance(data, PreprocessedDataset)
+            or self.tokenizer is None
+            or is_own(self.tokenizer)
+        ):
             return None
-        tokenizer = tokenizer_config(self.tokenizer, max_length=self.max_length, return_attention_mask=True)
+        tokenizer = tokenizer_config(
+            self.tokenizer, max_length=self.max_length, return_attention_mask=True
+        )
         rows = [_row(row) for row in data] if isinstance(data, list | tuple) else data
-        return DatasetConfig(name=name, data_files=rows, tokenizer=tokenizer, content_field=self._column, on_error="skip")
+        return DatasetConfig(
+            name=name,
+            data_files=rows,
+            tokenizer=tokenizer,
+            content_field=self._column,
+            on_error="skip",
+        )
 
     @property
     def _is_plain_text(self) -> bool:
-        """Whether batches are the Pipeline's: easypipe's own collator of text, and no options of the task's."""
+        """Whether batches are the Pipeline's: easypipe's own collator of text, and no options of
+        the task's.
+        """
         if self._collate_fn is not None:
             return False
         entry = CollatorRegistry.get_instance().find(self.task_spec)
@@ -150,8 +221,14 @@ class UniversalDataModule:
             options.warn_of_what_has_no_effect()
             return text_loader(spelled, options)
         rows = _Rows(data) if isinstance(data, list | tuple) else data
-        collate = None if isinstance(data, PreprocessedDataset) and self._is_plain_text else self._collator()
-        return DataLoaderFactory().create_dataloader(rows, dataclasses.replace(options, collate_fn=collate), name=name)
+        collate = (
+            None
+            if isinstance(data, PreprocessedDataset) and self._is_plain_text
+            else self._collator()
+        )
+        return DataLoaderFactory().create_dataloader(
+            rows, dataclasses.replace(options, collate_fn=collate), name=name
+        )
 
     def _collator(self) -> Any:
         if self._collate_fn is not None:
@@ -159,7 +236,11 @@ class UniversalDataModule:
         registry = CollatorRegistry.get_instance()
         takes = registry.find(self.task_spec).options
         given: Mapping[str, Any] = {"tokenizer": self.tokenizer, "max_length": self.max_length}
-        chosen = {key: value for key, value in given.items() if value is not None and (takes is None or key in takes)}
+        chosen = {
+            key: value
+            for key, value in given.items()
+            if value is not None and (takes is None or key in takes)
+        }
         return registry.get_collator(task_spec=self.task_spec, **chosen)
 
 

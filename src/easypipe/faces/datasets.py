@@ -1,4 +1,6 @@
-"""PreprocessedDataset and StreamingPreprocessedDataset: rows that a PromptEngine has made into tokens, by number or in order."""
+"""PreprocessedDataset and StreamingPreprocessedDataset: rows that a PromptEngine has made into
+tokens, by number or in order.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,28 @@ Encoded = dict[str, NDArray[Any]]
 
 
 class PreprocessedDataset:
-    """The rows of a map-style dataset as tokens: `dataset[i]` is what `prompt_engine.encode` makes of row i, kept once it was made.
+    """The rows of a map-style dataset as tokens: `dataset[i]` is what `prompt_engine.encode` makes
+    of row i, kept once it was made.
 
-    hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number. cache_enabled: keep encoded rows in memory;
-    False encodes a row each time it is asked for. A loader over it (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for
-    byte the same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of one's own (anything whose
-    `encode(row)` gives `input_ids`) it reads the rows. Thread safe. Reading raises SourceError naming the row.
+    hf_dataset: a `datasets.Dataset`, a list of dicts, or anything that gives dicts by number.
+    cache_enabled: keep encoded rows in memory; False encodes a row each time it is asked for. A
+    loader over it (DataLoaderBuilder) reads the Pipeline's token cache instead, byte for byte the
+    same, and leaves out rows with nothing to train on, as the Pipeline does; over an engine of
+    one's own (anything whose `encode(row)` gives `input_ids`) it reads the rows. Thread safe.
+    Reading raises SourceError naming the row.
     """
 
-    def __init__(self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True) -> None:
+    def __init__(
+        self, hf_dataset: Any, prompt_engine: PromptEngine, cache_enabled: bool = True
+    ) -> None:
         _require_engine(prompt_engine)
         if is_streamed(hf_dataset):
             problem = f"{type(hf_dataset).__name__} gives no rows by number"
-            raise ConfigError(at="hf_dataset", problem=problem, fix="Use create_preprocessed_dataset(..., streaming=True).")
+            raise ConfigError(
+                at="hf_dataset",
+                problem=problem,
+                fix="Use create_preprocessed_dataset(..., streaming=True).",
+            )
         self._data, self._engine = hf_dataset, prompt_engine
         self._kept: dict[int, Encoded] | None = {} if cache_enabled else None
 
@@ -67,11 +78,17 @@ class PreprocessedDataset:
         return (self[i] for i in range(len(self)))
 
     def select(self, indices: Iterable[int]) -> PreprocessedDataset:
-        """Some of the rows, in that order, as a dataset of their own; those that were encoded stay so."""
+        """Some of the rows, in that order, as a dataset of their own; those that were encoded stay
+        so.
+        """
         chosen = [int(i) for i in indices]
-        made = PreprocessedDataset(subset(self._data, chosen), self._engine, cache_enabled=self._kept is not None)
+        made = PreprocessedDataset(
+            subset(self._data, chosen), self._engine, cache_enabled=self._kept is not None
+        )
         if self._kept is not None and made._kept is not None:
-            made._kept |= {new: self._kept[old] for new, old in enumerate(chosen) if old in self._kept}
+            made._kept |= {
+                new: self._kept[old] for new, old in enumerate(chosen) if old in self._kept
+            }
         return made
 
     @property
@@ -80,7 +97,9 @@ class PreprocessedDataset:
 
     @property
     def collate_fn(self) -> Any:
-        """What makes batches of its rows where no other collator is given: those of a Pipeline's loader."""
+        """What makes batches of its rows where no other collator is given: those of a Pipeline's
+        loader.
+        """
         return _collator_of(self._engine)
 
     def as_dataset_config(self) -> DatasetConfig | None:
@@ -97,13 +116,16 @@ class PreprocessedDataset:
 
 
 class StreamingPreprocessedDataset:
-    """The rows of an iterable as tokens, encoded while they are read; every iteration begins at its start.
+    """The rows of an iterable as tokens, encoded while they are read; every iteration begins at its
+    start.
 
-    buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the order); they are held in memory.
-    skip_errors: leave out rows that are no sample, counted by reason in `skipped`; else the first one raises SourceError.
-    rank, world_size: of every world_size neighbouring rows the one that this process reads; a torch DataLoader's workers share these
-    further, so that each row appears once over all ranks and workers; a torch IterableDataset, as the streams of `datasets` are, gives
-    workers rows of their own itself. Ranks that skip rows are not equally long.
+    buffer_size: rows that are shuffled together, block by block, keyed by the seed (0 keeps the
+    order); they are held in memory.
+    skip_errors: leave out rows that are no sample, counted by reason in `skipped`; else the first
+    one raises SourceError. rank, world_size: of every world_size neighbouring rows the one that
+    this process reads; a torch DataLoader's workers share these further, so that each row appears
+    once over all ranks and workers; a torch IterableDataset, as the streams of `datasets` are,
+    gives workers rows of their own itself. Ranks that skip rows are not equally long.
     """
 
     def __init__(
@@ -118,11 +140,19 @@ class StreamingPreprocessedDataset:
     ) -> None:
         _require_engine(prompt_engine)
         if buffer_size < 0:
-            raise ConfigError(at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order.")
+            raise ConfigError(
+                at="buffer_size", problem=f"{buffer_size} rows", fix="Give 0 to keep the order."
+            )
         check_rank(rank, world_size)
         if iter(hf_iterable) is hf_iterable:
-            problem = f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew"
-            raise ConfigError(at="hf_iterable", problem=problem, fix="Give what makes the iterator: a dataset, or a class with __iter__.")
+            problem = (
+                f"{type(hf_iterable).__name__} can be read once, and every iteration begins anew"
+            )
+            raise ConfigError(
+                at="hf_iterable",
+                problem=problem,
+                fix="Give what makes the iterator: a dataset, or a class with __iter__.",
+            )
         known_to_torch(StreamingPreprocessedDataset)
         self._data, self._engine = hf_iterable, prompt_engine
         self.buffer_size, self.skip_errors, self.seed = buffer_size, skip_errors, seed
@@ -138,7 +168,9 @@ class StreamingPreprocessedDataset:
             first, step = first + step * worker, step * workers
         mine = itertools.islice(enumerate(self._data), first, None, step)
         turn = ("epoch", self.epoch) if self.epoch else ()
-        for number, row in _shuffled(mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker, *turn)):
+        for number, row in _shuffled(
+            mine, self.buffer_size, fold(self.seed, "stream", "shuffle", self.rank, worker, *turn)
+        ):
             try:
                 made = _encode(self._engine, row, number)
             except SourceError as error:
@@ -149,17 +181,29 @@ class StreamingPreprocessedDataset:
                 continue
             yield made
         if skipped:
-            log.warning("stream: %d rows were left out: %s", skipped.total(), dict(skipped.most_common(5)))
+            log.warning(
+                "stream: %d rows were left out: %s", skipped.total(), dict(skipped.most_common(5))
+            )
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes later iterations those of pass `epoch`, in an order of its own; loaders call it, and a torch DataLoader's user does."""
+        """Makes later iterations those of pass `epoch`, in an order of its own; loaders call it,
+        and a torch DataLoader's user does.
+        """
         self.epoch = epoch
         if (passed_on := getattr(self._data, "set_epoch", None)) is not None:
             passed_on(epoch)
 
     def sharded(self, rank: int, world_size: int) -> StreamingPreprocessedDataset:
         """The same for another rank."""
-        return StreamingPreprocessedDataset(self._data, self._engine, self.buffer_size, self.skip_errors, self.seed, rank, world_size)
+        return StreamingPreprocessedDataset(
+            self._data,
+            self._engine,
+            self.buffer_size,
+            self.skip_errors,
+            self.seed,
+            rank,
+            world_size,
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -175,7 +219,9 @@ class StreamingPreprocessedDataset:
 def create_preprocessed_dataset(
     hf_dataset: Any, prompt_engine: PromptEngine, streaming: bool = False, **options: Any
 ) -> PreprocessedDataset | StreamingPreprocessedDataset:
-    """A StreamingPreprocessedDataset where streaming is asked for, else a PreprocessedDataset; `options` are those of the class."""
+    """A StreamingPreprocessedDataset where streaming is asked for, else a PreprocessedDataset;
+    `options` are those of the class.
+    """
     kind = StreamingPreprocessedDataset if streaming else PreprocessedDataset
     return kind(hf_dataset, prompt_engine, **options)
 
@@ -208,7 +254,9 @@ def _require_engine(engine: Any) -> None:
     """Raises ConfigError for what encodes no rows."""
     if isinstance(engine, str | bytes) or not callable(getattr(engine, "encode", None)):
         raise ConfigError(
-            at="prompt_engine", problem=f"{type(engine).__name__} encodes no rows", fix='Give PromptEngine("my-tokenizer", PromptConfig()).'
+            at="prompt_engine",
+            problem=f"{type(engine).__name__} encodes no rows",
+            fix='Give PromptEngine("my-tokenizer", PromptConfig()).',
         )
 
 
@@ -217,18 +265,25 @@ def _encode(engine: PromptEngine, row: Any, number: int) -> Encoded:
         return _with_ids(engine, engine.encode(row))
     except SourceError as error:
         raise type(error)(
-            at=f"row {number}, {error.at}" if error.at else f"row {number}", problem=error.problem, have=error.have, fix=error.fix
+            at=f"row {number}, {error.at}" if error.at else f"row {number}",
+            problem=error.problem,
+            have=error.have,
+            fix=error.fix,
         ) from None
 
 
 def _with_ids(engine: Any, made: Any) -> Encoded:
-    """What an engine of one's own makes of a row, in NumPy's arrays. Raises SourceError where there are no tokens in it."""
+    """What an engine of one's own makes of a row, in NumPy's arrays. Raises SourceError where there
+    are no tokens in it.
+    """
     if type(engine) is PromptEngine:
         return made
     if not isinstance(made, Mapping) or INPUT_IDS not in made:
         have = sorted(made) if isinstance(made, Mapping) else [type(made).__name__]
         fix = "Let encode(row) give a dict with input_ids, and loss_mask or labels where not every token is a target."
-        raise SourceError(at="", problem=f"{type(engine).__name__}.encode gave no {INPUT_IDS}", have=have, fix=fix)
+        raise SourceError(
+            at="", problem=f"{type(engine).__name__}.encode gave no {INPUT_IDS}", have=have, fix=fix
+        )
     return {str(name): np.asarray(values) for name, values in made.items()}
 
 
@@ -255,4 +310,10 @@ def _shuffled(rows: Iterator[tuple[int, Any]], size: int, key: int) -> Iterator[
             yield held[i]
 
 
-__all__ = ["PreprocessedDataset", "StreamingPreprocessedDataset", "Subset", "create_preprocessed_dataset", "subset"]
+__all__ = [
+    "PreprocessedDataset",
+    "StreamingPreprocessedDataset",
+    "Subset",
+    "create_preprocessed_dataset",
+    "subset",
+]

@@ -1,4 +1,6 @@
-"""LanguageModelingDataCollator: rows of tokens or of text → batches to train a language model on."""
+"""LanguageModelingDataCollator: rows of tokens or of text → batches to train a language model
+on.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from easypipe.faces.text_rows import as_tokenizer, encoding, pad_of
 
 
 class LanguageModelingDataCollator:
-    """What CollatorRegistry chooses for text: `create_causal_lm_collate`, or with mlm `create_masked_lm_collate`, for rows of `text` too.
+    """What CollatorRegistry chooses for text: `create_causal_lm_collate`, or with mlm
+    `create_masked_lm_collate`, for rows of `text` too.
 
-    tokenizer: encodes rows that have `text` in place of `input_ids`, and says which token pads. max_length: the width of every batch,
-    at which texts are cut. options: of the function that is named above.
+    tokenizer: encodes rows that have `text` in place of `input_ids`, and says which token pads.
+    max_length: the width of every batch, at which texts are cut. options: of the function that is
+    named above.
     """
 
     def __init__(
@@ -31,7 +35,11 @@ class LanguageModelingDataCollator:
         known = None if tokenizer is None else as_tokenizer(tokenizer)
         if mlm_probability is not None:
             if not mlm:
-                raise ConfigError(at="mlm_probability", problem="has no effect without mlm", fix="Leave it out, or set mlm=True.")
+                raise ConfigError(
+                    at="mlm_probability",
+                    problem="has no effect without mlm",
+                    fix="Leave it out, or set mlm=True.",
+                )
             options["probability"] = mlm_probability
         if pad_token_id is None and known is not None and not mlm:
             pad_token_id = pad_of(known)
@@ -52,7 +60,9 @@ class LanguageModelingDataCollator:
     def draws(self) -> bool:
         return getattr(self._collate, "draws", False)
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], *, keys: Sequence[int] | None = None) -> dict[str, Any]:
+    def __call__(
+        self, rows: Sequence[Mapping[str, Any]], *, keys: Sequence[int] | None = None
+    ) -> dict[str, Any]:
         return self._collate(rows, keys=keys) if self.draws else self._collate(rows)
 
 

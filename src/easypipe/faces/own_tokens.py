@@ -1,4 +1,6 @@
-"""Tokens of an object of the user's that has `encode(text)`, as a transform of the rows that hold the texts."""
+"""Tokens of an object of the user's that has `encode(text)`, as a transform of the rows that hold
+the texts.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,13 @@ ANY_IDS = 1 << 32  # the vocabulary of an object that does not say how large its
 
 
 class EncodeTexts(ColumnTransform):
-    """The column `column` of text becomes `input_ids`. Texts of white space alone are left out and counted; null is a bad row, and so is a
-    text that `encode` fails on.
+    """The column `column` of text becomes `input_ids`. Texts of white space alone are left out and
+    counted; null is a bad row, and so is a text that `encode` fails on.
 
-    tokenizer: its `encode(text)` gives ids, or a dict with `input_ids`. Where it has them, `eos_token_id` and `pad_token_id` end documents
-    and fill rows, its vocabulary (`vocab_size`, `get_vocab_size()` or `get_vocab()`) bounds the ids, and `version` lets tokens
-    be kept: what `encode` does is known by nothing else.
+    tokenizer: its `encode(text)` gives ids, or a dict with `input_ids`. Where it has them,
+    `eos_token_id` and `pad_token_id` end documents and fill rows, its vocabulary (`vocab_size`,
+    `get_vocab_size()` or `get_vocab()`) bounds the ids, and `version` lets tokens be kept: what
+    `encode` does is known by nothing else.
     tokens: whose they are.
     """
 
@@ -42,10 +45,16 @@ class EncodeTexts(ColumnTransform):
         version, vocabulary = getattr(tokenizer, "version", None), _vocabulary(tokenizer)
         self.cacheable, self._held = version is not None, held_by(tokenizer)
         ends = [getattr(self._own, name) for name in ("eos_token_id", "pad_token_id")]
-        known = None if vocabulary is None else sorted([str(token), int(number)] for token, number in vocabulary.items())
+        known = (
+            None
+            if vocabulary is None
+            else sorted([str(token), int(number)] for token, number in vocabulary.items())
+        )
         self.tokens = TokenInfo(
             tokenizer=type(tokenizer).__name__,
-            tokenizer_fingerprint=digest("own tokenizer", name_of(tokenizer), str(version), known, ends),
+            tokenizer_fingerprint=digest(
+                "own tokenizer", name_of(tokenizer), str(version), known, ends
+            ),
             vocab_size=_vocab_size(tokenizer, vocabulary),
             eos_token_id=ends[0],
             pad_token_id=ends[1],
@@ -74,22 +83,35 @@ class EncodeTexts(ColumnTransform):
                     ids.append(np.asarray(self._own.reference_encode(text), np.int64))
                     numbers.append(number)
                 except Exception as error:  # noqa: BLE001 (whatever the user's code raises, its row is named)
-                    said = error.problem if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"
+                    said = (
+                        error.problem
+                        if isinstance(error, SourceError)
+                        else f"{type(error).__name__}: {error}"
+                    )
                     bad.append(Reject(row=number, reason="encode failed", detail=said))
-        offsets = np.concatenate([[0], np.cumsum([len(one) for one in ids], dtype=np.int64)]).astype(np.int64)
+        offsets = np.concatenate(
+            [[0], np.cumsum([len(one) for one in ids], dtype=np.int64)]
+        ).astype(np.int64)
         flat = np.concatenate([np.zeros(0, np.int64), *ids])
         batch = pa.RecordBatch.from_arrays(
-            [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))], schema=self.columns(pa.schema([]))
+            [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))],
+            schema=self.columns(pa.schema([])),
         )
         rejects = (*bad, *left_out(blank, EMPTY, "an empty text"))
-        return Rows(batch, np.array(numbers, np.int64), tuple(sorted(rejects, key=lambda reject: reject.row)))
+        return Rows(
+            batch,
+            np.array(numbers, np.int64),
+            tuple(sorted(rejects, key=lambda reject: reject.row)),
+        )
 
     def __repr__(self) -> str:
         return f"EncodeTexts({self.tokens.tokenizer}, {self._column!r})"
 
 
 class EncodeStage(BaseStage):
-    """Texts become documents by EncodeTexts, once for all pipelines that have this very stage: those of every pass, for one."""
+    """Texts become documents by EncodeTexts, once for all pipelines that have this very stage:
+    those of every pass, for one.
+    """
 
     def __init__(self, tokenizer: Any, column: str) -> None:
         super().__init__()
@@ -100,11 +122,15 @@ class EncodeStage(BaseStage):
     def name(self) -> str:
         return "tokenize"
 
-    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
         for name, source in data.items():
             if name not in self._made:
                 require_text(source, self._column, name)
-                self._made[name] = require_documents(name, TransformedSource(source, self._transform), context, stage=self.name)
+                self._made[name] = require_documents(
+                    name, TransformedSource(source, self._transform), context, stage=self.name
+                )
         return {name: self._made[name] for name in data}
 
 

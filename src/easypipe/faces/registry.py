@@ -1,4 +1,6 @@
-"""Collators by name and by task. A collator is made by a factory: `(task_spec=None, **options) -> function of a list of rows`."""
+"""Collators by name and by task. A collator is made by a factory: `(task_spec=None, **options) ->
+function of a list of rows`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from typing import Any
 
 from easypipe.core.errors import ConfigError, did_you_mean
 from easypipe.core.schema import TaskSpec
-from easypipe.faces.collators import create_causal_lm_collate, create_seq2seq_collate, default_collate
+from easypipe.faces.collators import (
+    create_causal_lm_collate,
+    create_seq2seq_collate,
+    default_collate,
+)
 from easypipe.faces.language import LanguageModelingDataCollator
 from easypipe.faces.masking import create_masked_lm_collate
 from easypipe.faces.vision import MultimodalCollator, create_vision_collate
@@ -38,24 +44,39 @@ class Registered:
     def required(self) -> tuple[str, ...]:
         """Options that have no default."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {**inspect.signature(self.factory).parameters, **(inspect.signature(self.inner).parameters if self.inner else {})}
-        return tuple(name for name, p in named.items() if p.default is p.empty and p.kind in kinds and name != "task_spec")
+        named = {
+            **inspect.signature(self.factory).parameters,
+            **(inspect.signature(self.inner).parameters if self.inner else {}),
+        }
+        return tuple(
+            name
+            for name, p in named.items()
+            if p.default is p.empty and p.kind in kinds and name != "task_spec"
+        )
 
     @property
     def options(self) -> tuple[str, ...] | None:
         """What the factory takes beside the task; None where it takes anything."""
         names = inspect.signature(self.factory).parameters
-        own = [name for name, p in names.items() if name != "task_spec" and p.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [
+            name
+            for name, p in names.items()
+            if name != "task_spec" and p.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         if len(own) < len(names) - ("task_spec" in names) and self.inner is None:
             return None
-        return tuple(dict.fromkeys([*own, *(inspect.signature(self.inner).parameters if self.inner else ())]))
+        return tuple(
+            dict.fromkeys([*own, *(inspect.signature(self.inner).parameters if self.inner else ())])
+        )
 
 
 class CollatorRegistry:
-    """Which collators there are. `CollatorRegistry.get_instance()` is the one of this process; `CollatorRegistry()` is one of its own.
+    """Which collators there are. `CollatorRegistry.get_instance()` is the one of this process;
+    `CollatorRegistry()` is one of its own.
 
-    A task finds the collator that is registered for its modality and task type; else the one that has the modality's name; else the only
-    one of the modality; else "default", with a warning. Several that fit are refused, by name.
+    A task finds the collator that is registered for its modality and task type; else the one that
+    has the modality's name; else the only one of the modality; else "default", with a warning.
+    Several that fit are refused, by name.
     """
 
     def __init__(self) -> None:
@@ -74,15 +95,25 @@ class CollatorRegistry:
         return {name: self._known[name].description for name in self.names}
 
     def register(
-        self, name: str, *, modality: str, task_type: str | None = None, description: str = "", replace: bool = False
+        self,
+        name: str,
+        *,
+        modality: str,
+        task_type: str | None = None,
+        description: str = "",
+        replace: bool = False,
     ) -> Callable[[Factory], Factory]:
-        """A decorator of a factory. modality: any word. task_type: registers it for tasks of that type alone.
+        """A decorator of a factory. modality: any word. task_type: registers it for tasks of that
+        type alone.
 
-        A built-in of that name is replaced, which is logged; so is the same function registered again, as by a notebook's cell.
-        Raises ConfigError where somebody else's has the name, unless replace=True.
+        A built-in of that name is replaced, which is logged; so is the same function registered
+        again, as by a notebook's cell. Raises ConfigError where somebody else's has the name,
+        unless replace=True.
         """
         if not name or not modality:
-            raise ConfigError(at="register", problem="name and modality are words", fix="Give both.")
+            raise ConfigError(
+                at="register", problem="name and modality are words", fix="Give both."
+            )
 
         def take(factory: Factory) -> Factory:
             before = self._known.get(name)
@@ -105,10 +136,14 @@ class CollatorRegistry:
 
         return take
 
-    def get_collator(self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any) -> Callable[..., Any]:
-        """The collator of that name, else of that task, else the default one. Options lie over those of the task.
+    def get_collator(
+        self, task_spec: TaskSpec | None = None, collator_name: str | None = None, **options: Any
+    ) -> Callable[..., Any]:
+        """The collator of that name, else of that task, else the default one. Options lie over
+        those of the task.
 
-        Raises ConfigError for a name that is not there, a task that several collators fit, and an option that the collator does not know.
+        Raises ConfigError for a name that is not there, a task that several collators fit, and an
+        option that the collator does not know.
         """
         entry = self.find(task_spec, collator_name)
         known = entry.options
@@ -116,26 +151,47 @@ class CollatorRegistry:
         for key in values:
             if known is not None and key not in known:
                 at = f"collator {entry.name!r}, option {key!r}"
-                raise ConfigError(at=at, problem="unknown", have=known, fix=did_you_mean(key, known))
+                raise ConfigError(
+                    at=at, problem="unknown", have=known, fix=did_you_mean(key, known)
+                )
         for key in entry.required:
             if key not in values:
-                fix = f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}})."
-                raise ConfigError(at=f"collator {entry.name!r}, option {key!r}", problem="is needed, and there is none", fix=fix)
+                fix = (
+                    f"Give it to get_collator({key}=...), or to TaskSpec(options={{{key!r}: ...}})."
+                )
+                raise ConfigError(
+                    at=f"collator {entry.name!r}, option {key!r}",
+                    problem="is needed, and there is none",
+                    fix=fix,
+                )
         takes_task = "task_spec" in inspect.signature(entry.factory).parameters or known is None
         return entry.factory(**({"task_spec": task_spec} if takes_task else {}), **values)
 
-    def find(self, task_spec: TaskSpec | None = None, collator_name: str | None = None) -> Registered:
+    def find(
+        self, task_spec: TaskSpec | None = None, collator_name: str | None = None
+    ) -> Registered:
         """What get_collator makes its collator with."""
         if collator_name is not None:
             if collator_name not in self._known:
                 fix = did_you_mean(collator_name, self.names) or "Register it."
-                raise ConfigError(at="collator_name", problem=f"no collator {collator_name!r}", have=self.names, fix=fix)
+                raise ConfigError(
+                    at="collator_name",
+                    problem=f"no collator {collator_name!r}",
+                    have=self.names,
+                    fix=fix,
+                )
             return self._known[collator_name]
         if task_spec is None:
             return self._known[DEFAULT]
         if not isinstance(task_spec, TaskSpec):  # a name, most often
-            raise ConfigError(at="task_spec", problem=f"{task_spec!r} is no TaskSpec", fix="Give one, or choose by collator_name.")
-        of_modality = [entry for entry in self._known.values() if entry.modality == task_spec.modality]
+            raise ConfigError(
+                at="task_spec",
+                problem=f"{task_spec!r} is no TaskSpec",
+                fix="Give one, or choose by collator_name.",
+            )
+        of_modality = [
+            entry for entry in self._known.values() if entry.modality == task_spec.modality
+        ]
         for fitting in (
             [entry for entry in of_modality if entry.task_type == task_spec.task_type],
             [entry for entry in of_modality if entry.name == task_spec.modality],
@@ -150,7 +206,11 @@ class CollatorRegistry:
                 )
             if fitting:
                 return fitting[0]
-        log.warning("task %r: no collator for modality %r; rows are stacked as they are", task_spec.name, task_spec.modality)
+        log.warning(
+            "task %r: no collator for modality %r; rows are stacked as they are",
+            task_spec.name,
+            task_spec.modality,
+        )
         return self._known[DEFAULT]
 
 
@@ -159,16 +219,29 @@ def _instance() -> CollatorRegistry:
     return CollatorRegistry()
 
 
-def _text(tokenizer: Any = None, max_length: int | None = None, pad_token_id: int | None = None, **options: Any) -> Callable[..., Any]:
-    return LanguageModelingDataCollator(tokenizer, max_length=max_length, pad_token_id=pad_token_id, **options)
+def _text(
+    tokenizer: Any = None,
+    max_length: int | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    return LanguageModelingDataCollator(
+        tokenizer, max_length=max_length, pad_token_id=pad_token_id, **options
+    )
 
 
-def _masked_lm(tokenizer: Any = None, max_length: int | None = None, **options: Any) -> Callable[..., Any]:
+def _masked_lm(
+    tokenizer: Any = None, max_length: int | None = None, **options: Any
+) -> Callable[..., Any]:
     return LanguageModelingDataCollator(tokenizer, True, max_length=max_length, **options)
 
 
-def _multimodal(tokenizer: Any = None, max_length: int | None = None, **vision: Any) -> Callable[..., Any]:
-    return MultimodalCollator(vision=create_vision_collate(**vision), text=_text(tokenizer, max_length))
+def _multimodal(
+    tokenizer: Any = None, max_length: int | None = None, **vision: Any
+) -> Callable[..., Any]:
+    return MultimodalCollator(
+        vision=create_vision_collate(**vision), text=_text(tokenizer, max_length)
+    )
 
 
 def _default() -> Callable[..., Any]:
@@ -176,7 +249,9 @@ def _default() -> Callable[..., Any]:
 
 
 def _builtins() -> list[Registered]:
-    def own(name: str, factory: Factory, description: str, inner: Factory | None = None, **where: str) -> Registered:
+    def own(
+        name: str, factory: Factory, description: str, inner: Factory | None = None, **where: str
+    ) -> Registered:
         return Registered(
             name=name,
             factory=factory,
@@ -188,7 +263,12 @@ def _builtins() -> list[Registered]:
         )
 
     return [
-        own("text", _text, "next token: padding, masks, labels shifted once", create_causal_lm_collate),
+        own(
+            "text",
+            _text,
+            "next token: padding, masks, labels shifted once",
+            create_causal_lm_collate,
+        ),
         own(
             "masked_lm",
             _masked_lm,
@@ -197,7 +277,13 @@ def _builtins() -> list[Registered]:
             modality="text",
             task_type="masked_lm",
         ),
-        own("seq2seq", create_seq2seq_collate, "encoder and decoder inputs", modality="text", task_type="seq2seq"),
+        own(
+            "seq2seq",
+            create_seq2seq_collate,
+            "encoder and decoder inputs",
+            modality="text",
+            task_type="seq2seq",
+        ),
         own("vision", create_vision_collate, "images: decode, resize, normalise"),
         own("multimodal", _multimodal, "an image and tokens in each row", create_vision_collate),
         own(DEFAULT, _default, "arrays stacked as they are"),

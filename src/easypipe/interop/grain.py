@@ -1,6 +1,8 @@
-"""Grain's faces of a loader: an IterDataset of its batches, and a MapDataset of rows or batches by number.
+"""Grain's faces of a loader: an IterDataset of its batches, and a MapDataset of rows or batches by
+number.
 
-Grain is the interface here and not the engine: the plan, the threads and the state are easypipe's. docs/grain.md says why.
+Grain is the interface here and not the engine: the plan, the threads and the state are easypipe's.
+docs/grain.md says why.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from easypipe.loader.streaming import StreamLoader
 try:
     import grain  # loads jax
 except ImportError as error:
-    raise ImportError("Grain is not installed. Install it with: pip install 'easypipe[grain]'") from error
+    raise ImportError(
+        "Grain is not installed. Install it with: pip install 'easypipe[grain]'"
+    ) from error
 
 STATE_KEY = "easypipe"
 
 
 class LoaderDataset(grain.IterDataset):
-    """The batches of a loader as a `grain.IterDataset`, to iterate over or to put Grain's transformations on.
+    """The batches of a loader as a `grain.IterDataset`, to iterate over or to put Grain's
+    transformations on.
 
     Every iterator is one of its own, from the loader's first batch.
     """
@@ -42,10 +47,11 @@ class LoaderDataset(grain.IterDataset):
 
 
 class LoaderIterator(grain.DatasetIterator):
-    """A loader's iterator as a `grain.DatasetIterator`: what Orbax and training loops written for Grain save and restore.
+    """A loader's iterator as a `grain.DatasetIterator`: what Orbax and training loops written for
+    Grain save and restore.
 
-    Law (exact resume): after `set_state(state)`, with the state that `get_state` gave behind batch n, the next batch is n + 1, for another
-    number of processes and workers too.
+    Law (exact resume): after `set_state(state)`, with the state that `get_state` gave behind batch
+    n, the next batch is n + 1, for another number of processes and workers too.
     """
 
     def __init__(self, loader: Loader | StreamLoader) -> None:
@@ -66,7 +72,9 @@ class LoaderIterator(grain.DatasetIterator):
         """Raises StateError for a state of anything else than this loader."""
         if STATE_KEY not in state:
             raise StateError(
-                at="grain state", problem=f"no state of an easypipe loader: it has {sorted(state)}", fix="Restore what get_state() gave."
+                at="grain state",
+                problem=f"no state of an easypipe loader: it has {sorted(state)}",
+                fix="Restore what get_state() gave.",
             )
         self._loader.restore(state[STATE_KEY])
         self._end()
@@ -107,7 +115,9 @@ class LoaderIterator(grain.DatasetIterator):
 
 
 class RowsByNumber:
-    """A random access source of single rows: `{column: Int32[slots]}` with labels, in the order of the plan."""
+    """A random access source of single rows: `{column: Int32[slots]}` with labels, in the order of
+    the plan.
+    """
 
     def __init__(self, loader: Loader | StreamLoader) -> None:
         loader = by_number(loader)
@@ -121,10 +131,15 @@ class RowsByNumber:
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """What Grain asks for where it wants many rows at once: rows of one length are read together."""
+        """What Grain asks for where it wants many rows at once: rows of one length are read
+        together.
+        """
         numbers = np.asarray(indices, dtype=np.int64)
         if self._rows.seq_length is None:
-            return [self._read(numbers[i : i + 1], int(length))[0] for i, length in enumerate(self._rows.lengths(numbers))]
+            return [
+                self._read(numbers[i : i + 1], int(length))[0]
+                for i, length in enumerate(self._rows.lengths(numbers))
+            ]
         return self._read(numbers, self._rows.seq_length)
 
     def _read(self, numbers: np.ndarray, width: int) -> list[dict[str, np.ndarray]]:
@@ -141,7 +156,9 @@ class BatchesByNumber:
 
     def __init__(self, loader: Loader | StreamLoader) -> None:
         loader = by_number(loader)
-        here = dataclasses.replace(loader.config, mesh=None, partition_spec=None, prefetch_to_device=False)
+        here = dataclasses.replace(
+            loader.config, mesh=None, partition_spec=None, prefetch_to_device=False
+        )
         self._loader = loader.copy(here)
         self._length = counted(loader, lambda: len(loader))
 
@@ -156,9 +173,11 @@ class BatchesByNumber:
 
 
 def map_dataset(source: RowsByNumber | BatchesByNumber) -> Any:
-    """A `grain.MapDataset` over it: `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()` and so on.
+    """A `grain.MapDataset` over it: `ds[i]`, `len(ds)`, `.map()`, `.batch()`, `.to_iter_dataset()`
+    and so on.
 
-    Use Grain's read threads, not its worker processes: mapped files do not travel between processes, and need not.
+    Use Grain's read threads, not its worker processes: mapped files do not travel between
+    processes, and need not.
     """
     return grain.MapDataset.source(source)  # pyright: ignore[reportArgumentType]
 

@@ -1,7 +1,8 @@
 """Pushing a publication to a dataset repository of the Hugging Face Hub, through its own client.
 
-One commit makes it visible, after all files were uploaded: whoever reads the repository sees the old state or the new one. Uploads are by
-content, so that a push that was stopped uploads only what is missing. The token is handed to the client and to nobody else.
+One commit makes it visible, after all files were uploaded: whoever reads the repository sees the
+old state or the new one. Uploads are by content, so that a push that was stopped uploads only what
+is missing. The token is handed to the client and to nobody else.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ def push(
     revision: str | None = None,
     progress: ProgressListener = silent,
 ) -> Pushed:
-    """Makes branch `revision` (None: main) of the dataset repository hold `publication`; creates both where they are missing.
+    """Makes branch `revision` (None: main) of the dataset repository hold `publication`; creates
+    both where they are missing.
 
-    Files of other names stay, except shards of an earlier publication. token: None takes HF_TOKEN, else that of the last login.
-    Raises ConfigError where the repository is public and `private` says otherwise; StorageError with the Hub's answer where it refuses.
+    Files of other names stay, except shards of an earlier publication. token: None takes HF_TOKEN,
+    else that of the last login. Raises ConfigError where the repository is public and `private`
+    says otherwise; StorageError with the Hub's answer where it refuses.
     """
     began = time.perf_counter()
     return _Push(publication, repo_id, private, token, revision or MAIN, progress).run(began)
@@ -50,13 +53,26 @@ def push(
 
 class _Push:
     def __init__(
-        self, publication: Publication, repo_id: str, private: bool, token: str | None, revision: str, progress: ProgressListener
+        self,
+        publication: Publication,
+        repo_id: str,
+        private: bool,
+        token: str | None,
+        revision: str,
+        progress: ProgressListener,
     ) -> None:
         from huggingface_hub import HfApi
 
-        self.publication, self.repo_id, self.private, self.revision, self.progress = publication, repo_id, private, revision, progress
+        self.publication, self.repo_id, self.private, self.revision, self.progress = (
+            publication,
+            repo_id,
+            private,
+            revision,
+            progress,
+        )
         self.token = token
-        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)  # the client reads the environment once, at its import
+        # the client reads the environment once, at its import
+        self.api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
         self.where: dict[str, Any] = {"repo_id": repo_id, "repo_type": "dataset"}
 
     def run(self, began: float) -> Pushed:
@@ -68,7 +84,13 @@ class _Push:
         own_card = self._card_is_ours(standing)
         up_to_date = self._stands(standing)
         if up_to_date:
-            head = self._ask("reading its head", lambda: self.api.repo_info(**self.where, revision=self.revision)).sha or ""
+            head = (
+                self._ask(
+                    "reading its head",
+                    lambda: self.api.repo_info(**self.where, revision=self.revision),
+                ).sha
+                or ""
+            )
             url = f"{self.api.endpoint}/datasets/{self.repo_id}/commit/{head}"
         else:
             files = [*here.files]
@@ -77,12 +99,19 @@ class _Push:
                 files.append(PublishedFile(name=CARD, num_bytes=len(card), content=card))
             names = {file.name for file in files}
             additions = self._upload(files)
-            deletions = [CommitOperationDelete(name) for name in standing if name not in names and re.fullmatch(here.stale, name)]
+            deletions = [
+                CommitOperationDelete(name)
+                for name in standing
+                if name not in names and re.fullmatch(here.stale, name)
+            ]
             message = f"easypipe: {len(here.files)} files, {here.num_bytes:,} bytes"
             done = self._ask(
                 "committing",
                 lambda: self.api.create_commit(
-                    **self.where, operations=[*additions, *deletions], commit_message=message, revision=self.revision
+                    **self.where,
+                    operations=[*additions, *deletions],
+                    commit_message=message,
+                    revision=self.revision,
                 ),
             )
             head, url = done.oid, str(done.commit_url)
@@ -98,8 +127,13 @@ class _Push:
         )
 
     def _open(self) -> None:
-        """The repository and the branch, made where they are missing. A public one is no place for what is meant to be private."""
-        self._ask("creating it", lambda: self.api.create_repo(**self.where, private=self.private, exist_ok=True))
+        """The repository and the branch, made where they are missing. A public one is no place for
+        what is meant to be private.
+        """
+        self._ask(
+            "creating it",
+            lambda: self.api.create_repo(**self.where, private=self.private, exist_ok=True),
+        )
         info = self._ask("looking at it", lambda: self.api.repo_info(**self.where))
         if self.private and info.private is False:
             raise ConfigError(
@@ -109,7 +143,8 @@ class _Push:
             )
         if not self.private and info.private:
             log.warning(
-                "hub: the repository %s is private and stays so; hub_private=False applies to repositories that are made", self.repo_id
+                "hub: the repository %s is private and stays so; hub_private=False applies to repositories that are made",
+                self.repo_id,
             )
         if self.revision != MAIN:
             self._ask(
@@ -119,13 +154,23 @@ class _Push:
 
     def _sizes(self) -> dict[str, int]:
         tree = self.api.list_repo_tree(**self.where, revision=self.revision, recursive=True)
-        return {entry.path: int(size) for entry in tree if (size := getattr(entry, "size", None)) is not None}
+        return {
+            entry.path: int(size)
+            for entry in tree
+            if (size := getattr(entry, "size", None)) is not None
+        }
 
     def _stands(self, standing: dict[str, int]) -> bool:
-        """Whether every file is there, the manifests byte by byte: they hold the checksums of the others."""
+        """Whether every file is there, the manifests byte by byte: they hold the checksums of the
+        others.
+        """
         if any(standing.get(file.name) != file.num_bytes for file in self.publication.files):
             return False
-        return all(self._fetch(file.name) == file.content for file in self.publication.files if file.content is not None)
+        return all(
+            self._fetch(file.name) == file.content
+            for file in self.publication.files
+            if file.content is not None
+        )
 
     def _card_is_ours(self, standing: dict[str, int]) -> bool:
         if CARD not in standing or self.publication.mark.encode() in self._fetch(CARD):
@@ -137,7 +182,9 @@ class _Push:
         with tempfile.TemporaryDirectory(prefix="easypipe-") as folder:
             path = self._ask(
                 f"reading {name}",
-                lambda: self.api.hf_hub_download(**self.where, filename=name, revision=self.revision, local_dir=folder),
+                lambda: self.api.hf_hub_download(
+                    **self.where, filename=name, revision=self.revision, local_dir=folder
+                ),
             )
             return Path(path).read_bytes()
 
@@ -148,19 +195,30 @@ class _Push:
         for start in range(0, total, GROUP):
             with ExitStack() as stack:
                 group = [
-                    CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=self._local(file, stack))
+                    CommitOperationAdd(
+                        path_in_repo=file.name, path_or_fileobj=self._local(file, stack)
+                    )
                     for file in files[start : start + GROUP]
                 ]
                 self._ask(
-                    f"uploading {group[0].path_in_repo}" + (f" and {len(group) - 1} more" if len(group) > 1 else ""),
-                    lambda group=group: self.api.preupload_lfs_files(**self.where, additions=group, revision=self.revision),
+                    f"uploading {group[0].path_in_repo}"
+                    + (f" and {len(group) - 1} more" if len(group) > 1 else ""),
+                    lambda group=group: self.api.preupload_lfs_files(
+                        **self.where, additions=group, revision=self.revision
+                    ),
                 )
                 for addition, file in zip(group, files[start : start + GROUP], strict=True):
-                    if addition.path_or_fileobj != b"" and file.content is None:  # the client empties what it uploaded; small files
-                        addition.path_or_fileobj = Path(str(addition.path_or_fileobj)).read_bytes()  # travel with the commit
+                    # the client empties what it uploaded; small files
+                    if addition.path_or_fileobj != b"" and file.content is None:
+                        # travel with the commit
+                        addition.path_or_fileobj = Path(str(addition.path_or_fileobj)).read_bytes()
             additions += group
             done = min(start + GROUP, total)
-            self.progress(ProgressEvent(stage="push", dataset=self.repo_id, done=done, total=total, unit="files"))
+            self.progress(
+                ProgressEvent(
+                    stage="push", dataset=self.repo_id, done=done, total=total, unit="files"
+                )
+            )
         return additions
 
     def _local(self, file: PublishedFile, stack: ExitStack) -> str | bytes:
@@ -174,13 +232,17 @@ class _Push:
         return str(copy)
 
     def _ask(self, doing: str, call: Callable[[], T]) -> T:
-        """The client's answer, or StorageError with what the Hub said. Without the client's own error: it holds the request's headers."""
+        """The client's answer, or StorageError with what the Hub said. Without the client's own
+        error: it holds the request's headers.
+        """
         try:
             return call()
         except (OSError, ValueError, RuntimeError) as error:
             problem, fix = self._explain(doing, error)
         except Exception as error:  # the client's connection errors belong to no family of Python's
-            if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub", "hf_xet")):
+            if not type(error).__module__.startswith(
+                ("httpx", "httpcore", "requests", "huggingface_hub", "hf_xet")
+            ):
                 raise
             problem, fix = self._explain(doing, error)
         raise StorageError(at=f"hub:{self.repo_id}", problem=problem, fix=fix)
@@ -195,10 +257,28 @@ class _Push:
             said = said.replace(self.token, "***")
         known = {
             401: ("the Hub does not accept the token, or there is none", f"{ACCOUNT}."),
-            403: ("the token may not write there", "Use a token with write permission, of an account that may write to the repository."),
-            404: ("the Hub does not know it, or the token may not see it", f"Check hub_repo_id. {ACCOUNT}."),
+            403: (
+                "the token may not write there",
+                "Use a token with write permission, of an account that may write to the repository.",
+            ),
+            404: (
+                "the Hub does not know it, or the token may not see it",
+                f"Check hub_repo_id. {ACCOUNT}.",
+            ),
         }
         if type(cause).__name__ == "OfflineModeIsEnabled":
-            return f"{doing} failed: HF_HUB_OFFLINE forbids to ask the Hub", "Unset it and run the job again: what was saved stands."
-        what, fix = known.get(status or 0, (type(cause).__name__, "Run the job again: what was uploaded stays and is not sent again."))
-        return f"{doing} failed{f' with HTTP {status}' if status else ''}: {what}: {said[:500]}", fix
+            return (
+                f"{doing} failed: HF_HUB_OFFLINE forbids to ask the Hub",
+                "Unset it and run the job again: what was saved stands.",
+            )
+        what, fix = known.get(
+            status or 0,
+            (
+                type(cause).__name__,
+                "Run the job again: what was uploaded stays and is not sent again.",
+            ),
+        )
+        return (
+            f"{doing} failed{f' with HTTP {status}' if status else ''}: {what}: {said[:500]}",
+            fix,
+        )

@@ -1,4 +1,6 @@
-"""Loaders and streams of rows as torch IterableDatasets, for training loops and libraries that want those. Needs the extra `[torch]`."""
+"""Loaders and streams of rows as torch IterableDatasets, for training loops and libraries that want
+those. Needs the extra `[torch]`.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,29 @@ from easypipe.loader.loader import Loader
 from easypipe.loader.streaming import StreamLoader
 
 try:
-    torch: Any = importlib.import_module("torch")  # not by name: this file has that name too, where types are checked without torch
+    # not by name: this file has that name too, where types are checked without torch
+    torch: Any = importlib.import_module("torch")
     data: Any = importlib.import_module("torch.utils.data")
 except ImportError as error:
-    raise ImportError("torch is not installed. Install it with: pip install 'easypipe[torch]'") from error
+    raise ImportError(
+        "torch is not installed. Install it with: pip install 'easypipe[torch]'"
+    ) from error
 
 STATE_KEY = "easypipe"
 
 
 class TorchBatches(data.IterableDataset):
-    """The batches of a loader as torch tensors: `DataLoader(TorchBatches(loader), batch_size=None)`.
+    """The batches of a loader as torch tensors: `DataLoader(TorchBatches(loader),
+    batch_size=None)`.
 
-    Whole numbers become int64, which torch's embeddings and losses want; floats stay as they are. The loader's own threads make batches
-    ahead, so `num_workers=0` is right.
-    Law: with W workers, worker w gives batches w, w + W, ..., so that the DataLoader, which asks them in turn, gives every batch once and
-    in order. Workers need a loader whose batches have numbers (not one of streams) and lie in host memory.
-    Law (exact resume): after `load_state_dict(state)`, with the state that `state_dict` gave behind batch n, the next batch is n + 1. With
-    several workers each keeps and restores its own, as torchdata's StatefulDataLoader has them do.
+    Whole numbers become int64, which torch's embeddings and losses want; floats stay as they are.
+    The loader's own threads make batches ahead, so `num_workers=0` is right.
+    Law: with W workers, worker w gives batches w, w + W, ..., so that the DataLoader, which asks
+    them in turn, gives every batch once and in order. Workers need a loader whose batches have
+    numbers (not one of streams) and lie in host memory. Law (exact resume): after
+    `load_state_dict(state)`, with the state that `state_dict` gave behind batch n, the next batch
+    is n + 1. With several workers each keeps and restores its own, as torchdata's
+    StatefulDataLoader has them do.
     """
 
     def __init__(self, loader: Loader | StreamLoader) -> None:
@@ -65,11 +73,16 @@ class TorchBatches(data.IterableDataset):
         loader._ended()
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration pass `epoch`, for worker processes, which end with a pass and do not count them. Raises ConfigError for
-        a loader that has no passes: those of data modules, factories and builders have.
+        """Makes the next iteration pass `epoch`, for worker processes, which end with a pass and do
+        not count them. Raises ConfigError for a loader that has no passes: those of data modules,
+        factories and builders have.
         """
         if not isinstance(self._loader, Passes):
-            raise ConfigError(at="set_epoch", problem="this loader begins at its first batch every time", fix="Give an EpochLoader.")
+            raise ConfigError(
+                at="set_epoch",
+                problem="this loader begins at its first batch every time",
+                fix="Give an EpochLoader.",
+            )
         self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -77,7 +90,9 @@ class TorchBatches(data.IterableDataset):
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state behind the batch that was last given by this process; JSON and plain numbers."""
+        """The state behind the batch that was last given by this process; JSON and plain
+        numbers.
+        """
         if torch_worker()[1] == 1:
             return {STATE_KEY: self._loader.state().to_json()}
         return {STATE_KEY: self._by_number(torch_worker()[1]).state_at(self._yielded).to_json()}
@@ -86,7 +101,9 @@ class TorchBatches(data.IterableDataset):
         """Raises StateError for a state of anything else than this loader."""
         if STATE_KEY not in state_dict:
             raise StateError(
-                at="state_dict", problem=f"no state of an easypipe loader: it has {sorted(state_dict)}", fix="Give state_dict()."
+                at="state_dict",
+                problem=f"no state of an easypipe loader: it has {sorted(state_dict)}",
+                fix="Give state_dict().",
             )
         self._loader.restore(state_dict[STATE_KEY])
         self._yielded, self._restored_by = self._loader.state().batch, os.getpid()
@@ -94,20 +111,30 @@ class TorchBatches(data.IterableDataset):
     def _by_number(self, workers: int) -> Loader:
         """The loader, where worker processes can share it."""
         loader = self._loader
-        if isinstance(loader, StreamLoader) or isinstance(getattr(loader.rows, "below", loader.rows), ForwardRows):
-            problem, fix = "streams are read forward, so workers would all read everything", "Set num_workers=0: the loader has threads."
+        if isinstance(loader, StreamLoader) or isinstance(
+            getattr(loader.rows, "below", loader.rows), ForwardRows
+        ):
+            problem, fix = (
+                "streams are read forward, so workers would all read everything",
+                "Set num_workers=0: the loader has threads.",
+            )
         elif loader.config.mesh is not None or loader.config.prefetch_to_device:
-            problem, fix = "its batches lie on devices, which processes do not share", "Set num_workers=0, or leave mesh out."
+            problem, fix = (
+                "its batches lie on devices, which processes do not share",
+                "Set num_workers=0, or leave mesh out.",
+            )
         else:
             return loader
         raise ConfigError(at="num_workers", problem=f"{workers} workers, but {problem}", fix=fix)
 
 
 class TorchRows(data.IterableDataset):
-    """The rows of an iterable as torch tensors: `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`.
+    """The rows of an iterable as torch tensors:
+    `DataLoader(TorchRows(StreamingPreprocessedDataset(...)), num_workers=4)`.
 
-    A StreamingPreprocessedDataset shares its rows over the workers by itself; any other iterable is read by one (num_workers=0), as each
-    worker would read all of it: then iterating raises ConfigError.
+    A StreamingPreprocessedDataset shares its rows over the workers by itself; any other iterable is
+    read by one (num_workers=0), as each worker would read all of it: then iterating raises
+    ConfigError.
     """
 
     def __init__(self, rows: Iterable[Any]) -> None:
@@ -128,7 +155,9 @@ class TorchRows(data.IterableDataset):
 def _tensors(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {name: _tensor(values) for name, values in batch.items()}
-    return tuple(_tensor(values) for values in batch) if isinstance(batch, tuple) else _tensor(batch)
+    return (
+        tuple(_tensor(values) for values in batch) if isinstance(batch, tuple) else _tensor(batch)
+    )
 
 
 def _tensor(values: Any) -> Any:
@@ -136,7 +165,11 @@ def _tensor(values: Any) -> Any:
         return values
     array = np.asarray(values)
     tensor = torch.from_numpy(np.array(array) if not array.flags.writeable else array)
-    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.to(torch.int64)
+    return (
+        tensor
+        if tensor.is_floating_point() or tensor.dtype == torch.bool
+        else tensor.to(torch.int64)
+    )
 
 
 __all__ = ["TorchBatches", "TorchRows"]

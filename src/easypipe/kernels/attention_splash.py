@@ -1,9 +1,12 @@
-"""Flash attention over packed rows on TPUs: jax's own splash attention kernels, with what they need from us.
+"""Flash attention over packed rows on TPUs: jax's own splash attention kernels, with what they need
+from us.
 
-jax.experimental.pallas.ops.tpu.splash_attention. Blocks that the causal mask or the window hides are never read; segments within the others
-are masked (they differ from row to row, and the kernel's list of blocks does not).
+jax.experimental.pallas.ops.tpu.splash_attention. Blocks that the causal mask or the window hides
+are never read; segments within the others are masked (they differ from row to row, and the kernel's
+list of blocks does not).
 
-B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads · h head width
+B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads
+· h head width
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -19,15 +22,27 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-BLOCKS = (512, 256, 128)  # slots; the largest that divides the queries of a device. A block of 512 x 512 scores is 1 MiB of 16 in VMEM
+# slots; the largest that divides the queries of a device. A block of 512 x 512 scores is 1 MiB of
+# 16 in VMEM
+BLOCKS = (512, 256, 128)
 
 
-def make_kernel(heads: int, slots: int, shards: int, window: int | None, soft_cap: float | None, *, interpret: bool) -> Any:
-    """The kernel for rows of `slots` whose queries lie over `shards` devices; `heads` query heads on each. A pytree of block lists,
-    which belong to the trace that this is called in."""
+def make_kernel(
+    heads: int,
+    slots: int,
+    shards: int,
+    window: int | None,
+    soft_cap: float | None,
+    *,
+    interpret: bool,
+) -> Any:
+    """The kernel for rows of `slots` whose queries lie over `shards` devices; `heads` query heads
+    on each. A pytree of block lists, which belong to the trace that this is called in."""
     size = next(size for size in BLOCKS if slots // shards % size == 0)
     square = (slots, slots)
-    mask: Any = masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), 0)
+    mask: Any = (
+        masks.CausalMask(square) if window is None else masks.LocalMask(square, (window - 1, 0), 0)
+    )
     return splash.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(**dict.fromkeys(_SIZES, size)),
@@ -39,7 +54,16 @@ def make_kernel(heads: int, slots: int, shards: int, window: int | None, soft_ca
     )
 
 
-_SIZES = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
+_SIZES = (
+    "block_q",
+    "block_kv",
+    "block_kv_compute",
+    "block_q_dkv",
+    "block_kv_dkv",
+    "block_kv_dkv_compute",
+    "block_q_dq",
+    "block_kv_dq",
+)
 
 
 def kernel_specs(kernel: Any, sequence: str | None) -> Any:
@@ -60,8 +84,13 @@ def attention(
     *,
     scale: float,
 ) -> Float[Array, "B Q H h"]:
-    """Softmax attention within segments, in the dtype of the query, summed in float32. Q and S are multiples of 128."""
+    """Softmax attention within segments, in the dtype of the query, summed in float32. Q and S are
+    multiples of 128.
+    """
     # The kernel scales nothing; the product is rounded once to the dtype.
-    query, key, value = (array.swapaxes(1, 2) for array in ((query_BQHh * scale).astype(query_BQHh.dtype), key_BSKh, value_BSKh))
+    query, key, value = (
+        array.swapaxes(1, 2)
+        for array in ((query_BQHh * scale).astype(query_BQHh.dtype), key_BSKh, value_BSKh)
+    )
     mixed = jax.vmap(kernel)(query, key, value, splash.SegmentIds(query_segments, key_segments))
     return mixed.swapaxes(1, 2).astype(query_BQHh.dtype)

@@ -1,9 +1,11 @@
 """Flash attention over packed rows on NVIDIA GPUs (Pallas through Triton), forward and backward.
 
-Dao, FlashAttention-2, 2023. Segments are contiguous, so what a query may see is one run of slots, `first[q]..q`, and what a key is seen by
-is `k..last[k]`. The two numbers carry segments, the causal mask and the window; blocks that lie outside a run are never read.
+Dao, FlashAttention-2, 2023. Segments are contiguous, so what a query may see is one run of slots,
+`first[q]..q`, and what a key is seen by is `k..last[k]`. The two numbers carry segments, the causal
+mask and the window; blocks that lie outside a run are never read.
 
-B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads · G = H / K · h head width
+B batch · Q query slots of this device · S slots of the row · H query heads · K key and value heads
+· G = H / K · h head width
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -48,7 +50,9 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(query: Array) -> Blocks:
-    """What fits the registers and the 227 KiB of shared memory of a multiprocessor of an H100; not timed yet."""
+    """What fits the registers and the 227 KiB of shared memory of a multiprocessor of an H100; not
+    timed yet.
+    """
     return Blocks(64, 32, 32) if query.shape[-1] * query.dtype.itemsize > 512 else Blocks()
 
 
@@ -60,17 +64,26 @@ def attention(
     runs: Runs,
     options: Options,
 ) -> Float[Array, "B Q H h"]:
-    """Softmax attention over `runs`, in the dtype of the query, summed in float32. Q and S: multiples of 128; h: a power of two from 16."""
+    """Softmax attention over `runs`, in the dtype of the query, summed in float32. Q and S:
+    multiples of 128; h: a power of two from 16.
+    """
     return _forward(query_BQHh, key_BSKh, value_BSKh, runs, options)[0]
 
 
-def _attention_forward(query: Array, key: Array, value: Array, runs: Runs, options: Options) -> tuple[Array, Any]:
-    # Named, so that a remat policy can keep them: the backward pass then runs no forward kernel again.
-    mixed, lse = (checkpoint_name(array, "attention") for array in _forward(query, key, value, runs, options))
+def _attention_forward(
+    query: Array, key: Array, value: Array, runs: Runs, options: Options
+) -> tuple[Array, Any]:
+    # Named, so that a remat policy can keep them: the backward pass then runs no forward kernel
+    # again.
+    mixed, lse = (
+        checkpoint_name(array, "attention") for array in _forward(query, key, value, runs, options)
+    )
     return mixed, (query, key, value, runs, mixed, lse)
 
 
-def _attention_backward(options: Options, kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+def _attention_backward(
+    options: Options, kept: Any, d_mixed: Array
+) -> tuple[Array, Array, Array, None]:
     query, key, value, runs, mixed, lse_BHQ = kept
     delta_BHQ = jnp.einsum("bqhd,bqhd->bhq", mixed, d_mixed, preferred_element_type=jnp.float32)
     arrays = (query, key, value, d_mixed, lse_BHQ, delta_BHQ)
@@ -81,7 +94,9 @@ def _attention_backward(options: Options, kept: Any, d_mixed: Array) -> tuple[Ar
 attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _forward(query: Array, key: Array, value: Array, runs: Runs, options: Options) -> tuple[Array, Array]:
+def _forward(
+    query: Array, key: Array, value: Array, runs: Runs, options: Options
+) -> tuple[Array, Array]:
     batch, queries, heads, width = query.shape
     blocks = blocks_of(query)
     spec = _Specs(query, key, blocks.queries)
@@ -90,14 +105,34 @@ def _forward(query: Array, key: Array, value: Array, runs: Runs, options: Option
         kernel,
         name="easypipe_attention",
         grid=(queries // blocks.queries, batch, heads),
-        in_specs=[spec.query_block(), spec.all_keys(), spec.all_keys(), spec.slots_block(), spec.first_block()],
+        in_specs=[
+            spec.query_block(),
+            spec.all_keys(),
+            spec.all_keys(),
+            spec.slots_block(),
+            spec.first_block(),
+        ],
         out_specs=[spec.query_block(), spec.sums_block()],
-        out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+        ],
         **_how(options, warps=8 if width > 64 else 4),
     )(query, key, value, runs.slot_Q, runs.first_BQ)
 
 
-def _forward_kernel(query_ref, key_ref, value_ref, slot_ref, first_ref, mixed_ref, lse_ref, *, options: Options, keys: int) -> None:
+def _forward_kernel(
+    query_ref,
+    key_ref,
+    value_ref,
+    slot_ref,
+    first_ref,
+    mixed_ref,
+    lse_ref,
+    *,
+    options: Options,
+    keys: int,
+) -> None:
     query, slot, first = query_ref[...], slot_ref[...], first_ref[...]
     rows, width = query.shape
 
@@ -111,7 +146,11 @@ def _forward_kernel(query_ref, key_ref, value_ref, slot_ref, first_ref, mixed_re
         mixed = mixed * kept[:, None] + plgpu.dot(share.astype(value.dtype), value)
         return mixed, higher, total * kept + share.sum(axis=1)
 
-    nothing = (jnp.zeros((rows, width), jnp.float32), jnp.full((rows,), NEVER, jnp.float32), jnp.zeros((rows,), jnp.float32))
+    nothing = (
+        jnp.zeros((rows, width), jnp.float32),
+        jnp.full((rows,), NEVER, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
     start, stop = jax.lax.div(first.min(), keys), jax.lax.div(slot.max(), keys) + 1
     mixed, highest, total = jax.lax.fori_loop(start, stop, block, nothing)
     mixed_ref[...] = (mixed / total[:, None]).astype(mixed_ref.dtype)
@@ -128,7 +167,14 @@ def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options:
         kernel,
         name="easypipe_attention_d_query",
         grid=(queries // rows, batch, heads),
-        in_specs=[spec.query_block(), spec.all_keys(), spec.all_keys(), *of_queries, spec.slots_block(), spec.first_block()],
+        in_specs=[
+            spec.query_block(),
+            spec.all_keys(),
+            spec.all_keys(),
+            *of_queries,
+            spec.slots_block(),
+            spec.first_block(),
+        ],
         out_specs=spec.query_block(),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         **_how(options, warps=8 if width > 128 else 4),
@@ -136,7 +182,18 @@ def _query_gradient(query, key, value, d_mixed, lse, delta, runs: Runs, options:
 
 
 def _query_gradient_kernel(
-    query_ref, key_ref, value_ref, d_mixed_ref, lse_ref, delta_ref, slot_ref, first_ref, d_query_ref, *, options: Options, keys: int
+    query_ref,
+    key_ref,
+    value_ref,
+    d_mixed_ref,
+    lse_ref,
+    delta_ref,
+    slot_ref,
+    first_ref,
+    d_query_ref,
+    *,
+    options: Options,
+    keys: int,
 ) -> None:
     query, slot, first = query_ref[...], slot_ref[...], first_ref[...]
     d_mixed, lse, delta = d_mixed_ref[...], lse_ref[...], delta_ref[...]
@@ -154,23 +211,41 @@ def _query_gradient_kernel(
     d_query_ref[...] = d_query.astype(d_query_ref.dtype)
 
 
-def _key_gradients(query, key, value, d_mixed, lse, delta, runs: Runs, options: Options) -> tuple[Array, Array]:
+def _key_gradients(
+    query, key, value, d_mixed, lse, delta, runs: Runs, options: Options
+) -> tuple[Array, Array]:
     batch, slots, key_heads, width = key.shape
     queries, group = query.shape[1], query.shape[2] // key_heads
     rows = blocks_of(query).backward
     block = pl.BlockSpec((None, rows, None, width), lambda i, b, k: (b, i, k, 0))
     of_group = pl.BlockSpec((None, queries, None, group, width), lambda i, b, k: (b, 0, k, 0, 0))
     sums = pl.BlockSpec((None, None, group, queries), lambda i, b, k: (b, k, 0, 0))
-    row, last = pl.BlockSpec((None, queries), lambda i, b, k: (b, 0)), pl.BlockSpec((None, rows), lambda i, b, k: (b, i))
+    row, last = (
+        pl.BlockSpec((None, queries), lambda i, b, k: (b, 0)),
+        pl.BlockSpec((None, rows), lambda i, b, k: (b, i)),
+    )
     grouped = (array.reshape(batch, queries, key_heads, group, width) for array in (query, d_mixed))
     scalars = (array.reshape(batch, key_heads, group, queries) for array in (lse, delta))
     return pl.pallas_call(
         functools.partial(_key_gradients_kernel, options=options, rows=rows, group=group),
         name="easypipe_attention_d_key",
         grid=(slots // rows, batch, key_heads),
-        in_specs=[block, block, of_group, of_group, sums, sums, pl.BlockSpec((queries,), lambda i, b, k: (0,)), row, last],
+        in_specs=[
+            block,
+            block,
+            of_group,
+            of_group,
+            sums,
+            sums,
+            pl.BlockSpec((queries,), lambda i, b, k: (0,)),
+            row,
+            last,
+        ],
         out_specs=[block, block],
-        out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
+        out_shape=[
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+        ],
         **_how(options, warps=8 if width > 64 else 4),
     )(key, value, *grouped, *scalars, runs.slot_Q, runs.first_BQ, runs.last_BS)
 
@@ -193,7 +268,8 @@ def _key_gradients_kernel(
     group,
 ) -> None:
     key, value = key_ref[...], value_ref[...]
-    begin, offset = pl.program_id(0) * rows, slot_ref[0]  # slots of this block of keys, and of this device's queries, begin there
+    # slots of this block of keys, and of this device's queries, begin there
+    begin, offset = pl.program_id(0) * rows, slot_ref[0]
     queries = slot_ref.shape[0]
 
     def block(turn: Any, carry: Any) -> Any:
@@ -214,11 +290,18 @@ def _key_gradients_kernel(
     count = stop - start
     nothing = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
     d_key, d_value = jax.lax.fori_loop(0, group * count, block, nothing)
-    d_key_ref[...], d_value_ref[...] = d_key.astype(d_key_ref.dtype), d_value.astype(d_value_ref.dtype)
+    d_key_ref[...], d_value_ref[...] = (
+        d_key.astype(d_key_ref.dtype),
+        d_value.astype(d_value_ref.dtype),
+    )
 
 
-def _scores(query: Any, key: Any, slot: Any, first: Any, begin: Any, options: Options) -> tuple[Any, Any]:
-    """Scores in units of log 2, NEVER where a query does not see a key; and the score's derivative by query·key, in nats."""
+def _scores(
+    query: Any, key: Any, slot: Any, first: Any, begin: Any, options: Options
+) -> tuple[Any, Any]:
+    """Scores in units of log 2, NEVER where a query does not see a key; and the score's derivative
+    by query·key, in nats.
+    """
     score, slope = plgpu.dot(query, key, trans_b=True) * options.scale, options.scale
     if options.soft_cap is not None:
         bent = jnp.tanh(score / options.soft_cap)
@@ -240,7 +323,10 @@ class _Specs:
         return pl.BlockSpec((None, self.rows, None, self.width), lambda i, b, h: (b, i, h, 0))
 
     def all_keys(self) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.slots, None, self.width), lambda i, b, h: (b, 0, jax.lax.div(h, self.group), 0))
+        return pl.BlockSpec(
+            (None, self.slots, None, self.width),
+            lambda i, b, h: (b, 0, jax.lax.div(h, self.group), 0),
+        )
 
     def sums_block(self) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, self.rows), lambda i, b, h: (b, h, i))
@@ -253,4 +339,7 @@ class _Specs:
 
 
 def _how(options: Options, *, warps: int) -> dict[str, Any]:
-    return {"compiler_params": plgpu.CompilerParams(num_warps=warps, num_stages=2), "interpret": options.interpret}
+    return {
+        "compiler_params": plgpu.CompilerParams(num_warps=warps, num_stages=2),
+        "interpret": options.interpret,
+    }

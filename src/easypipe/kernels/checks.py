@@ -1,4 +1,6 @@
-"""What the api is given, checked: every reason against it in one error. Then the arrays as the kernels take them, and the plan."""
+"""What the api is given, checked: every reason against it in one error. Then the arrays as the
+kernels take them, and the plan.
+"""
 
 from __future__ import annotations
 
@@ -78,31 +80,61 @@ def checked(request: Request) -> Call:
 
 
 def _call(request: Request, layout: Layout) -> Call:
-    hidden, lm_head, bias, labels = request.hidden, request.lm_head, request.bias, _as_int32(request.labels)
+    hidden, lm_head, bias, labels = (
+        request.hidden,
+        request.lm_head,
+        request.bias,
+        _as_int32(request.labels),
+    )
     vocab = _vocab(request, layout)
     if lm_head is not None:
         wider = jnp.result_type(hidden, lm_head)
         hidden, lm_head = hidden.astype(wider), lm_head.astype(wider)
     dtype = accumulator_dtype(hidden)
     counted = (labels != request.ignore_index) & (labels >= 0) & (labels < vocab)
-    weights = jnp.ones(labels.shape, dtype) if request.weights is None else request.weights.astype(dtype)
+    weights = (
+        jnp.ones(labels.shape, dtype) if request.weights is None else request.weights.astype(dtype)
+    )
     weights = jnp.where(counted, weights, 0)
-    # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be told of it before our rules begin.
+    # Inside the user's shard_map, jax sums the cotangent of what all devices share; so it must be
+    # told of it before our rules begin.
     arrays: Any = Inputs(hidden, lm_head, bias, jnp.where(counted, labels, -1)), weights, counted  # pyright: ignore[reportArgumentType]
-    inputs, weights, counted = jax.tree.map(lambda array: varying_like(array, *jax.tree.leaves(arrays)), arrays)
-    refusals = {name: list(_refusals(request, name, layout)) for name in FAVOURITES.values()} if request.implementation is None else {}
+    inputs, weights, counted = jax.tree.map(
+        lambda array: varying_like(array, *jax.tree.leaves(arrays)), arrays
+    )
+    refusals = (
+        {name: list(_refusals(request, name, layout)) for name in FAVOURITES.values()}
+        if request.implementation is None
+        else {}
+    )
     unused = FAVOURITES.get(choice.platform_at_hand())
     if unused and refusals.get(unused):
-        logger.warning("%s: %s cannot run, so XLA's own operations do: %s", request.at, unused, "; ".join(refusals[unused]))
-    implementation: Any = "chunked" if labels.size == 0 and request.implementation != "reference" else request.implementation
+        logger.warning(
+            "%s: %s cannot run, so XLA's own operations do: %s",
+            request.at,
+            unused,
+            "; ".join(refusals[unused]),
+        )
+    implementation: Any = (
+        "chunked"
+        if labels.size == 0 and request.implementation != "reference"
+        else request.implementation
+    )
     plan = Plan(
-        choice.candidates(refusals, implementation), layout, request.soft_cap, request.sharding, request.chunk_size, request.float32_logits
+        choice.candidates(refusals, implementation),
+        layout,
+        request.soft_cap,
+        request.sharding,
+        request.chunk_size,
+        request.float32_logits,
     )
     return Call(inputs, weights, counted, plan, _rule(request, layout), vocab)
 
 
 def _as_int32(labels: Array) -> Array:
-    """A label that int32 does not hold stays outside the vocabulary, instead of wrapping round into it."""
+    """A label that int32 does not hold stays outside the vocabulary, instead of wrapping round into
+    it.
+    """
     ours, theirs = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
     if theirs.max > ours.max:
         labels = jnp.clip(labels, max(ours.min, theirs.min), ours.max)
@@ -110,19 +142,30 @@ def _as_int32(labels: Array) -> Array:
 
 
 def _rule(request: Request, layout: Layout) -> Rule:
-    if request.lm_head is None or request.reduction == "none" or request.implementation == "reference":
+    if (
+        request.lm_head is None
+        or request.reduction == "none"
+        or request.implementation == "reference"
+    ):
         return "strict"
     if request.rule is not None:
         return request.rule
     if request.float32_logits:
         return "strict"
-    fits = choice.fast_fits(_vocab(request, layout) // _vocab_shards(request), request.lm_head.dtype.itemsize)
+    fits = choice.fast_fits(
+        _vocab(request, layout) // _vocab_shards(request), request.lm_head.dtype.itemsize
+    )
     return "fast" if fits else "strict"
 
 
 def _layout(request: Request) -> Layout | None:
     """None where it cannot be told, and where there is no head."""
-    if request.layout is not None or request.lm_head is None or request.lm_head.ndim != 2 or request.hidden.ndim == 0:
+    if (
+        request.layout is not None
+        or request.lm_head is None
+        or request.lm_head.ndim != 2
+        or request.hidden.ndim == 0
+    ):
         return request.layout
     rows, columns = request.lm_head.shape
     width = request.hidden.shape[-1]
@@ -132,7 +175,12 @@ def _layout(request: Request) -> Layout | None:
 
 
 def _shapes(request: Request) -> Iterator[str]:
-    hidden, lm_head, labels, layout = request.hidden, request.lm_head, request.labels, _layout(request)
+    hidden, lm_head, labels, layout = (
+        request.hidden,
+        request.lm_head,
+        request.labels,
+        _layout(request),
+    )
     what = "hidden" if lm_head is not None else "logits"
     if hidden.ndim < 2 or hidden.shape[:-1] != labels.shape or 0 in hidden.shape[-1:]:
         yield f"labels {labels.shape} do not fit {what} {hidden.shape}: give {what} [T, n] and labels [T], or both with batch dimensions"
@@ -168,7 +216,9 @@ def _numbers(request: Request) -> Iterator[str]:
         yield f"label_smoothing: {request.label_smoothing} is outside [0, 1) (0.1 is usual)"
     if request.soft_cap is not None and not 0 < _number(request.soft_cap) < math.inf:
         yield f"logit_soft_cap: {request.soft_cap} is not a positive number (30.0 is usual; None for none)"
-    if request.chunk_size is not None and not (_is_whole(request.chunk_size) and request.chunk_size >= 1):
+    if request.chunk_size is not None and not (
+        _is_whole(request.chunk_size) and request.chunk_size >= 1
+    ):
         yield f"chunk_size: {request.chunk_size} tokens are no chunk: give a whole number from 1 up"
     if not (_is_whole(request.ignore_index) and -(2**31) <= request.ignore_index < 2**31):
         yield f"ignore_index: {request.ignore_index} is no label: give an int of 32 bits (-100 is usual)"
@@ -190,8 +240,16 @@ def _is_whole(value: Any) -> bool:
 
 
 def _names(request: Request) -> Iterator[str]:
-    implementations = get_args(Implementation) if request.lm_head is not None else ("reference", "chunked", "pallas_gpu")
-    for name, options in (("implementation", implementations), ("rule", get_args(Rule)), ("reduction", REDUCTIONS)):
+    implementations = (
+        get_args(Implementation)
+        if request.lm_head is not None
+        else ("reference", "chunked", "pallas_gpu")
+    )
+    for name, options in (
+        ("implementation", implementations),
+        ("rule", get_args(Rule)),
+        ("reduction", REDUCTIONS),
+    ):
         value = getattr(request, name)
         if value not in options and not (value is None and name != "reduction"):
             yield _option(name, value, options)
@@ -260,7 +318,11 @@ def _runs(request: Request, layout: Layout) -> Iterator[str]:
         yield f"implementation: {name!r} cannot run: {reason}"
     if request.lm_head is None:
         return
-    if request.rule == "fast" and choice.missing(name) is None and not hasattr(choice.kernel(name), "row_step"):
+    if (
+        request.rule == "fast"
+        and choice.missing(name) is None
+        and not hasattr(choice.kernel(name), "row_step")
+    ):
         yield f"rule: {name!r} has no 'fast': leave it None"
     if request.chunk_size is not None and _rule(request, layout) == "strict":
         yield f"chunk_size: {name!r} has none under the rule 'strict': leave it None"
@@ -270,7 +332,11 @@ def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
     if (reason := choice.missing(name)) is not None:
         yield reason
         return
-    arrays = [array for array in (request.hidden, request.lm_head, request.bias, request.labels) if array is not None]
+    arrays = [
+        array
+        for array in (request.hidden, request.lm_head, request.bias, request.labels)
+        if array is not None
+    ]
     if request.sharding is None and (devices := choice.devices_without_sharding(*arrays)) > 1:
         yield f"the compiler cannot split it over {devices} devices: say by `sharding` how the arguments lie"
     if any(varying_axes(array) for array in arrays):
@@ -280,26 +346,56 @@ def _refusals(request: Request, name: str, layout: Layout) -> Iterator[str]:
             yield "float64 runs in XLA only"
         return
     shards = _vocab_shards(request)
-    shape = [size // shards if axis == "v" else size for axis, size in zip(layout, request.lm_head.shape, strict=True)]
+    shape = [
+        size // shards if axis == "v" else size
+        for axis, size in zip(layout, request.lm_head.shape, strict=True)
+    ]
     wider = jnp.result_type(request.hidden, request.lm_head)
     tokens = math.prod(request.labels.shape)
-    hidden, lm_head = jax.ShapeDtypeStruct((tokens, request.hidden.shape[-1]), wider), jax.ShapeDtypeStruct(tuple(shape), wider)
-    bias = None if request.bias is None else jax.ShapeDtypeStruct((shape[layout.index("v")],), request.bias.dtype)
-    yield from choice.kernel(name).refusals(hidden, lm_head, bias, layout=layout, soft_cap=request.soft_cap)
+    hidden, lm_head = (
+        jax.ShapeDtypeStruct((tokens, request.hidden.shape[-1]), wider),
+        jax.ShapeDtypeStruct(tuple(shape), wider),
+    )
+    bias = (
+        None
+        if request.bias is None
+        else jax.ShapeDtypeStruct((shape[layout.index("v")],), request.bias.dtype)
+    )
+    yield from choice.kernel(name).refusals(
+        hidden, lm_head, bias, layout=layout, soft_cap=request.soft_cap
+    )
 
 
 def _elsewhere(request: Request, name: str) -> Iterator[str]:
-    """Only where nothing is traced: under jit the program may be lowered for a platform that is not here."""
-    arrays = [array for array in (request.hidden, request.lm_head, request.labels, request.bias, request.weights) if array is not None]
+    """Only where nothing is traced: under jit the program may be lowered for a platform that is not
+    here.
+    """
+    arrays = [
+        array
+        for array in (
+            request.hidden,
+            request.lm_head,
+            request.labels,
+            request.bias,
+            request.weights,
+        )
+        if array is not None
+    ]
     if any(isinstance(array, Tracer) for array in arrays):
         return
-    here = {choice.platform_name(device.platform) for array in arrays for device in array.devices()} | {choice.platform_at_hand()}
+    here = {
+        choice.platform_name(device.platform) for array in arrays for device in array.devices()
+    } | {choice.platform_at_hand()}
     if (reason := choice.misplaced(name, here)) is not None:
         yield f"{reason}: leave it None, or lower the call for such a device under jax.jit"
 
 
 def _vocab(request: Request, layout: Layout) -> int:
-    return request.hidden.shape[-1] if request.lm_head is None else request.lm_head.shape[layout.index("v")]
+    return (
+        request.hidden.shape[-1]
+        if request.lm_head is None
+        else request.lm_head.shape[layout.index("v")]
+    )
 
 
 def _vocab_shards(request: Request) -> int:

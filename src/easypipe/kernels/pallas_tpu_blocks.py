@@ -1,15 +1,19 @@
-"""Block sizes of the TPU kernels: what VMEM holds, and the bytes that follow. (FLOPs: 2·T·D·V forward, 6·T·D·V backward, in any blocks.)
+"""Block sizes of the TPU kernels: what VMEM holds, and the bytes that follow. (FLOPs: 2·T·D·V
+forward, 6·T·D·V backward, in any blocks.)
 
-Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / B) times, the hidden states once for each TensorCore.
+Forward. B tokens stay in VMEM while the head streams past: it is read ceil(T / B) times, the hidden
+states once for each TensorCore.
 
-Backward, resident. Hidden states and their gradient stay in VMEM; head and its gradient pass once. Nothing is moved twice.
-Backward, streaming. C columns of the head and their gradient stay while the tokens stream past: hidden states are read, their gradient
-is read and written, so 10·T·D bytes (in bfloat16) for each of ceil(V / C) blocks.
-Backward, apart. Two passes, and 8·T·D·V FLOPs: C columns stay while hidden states are read ceil(V / C) times; then B tokens stay while
-the head is read ceil(T / B) times. Where the sums of *streaming* would take more than SUM_BYTES of HBM.
+Backward, resident. Hidden states and their gradient stay in VMEM; head and its gradient pass once.
+Nothing is moved twice. Backward, streaming. C columns of the head and their gradient stay while the
+tokens stream past: hidden states are read, their gradient is read and written, so 10·T·D bytes (in
+bfloat16) for each of ceil(V / C) blocks. Backward, apart. Two passes, and 8·T·D·V FLOPs: C columns
+stay while hidden states are read ceil(V / C) times; then B tokens stay while the head is read
+ceil(T / B) times. Where the sums of *streaming* would take more than SUM_BYTES of HBM.
 
-In both, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs room too, enough to keep the matrix unit
-busy. `least_bytes` is what the same schedules would move if that room were as small as the hardware's tiles allow.
+In both, fewest bytes are moved where as much as VMEM holds stays in it; what streams needs room
+too, enough to keep the matrix unit busy. `least_bytes` is what the same schedules would move if
+that room were as small as the hardware's tiles allow.
 
 T tokens · D width · V vocabulary
 """
@@ -29,23 +33,32 @@ MIB = 1 << 20
 LANES = 128  # the last dimension of a block is a multiple of this, or the whole array's
 ROW_SIZES = (512, 256, 128)  # tokens of a tile, as available
 FORWARD_COLUMNS = (512, 256, 128)
-WIDTH_SHARES = (1024, 896, 1280, 768, 640, 512)  # of the width in one streaming step: the first that divides it, else all of it
+# of the width in one streaming step: the first that divides it, else all of it
+WIDTH_SHARES = (1024, 896, 1280, 768, 640, 512)
 COLUMN_STEP = 256  # columns whose logits are in float32 at once in the backward pass
 WIDTH_STEP = 256  # of the width at once in its two products
-FEWEST_COLUMNS = 640  # with which a streaming backward pass is bound by the matrix unit on every generation
+# with which a streaming backward pass is bound by the matrix unit on every generation
+FEWEST_COLUMNS = 640
 RESERVED = 2 * MIB  # of VMEM, for the compiler
 SLACK = MIB  # of it, that a kernel may take beyond its accounting
-SUM_BYTES = 256 * MIB  # of HBM, that the gradient of the hidden states may take in the making beside the result
+# of HBM, that the gradient of the hidden states may take in the making beside the result
+SUM_BYTES = 256 * MIB
 STATE = 4  # bytes of a gradient in the making: float32, whole or in two halves
 PER_TOKEN = 8 * 4  # bytes of what is known of a token, or found out about it
 
 
 class Device(NamedTuple):
     vmem: int  # bytes of one TensorCore
-    cores: int  # TensorCores that one device (as jax counts them) has, and one kernel is spread over
+    # TensorCores that one device (as jax counts them) has, and one kernel is spread over
+    cores: int
 
 
-V5E, V5P, V6E, V7X = Device(128 * MIB, 1), Device(64 * MIB, 2), Device(128 * MIB, 1), Device(64 * MIB, 1)
+V5E, V5P, V6E, V7X = (
+    Device(128 * MIB, 1),
+    Device(64 * MIB, 2),
+    Device(128 * MIB, 1),
+    Device(64 * MIB, 1),
+)
 DEVICES = {  # by jax's device_kind
     "TPU v5 lite": V5E,
     "TPU v5e": V5E,
@@ -55,7 +68,8 @@ DEVICES = {  # by jax's device_kind
     "TPU v6e": V6E,
     "TPU7x": V7X,
 }
-UNKNOWN = Device(64 * MIB, 1)  # the least of the generations above: also where a program is lowered without naming its device
+# the least of the generations above: also where a program is lowered without naming its device
+UNKNOWN = Device(64 * MIB, 1)
 TOO_SMALL = ("TPU v2", "TPU v3", "TPU v4")  # 16 MiB of VMEM
 
 
@@ -71,7 +85,9 @@ class Blocks(NamedTuple):
     back_columns: int
     back_width: int  # of the gradient of the hidden states, in one streaming step
     resident: int  # 1: hidden states and their gradient stay in VMEM in the backward pass
-    own_tokens: int = 0  # that stay in a pass for the gradient of the hidden states alone; 0: there is none (then back_width is not 0)
+    # that stay in a pass for the gradient of the hidden states alone; 0: there is none (then
+    # back_width is not 0)
+    own_tokens: int = 0
     own_columns: int = 0  # that stream in it
 
 
@@ -90,7 +106,9 @@ def device_of(kind: str) -> Device:
 
 
 def sizes_of(tokens: int, width: int, vocab: int, dtype: Any, grad_dtype: Any = None) -> Sizes:
-    return Sizes(tokens, width, vocab, jnp.dtype(dtype).itemsize, jnp.dtype(grad_dtype or dtype).itemsize)
+    return Sizes(
+        tokens, width, vocab, jnp.dtype(dtype).itemsize, jnp.dtype(grad_dtype or dtype).itemsize
+    )
 
 
 def cdiv(a: int, b: int) -> int:
@@ -103,12 +121,15 @@ def rounded(size: int, multiple: int = LANES) -> int:
 
 @functools.lru_cache(maxsize=256)
 def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
-    """The sizes that move the fewest bytes among those that fit, with tiles that fill the matrix unit.
+    """The sizes that move the fewest bytes among those that fit, with tiles that fill the matrix
+    unit.
 
     Raises ConfigError where not even the smallest fit.
     """
     forward = min(
-        _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS), key=lambda blocks: forward_bytes(blocks, sizes), default=None
+        _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS),
+        key=lambda blocks: forward_bytes(blocks, sizes),
+        default=None,
     )
     backward = _plan_backward(device, sizes)
     if forward is None or backward is None:
@@ -121,7 +142,9 @@ def plan_blocks(device: Device, sizes: Sizes) -> Blocks:
 
 
 def needs_own_pass(sizes: Sizes) -> bool:
-    """Whether the low halves of the hidden states' gradient take more than SUM_BYTES; a float32 gradient has none."""
+    """Whether the low halves of the hidden states' gradient take more than SUM_BYTES; a float32
+    gradient has none.
+    """
     return sizes.out < STATE and sizes.tokens * sizes.width * (STATE - sizes.out) > SUM_BYTES
 
 
@@ -131,8 +154,10 @@ def forward_vmem(blocks: Blocks, sizes: Sizes) -> int:
     stays = blocks.tokens * width * sizes.item
     streams = 2 * width * blocks.columns * sizes.item
     per_token = 2 * 2 * PER_TOKEN * blocks.tokens
-    tile = 2 * blocks.rows * blocks.columns * 4 + 16 * blocks.rows * LANES * 4  # logits, and columns of one number per token
-    exact = 7 * (blocks.rows + blocks.columns) * width if sizes.item == 4 else 0  # float32 products split their operands
+    # logits, and columns of one number per token
+    tile = 2 * blocks.rows * blocks.columns * 4 + 16 * blocks.rows * LANES * 4
+    # float32 products split their operands
+    exact = 7 * (blocks.rows + blocks.columns) * width if sizes.item == 4 else 0
     return stays + streams + per_token + tile + exact
 
 
@@ -153,16 +178,28 @@ def backward_vmem(blocks: Blocks, sizes: Sizes) -> int:
     operand = rows * width  # of the hidden states, while the logits' product runs
     if not blocks.own_tokens:
         return head + hidden + dz + per_token + logits + products + exact + operand
-    stays = (sizes.item + 4 + sizes.out) * blocks.own_tokens * width + 2 * PER_TOKEN * blocks.own_tokens
+    stays = (
+        sizes.item + 4 + sizes.out
+    ) * blocks.own_tokens * width + 2 * PER_TOKEN * blocks.own_tokens
     streams = (2 * sizes.item * width + sizes.item * rows + 4 * PER_TOKEN) * blocks.own_columns
-    return max(head + hidden + dz + per_token, stays + streams) + logits + products + exact + operand
+    return (
+        max(head + hidden + dz + per_token, stays + streams) + logits + products + exact + operand
+    )
 
 
 def forward_bytes(blocks: Blocks, sizes: Sizes) -> int:
     """Bytes that the forward kernel moves between HBM and VMEM."""
-    passes = cdiv(sizes.tokens, blocks.tokens) if cdiv(cdiv(sizes.vocab, blocks.columns), blocks.parts) > 1 else 1
+    passes = (
+        cdiv(sizes.tokens, blocks.tokens)
+        if cdiv(cdiv(sizes.vocab, blocks.columns), blocks.parts) > 1
+        else 1
+    )
     hidden = blocks.parts * sizes.tokens * sizes.width * sizes.item
-    return hidden + passes * sizes.width * sizes.vocab * sizes.item + blocks.parts * sizes.tokens * (4 + PER_TOKEN)
+    return (
+        hidden
+        + passes * sizes.width * sizes.vocab * sizes.item
+        + blocks.parts * sizes.tokens * (4 + PER_TOKEN)
+    )
 
 
 def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
@@ -173,7 +210,11 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
     if blocks.resident:
         return hidden * (sizes.item + sizes.out) + head * (sizes.item + sizes.out) + known
     if blocks.own_tokens:
-        own = hidden * (sizes.item + sizes.out) + cdiv(sizes.tokens, blocks.own_tokens) * head * sizes.item + sizes.tokens * PER_TOKEN
+        own = (
+            hidden * (sizes.item + sizes.out)
+            + cdiv(sizes.tokens, blocks.own_tokens) * head * sizes.item
+            + sizes.tokens * PER_TOKEN
+        )
         return own + turns * hidden * sizes.item + head * (sizes.item + sizes.out) + known
     between = 2 * 4 * turns * blocks.back_columns * sizes.width if blocks.back_parts > 1 else 0
     tokens = hidden * STATE + turns * hidden * (sizes.item + 2 * STATE)
@@ -181,8 +222,13 @@ def backward_bytes(blocks: Blocks, sizes: Sizes) -> int:
 
 
 def least_bytes(device: Device, sizes: Sizes) -> tuple[int, int]:
-    """(forward, backward): what these schedules would move at least, if what streams took no more of VMEM than one tile of 128."""
-    forward = min(forward_bytes(blocks, sizes) for blocks in _forward_choices(device, sizes, (LANES,), (LANES,)))
+    """(forward, backward): what these schedules would move at least, if what streams took no more
+    of VMEM than one tile of 128.
+    """
+    forward = min(
+        forward_bytes(blocks, sizes)
+        for blocks in _forward_choices(device, sizes, (LANES,), (LANES,))
+    )
     backward = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256, LANES), (LANES,))
     return forward, min(backward_bytes(blocks, sizes) for blocks in backward)
 
@@ -190,14 +236,19 @@ def least_bytes(device: Device, sizes: Sizes) -> tuple[int, int]:
 def block_candidates(device: Device, sizes: Sizes) -> list[Blocks]:
     """What is worth measuring: the plan, and each of its two halves in other tiles that fit."""
     plan = plan_blocks(device, sizes)
-    forward = [Blocks(*blocks[:4], *plan[4:]) for blocks in _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS)]
+    forward = [
+        Blocks(*blocks[:4], *plan[4:])
+        for blocks in _forward_choices(device, sizes, ROW_SIZES, FORWARD_COLUMNS)
+    ]
     halves = _backward_choices(device, sizes, ROW_SIZES, (1024, 512, 256), WIDTH_SHARES)
     backward = [Blocks(*plan[:4], *blocks[4:]) for blocks in halves]
     return list(dict.fromkeys([plan, *forward, *backward]))
 
 
 def row_block(device: Device, vocab: int, dtype: Any) -> int:
-    """Rows of logits with their whole vocabulary that stay in VMEM, read and written while their neighbours are worked on."""
+    """Rows of logits with their whole vocabulary that stay in VMEM, read and written while their
+    neighbours are worked on.
+    """
     size = jnp.dtype(dtype).itemsize
     least = 32 // size
     rows = (device.vmem // 2) // (4 * size * rounded(vocab)) // least * least
@@ -211,7 +262,9 @@ def row_block(device: Device, vocab: int, dtype: Any) -> int:
 
 
 def even_split(size: int, most: int, parts: int) -> int | None:
-    """The largest block, a multiple of 128 and at most `most`, of which `size` has a multiple of `parts`. None where there is none."""
+    """The largest block, a multiple of 128 and at most `most`, of which `size` has a multiple of
+    `parts`. None where there is none.
+    """
     units = cdiv(size, LANES)
     for block in range(min(most // LANES, units), 0, -1):
         count = cdiv(units, block)
@@ -222,14 +275,19 @@ def even_split(size: int, most: int, parts: int) -> int | None:
 
 
 def fitted(blocks: Blocks, device: Device, sizes: Sizes) -> Blocks:
-    """`blocks` of another shape of the same bucket, cut down to this one; a half that cannot be is planned anew."""
+    """`blocks` of another shape of the same bucket, cut down to this one; a half that cannot be is
+    planned anew.
+    """
     plan = plan_blocks(device, sizes)
     forward = blocks if blocks.parts == plan.parts else plan
     rows, columns = blocks.back_rows, blocks.back_columns
     if bool(blocks.own_tokens) != bool(plan.own_tokens):
         return Blocks(*forward[:4], *plan[4:])
     if not (blocks.resident or blocks.own_tokens):
-        rows, columns = (even_split(*one, blocks.back_parts) for one in ((sizes.tokens, rows), (sizes.vocab, columns)))
+        rows, columns = (
+            even_split(*one, blocks.back_parts)
+            for one in ((sizes.tokens, rows), (sizes.vocab, columns))
+        )
     backward = blocks._replace(back_rows=rows, back_columns=columns) if rows and columns else plan
     if blocks.resident:
         backward = backward._replace(back_width=sizes.width)
@@ -243,21 +301,43 @@ def refused_blocks(blocks: Blocks, device: Device, sizes: Sizes) -> list[str]:
     parts = blocks.back_parts
     if blocks.tokens % blocks.rows:
         reasons.append(f"tokens {blocks.tokens} is no multiple of rows {blocks.rows}")
-    if any(size % LANES for size in (blocks.rows, blocks.columns, blocks.back_rows, blocks.back_columns)):
+    if any(
+        size % LANES
+        for size in (blocks.rows, blocks.columns, blocks.back_rows, blocks.back_columns)
+    ):
         reasons.append(f"rows and columns must be multiples of {LANES}")
     if blocks.resident:
         if sizes.tokens % blocks.back_rows or parts > 1 or blocks.back_width != sizes.width:
-            reasons.append(f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide {sizes.tokens} tokens")
+            reasons.append(
+                f"resident needs back_parts 1, back_width {sizes.width} and back_rows that divide {sizes.tokens} tokens"
+            )
     elif blocks.own_tokens:
-        if blocks.back_width or blocks.own_tokens % blocks.back_rows or not blocks.own_columns or blocks.own_columns % LANES:
-            reasons.append(f"own_tokens needs back_width 0, a multiple of back_rows {blocks.back_rows}, and own_columns of {LANES}")
+        if (
+            blocks.back_width
+            or blocks.own_tokens % blocks.back_rows
+            or not blocks.own_columns
+            or blocks.own_columns % LANES
+        ):
+            reasons.append(
+                f"own_tokens needs back_width 0, a multiple of back_rows {blocks.back_rows}, and own_columns of {LANES}"
+            )
     else:
         if sizes.width % blocks.back_width:
-            reasons.append(f"back_width {blocks.back_width} does not divide a width of {sizes.width}")
-        for what, size, block in (("tokens", sizes.tokens, blocks.back_rows), ("columns", sizes.vocab, blocks.back_columns)):
+            reasons.append(
+                f"back_width {blocks.back_width} does not divide a width of {sizes.width}"
+            )
+        for what, size, block in (
+            ("tokens", sizes.tokens, blocks.back_rows),
+            ("columns", sizes.vocab, blocks.back_columns),
+        ):
             if cdiv(size, block) % parts:
-                reasons.append(f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} cores")
-    for name, need in (("forward", forward_vmem(blocks, sizes)), ("backward", backward_vmem(blocks, sizes))):
+                reasons.append(
+                    f"{cdiv(size, block)} tiles of {block} {what} are no equal shares for {parts} cores"
+                )
+    for name, need in (
+        ("forward", forward_vmem(blocks, sizes)),
+        ("backward", backward_vmem(blocks, sizes)),
+    ):
         if need > device.vmem - RESERVED:
             reasons.append(
                 f"{name} needs {need / MIB:.1f} MiB of VMEM; there are {device.vmem // MIB}, and the compiler takes {RESERVED // MIB}"
@@ -273,7 +353,9 @@ def as_blocks(values: Mapping[str, int]) -> Blocks:
     return Blocks(**values)
 
 
-def _forward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
+def _forward_choices(
+    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
+) -> Iterator[Blocks]:
     """Largest tiles first, each with as many tokens as fit."""
     parts = device.cores if sizes.vocab > LANES else 1
     for rows in row_sizes:
@@ -283,7 +365,11 @@ def _forward_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], c
             if columns > LANES and parts * columns > sizes.vocab:
                 continue
             per_token = forward_vmem(Blocks(parts, 1, 0, 0, 0, 0, 0, 0, 0), sizes)
-            room = device.vmem - RESERVED - forward_vmem(Blocks(parts, 0, rows, columns, 0, 0, 0, 0, 0), sizes)
+            room = (
+                device.vmem
+                - RESERVED
+                - forward_vmem(Blocks(parts, 0, rows, columns, 0, 0, 0, 0, 0), sizes)
+            )
             most = min(room // per_token // rows * rows, rounded(sizes.tokens, rows))
             if most > 0:
                 even = cdiv(sizes.tokens, cdiv(sizes.tokens, most))
@@ -296,15 +382,25 @@ def _plan_backward(device: Device, sizes: Sizes) -> Blocks | None:
     found = list(_backward_choices(device, sizes, ROW_SIZES[1:], (), WIDTH_SHARES))
     if needs_own_pass(sizes):
         found = [blocks for blocks in found if blocks.own_columns >= COLUMN_STEP] or found
-        return max(found, key=lambda blocks: (blocks.back_rows, -backward_bytes(blocks, sizes)), default=None)
-    for blocks in found:  # 256 rows for the sake of the matrix unit, unless 128 leave room for more columns where these are too few
+        return max(
+            found,
+            key=lambda blocks: (blocks.back_rows, -backward_bytes(blocks, sizes)),
+            default=None,
+        )
+    # 256 rows for the sake of the matrix unit, unless 128 leave room for more columns where these
+    # are too few
+    for blocks in found:
         if blocks.back_columns >= min(FEWEST_COLUMNS, sizes.vocab):
             return blocks
     return max(found, key=lambda blocks: (blocks.back_parts, blocks.back_columns), default=None)
 
 
 def _backward_choices(
-    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...], shares: tuple[int, ...]
+    device: Device,
+    sizes: Sizes,
+    row_sizes: tuple[int, ...],
+    column_sizes: tuple[int, ...],
+    shares: tuple[int, ...],
 ) -> Iterator[Blocks]:
     yield from _resident_choices(device, sizes, row_sizes, column_sizes)
     if needs_own_pass(sizes):
@@ -313,7 +409,9 @@ def _backward_choices(
         yield from _streaming_choices(device, sizes, row_sizes, shares)
 
 
-def _resident_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
+def _resident_choices(
+    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
+) -> Iterator[Blocks]:
     if device.cores > 1:  # each core would have a whole gradient of the hidden states of its own
         return
     for rows in row_sizes:
@@ -323,7 +421,9 @@ def _resident_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], 
                 yield blocks
 
 
-def _streaming_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], shares: tuple[int, ...]) -> Iterator[Blocks]:
+def _streaming_choices(
+    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], shares: tuple[int, ...]
+) -> Iterator[Blocks]:
     """Every core wherever the tiles can be dealt out evenly."""
     share = next((part for part in shares if sizes.width % part == 0), sizes.width)
     for parts in sorted({device.cores, 1}, reverse=True):
@@ -341,8 +441,12 @@ def _streaming_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...],
             return
 
 
-def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]) -> Iterator[Blocks]:
-    """With as much as fits of what stays; every core wherever the columns can be dealt out evenly."""
+def _apart_choices(
+    device: Device, sizes: Sizes, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
+) -> Iterator[Blocks]:
+    """With as much as fits of what stays; every core wherever the columns can be dealt out
+    evenly.
+    """
     for parts in sorted({device.cores, 1}, reverse=True):
         dealt = False
         for rows, own_columns in itertools.product(row_sizes, column_sizes):
@@ -351,8 +455,16 @@ def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], col
             if columns is None:
                 continue
             head = Blocks(0, 0, 0, 0, parts, rows, columns, 0, 0, 1, own_columns)
-            own_tokens = min(device.vmem // (sizes.item * rounded(sizes.width)), rounded(sizes.tokens, rows)) // rows * rows
-            while own_tokens and backward_vmem(head._replace(own_tokens=own_tokens), sizes) > device.vmem - RESERVED:
+            own_tokens = (
+                min(device.vmem // (sizes.item * rounded(sizes.width)), rounded(sizes.tokens, rows))
+                // rows
+                * rows
+            )
+            while (
+                own_tokens
+                and backward_vmem(head._replace(own_tokens=own_tokens), sizes)
+                > device.vmem - RESERVED
+            ):
                 own_tokens -= rows
             if own_tokens:
                 dealt = True
@@ -363,9 +475,15 @@ def _apart_choices(device: Device, sizes: Sizes, row_sizes: tuple[int, ...], col
 
 
 def _most_columns(device: Device, sizes: Sizes, rows: int, share: int) -> int:
-    """Columns of the head that VMEM holds beside their gradient while tiles of `rows` tokens stream past; 0: not one tile's."""
+    """Columns of the head that VMEM holds beside their gradient while tiles of `rows` tokens stream
+    past; 0: not one tile's.
+    """
     per_column = backward_vmem(Blocks(0, 0, 0, 0, 1, rows, 1 << 20, share, 0), sizes) >> 20
     columns = rounded(min(sizes.vocab, device.vmem // per_column))
-    while columns and backward_vmem(Blocks(0, 0, 0, 0, 1, rows, columns, share, 0), sizes) > device.vmem - RESERVED:
+    while (
+        columns
+        and backward_vmem(Blocks(0, 0, 0, 0, 1, rows, columns, share, 0), sizes)
+        > device.vmem - RESERVED
+    ):
         columns -= LANES
     return columns

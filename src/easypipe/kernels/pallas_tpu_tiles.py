@@ -1,4 +1,5 @@
-"""A tile of logits and its gradient in VMEM, recomputed: what every schedule of the backward pass on a TPU is made of.
+"""A tile of logits and its gradient in VMEM, recomputed: what every schedule of the backward pass
+on a TPU is made of.
 
 T tokens · D width · V vocabulary · R rows of a tile · C columns of a block
 """
@@ -79,7 +80,8 @@ def tile_dz(refs: Refs, at: At, problem: Problem) -> None:
         def _start():
             refs.d_head[...] = jnp.zeros_like(refs.d_head)
 
-    # What lies beyond the arrays was never loaded and may be NaN, which a product would spread: it becomes 0.
+    # What lies beyond the arrays was never loaded and may be NaN, which a product would spread: it
+    # becomes 0.
     if problem.tokens % rows:
 
         @pl.when(at.tile == problem.tokens // rows)
@@ -99,15 +101,27 @@ def tile_dz(refs: Refs, at: At, problem: Problem) -> None:
 
     def logits_to_dz(part, _) -> None:
         head = refs.head[:, part] if problem.layout == "dv" else refs.head[part, :]
-        z_RS = logits(refs.hidden[...], head, None if refs.bias is None else refs.bias[:, part], problem.layout, problem.soft_cap)
-        column_RS = at.column_block * columns + part.start + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 1)
+        z_RS = logits(
+            refs.hidden[...],
+            head,
+            None if refs.bias is None else refs.bias[:, part],
+            problem.layout,
+            problem.soft_cap,
+        )
+        column_RS = (
+            at.column_block * columns
+            + part.start
+            + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 1)
+        )
         hit_RS = column_RS == label_R1.astype(jnp.int32)
         dx_RS = jnp.exp(z_RS - lse_R1) * g_lse_R1 + g_sum_R1 + jnp.where(hit_RS, g_target_R1, 0.0)
         dx_RS = dx_RS * soft_cap_slope(z_RS, problem.soft_cap)
         inside = column_RS < problem.vocab if problem.vocab % columns else None
         if problem.tokens % rows:
             row_RS = at.tile * rows + jax.lax.broadcasted_iota(jnp.int32, z_RS.shape, 0)
-            inside = row_RS < problem.tokens if inside is None else inside & (row_RS < problem.tokens)
+            inside = (
+                row_RS < problem.tokens if inside is None else inside & (row_RS < problem.tokens)
+            )
         if inside is not None:
             dx_RS = jnp.where(inside, dx_RS, 0.0)
         if refs.d_bias is not None:
@@ -130,4 +144,8 @@ def add_to_head(refs: Refs, width: Any, layout: Layout) -> None:
 
 def of_hidden(refs: Refs, width: Any, layout: Layout) -> Array:
     """The tile's share in `width` of the hidden states' gradient, float32."""
-    return product(refs.dz[...], refs.head[width, :], 1, 1) if layout == "dv" else product(refs.dz[...], refs.head[:, width], 1, 0)
+    return (
+        product(refs.dz[...], refs.head[width, :], 1, 1)
+        if layout == "dv"
+        else product(refs.dz[...], refs.head[:, width], 1, 0)
+    )

@@ -1,17 +1,22 @@
-"""What the loss kernels agree on: four numbers per token, their gradient, and the law that every implementation obeys.
+"""What the loss kernels agree on: four numbers per token, their gradient, and the law that every
+implementation obeys.
 
 T tokens · D width · V vocabulary, the columns that this device holds · C tokens of one chunk
 
     x[t, v] = hidden[t] @ head[:, v] + bias[v]          z = cap(x),  cap(x) = soft_cap * tanh(x / soft_cap), or x
 
-Everything that a loss wants of the logits is a function of four sums over z. So a kernel computes these and their gradient, without
-knowing of losses, weights or meshes; loss.py writes the losses on top and sharded.py puts the shards together.
+Everything that a loss wants of the logits is a function of four sums over z. So a kernel computes
+these and their gradient, without knowing of losses, weights or meshes; loss.py writes the losses on
+top and sharded.py puts the shards together.
 
-Law (one meaning). For every implementation module, `stats` and `gradients` equal those of reference.py, up to rounding:
+Law (one meaning). For every implementation module, `stats` and `gradients` equal those of
+reference.py, up to rounding:
 1. ragged T, V and D are masked inside; any T, V, D >= 1 is right.
-2. labels are local column ids; one outside [0, V) hits no column: its `target` is 0, and it adds nothing to a gradient.
+2. labels are local column ids; one outside [0, V) hits no column: its `target` is 0, and it adds
+  nothing to a gradient.
 3. a row whose three cotangents are 0 contributes exactly 0, for finite inputs.
-4. products in the dtype of the inputs, accumulated in float32 (float64 for float64 inputs); dx is rounded to the dtype of the inputs
+4. products in the dtype of the inputs, accumulated in float32 (float64 for float64 inputs); dx is
+  rounded to the dtype of the inputs
    before its two products; gradients are rounded once, at the end.
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
@@ -30,12 +35,16 @@ Layout = Literal["dv", "vd"]  # of lm_head: [D, V], or [V, D] as an embedding ta
 
 
 class LogitStats(NamedTuple):
-    """Sums over the local columns; float32, float64 for float64 inputs. A leading shape other than [T] is that of the labels."""
+    """Sums over the local columns; float32, float64 for float64 inputs. A leading shape other than
+    [T] is that of the labels.
+    """
 
-    log_sum: Float[Array, " T"]  # log sum_v exp(z - best): lse without what a large offset of the logits would round away
+    # log sum_v exp(z - best): lse without what a large offset of the logits would round away
+    log_sum: Float[Array, " T"]
     target: Float[Array, " T"]  # z[t, labels[t]]; 0 where labels[t] is no local column
     sum: Float[Array, " T"]  # sum_v z, for label smoothing
-    best: Float[Array, " T"]  # max_v z; carries no gradient: the cotangent of log_sum is that of lse
+    # max_v z; carries no gradient: the cotangent of log_sum is that of lse
+    best: Float[Array, " T"]
 
     @property
     def lse(self) -> Array:
@@ -49,7 +58,9 @@ class LogitStats(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What logits are made of, and what they are held against. An implementation gets [T]; the door takes any leading shape."""
+    """What logits are made of, and what they are held against. An implementation gets [T]; the door
+    takes any leading shape.
+    """
 
     hidden: Float[Array, "T D"]
     lm_head: Array  # [D, V] or [V, D], as `layout` says
@@ -58,7 +69,9 @@ class Inputs(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of a token's `lse`, `target` and `sum`, in float32; all three are 0 where the token does not count."""
+    """Of a token's `lse`, `target` and `sum`, in float32; all three are 0 where the token does not
+    count.
+    """
 
     lse: Float[Array, " T"]
     target: Float[Array, " T"]
@@ -72,22 +85,33 @@ class Gradients(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """The loss of one token: `(1 - eps) * (lse - target) + eps * (lse - sum / vocab) + z_loss * lse**2`."""
+    """The loss of one token: `(1 - eps) * (lse - target) + eps * (lse - sum / vocab) + z_loss *
+    lse**2`.
+    """
 
     z_loss: float = 0.0
-    label_smoothing: float = 0.0  # eps: what the target shares evenly with the whole vocabulary (Szegedy et al., 2016, section 7)
+    # eps: what the target shares evenly with the whole vocabulary (Szegedy et al., 2016, section 7)
+    label_smoothing: float = 0.0
     vocab: int = 0  # columns over all shards
 
 
 @runtime_checkable
 class Kernel(Protocol):
-    """An implementation module. It may take further keyword arguments with defaults (such as `interpret`)."""
+    """An implementation module. It may take further keyword arguments with defaults (such as
+    `interpret`).
+    """
 
-    def refusals(self, hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None) -> list[str]:
-        """Every reason why these arguments (arrays, or jax.ShapeDtypeStructs) cannot run here; empty where they can. No device is asked."""
+    def refusals(
+        self, hidden: Any, lm_head: Any, bias: Any, *, layout: Layout, soft_cap: float | None
+    ) -> list[str]:
+        """Every reason why these arguments (arrays, or jax.ShapeDtypeStructs) cannot run here;
+        empty where they can. No device is asked.
+        """
         ...
 
-    def stats(self, inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: Any = None) -> LogitStats:
+    def stats(
+        self, inputs: Inputs, *, layout: Layout, soft_cap: float | None, block: Any = None
+    ) -> LogitStats:
         """The four sums. `block`: sizes of the implementation's own tiles; None: from its table."""
         ...
 
@@ -102,7 +126,8 @@ class Kernel(Protocol):
         block: Any = None,
         grad_dtype: DTypeLike | None = None,
     ) -> Gradients:
-        """`lse` is over all shards. Any shift will do in its place, with `g.lse` scaled by exp(shift - lse): see `about_best`.
+        """`lse` is over all shards. Any shift will do in its place, with `g.lse` scaled by
+        exp(shift - lse): see `about_best`.
 
             dz[t, v] = exp(z[t, v] - lse[t]) * g.lse[t] + [v == labels[t]] * g.target[t] + g.sum[t]
             dx       = dz * (1 - (z / soft_cap)**2), or dz
@@ -114,16 +139,21 @@ class Kernel(Protocol):
 
 
 class RowKernel(Protocol):
-    """What an implementation offers besides, where a chunk's logits are at hand: used by the rule *fast* and by fused_cross_entropy.
+    """What an implementation offers besides, where a chunk's logits are at hand: used by the rule
+    *fast* and by fused_cross_entropy.
 
-    `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is needed for *fast* on one vocabulary
-    shard; with `row_stats` and `row_gradients` also where the vocabulary is sharded (the shards' sums are merged in between). What an
-    implementation has not, the rows of XLA (rows.py) do in its place. `VECTOR`, where it has that: the vocabulary is cut after its last
-    multiple of so many columns, and the stats of the two pieces are merged. `row_options(hidden, lm_head, layout)`, where it has that,
-    gives further keyword arguments of the three, by its table.
+    `logits` is x above (the bias added, not capped), in the dtype of the inputs. `row_step` is
+    needed for *fast* on one vocabulary shard; with `row_stats` and `row_gradients` also where the
+    vocabulary is sharded (the shards' sums are merged in between). What an implementation has not,
+    the rows of XLA (rows.py) do in its place. `VECTOR`, where it has that: the vocabulary is cut
+    after its last multiple of so many columns, and the stats of the two pieces are merged.
+    `row_options(hidden, lm_head, layout)`, where it has that, gives further keyword arguments of
+    the three, by its table.
     """
 
-    def row_stats(self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None) -> LogitStats: ...
+    def row_stats(
+        self, logits: Float[Array, "C V"], labels: Int[Array, " C"], *, soft_cap: float | None
+    ) -> LogitStats: ...
 
     def row_gradients(
         self,
@@ -146,12 +176,16 @@ class RowKernel(Protocol):
         objective: Objective,
         soft_cap: float | None,
     ) -> tuple[Float[Array, "C V"], LogitStats]:
-        """Both at once: `row_stats`, then dx of `sum_t weights[t] * loss[t]`, the loss of `objective` (cotangents: `loss_cotangents`)."""
+        """Both at once: `row_stats`, then dx of `sum_t weights[t] * loss[t]`, the loss of
+        `objective` (cotangents: `loss_cotangents`).
+        """
         ...
 
 
 def accumulator_dtype(*arrays: Array) -> jnp.dtype:
-    """float32, or float64 where an input is: sums over tokens and vocabulary are never taken in half precision."""
+    """float32, or float64 where an input is: sums over tokens and vocabulary are never taken in
+    half precision.
+    """
     return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
 
 
@@ -170,7 +204,9 @@ def soft_cap_slope(z: Array, soft_cap: float | None) -> Array | float:
 
 
 def token_losses(stats: LogitStats, objective: Objective) -> Array:
-    """The loss of every token, unweighted, in nats; the z-loss keeps lse near 0 (Chowdhery et al., PaLM, 2022, section 5)."""
+    """The loss of every token, unweighted, in nats; the z-loss keeps lse near 0 (Chowdhery et al.,
+    PaLM, 2022, section 5).
+    """
     eps = objective.label_smoothing
     loss = stats.log_sum + (1.0 - eps) * (stats.best - stats.target)
     if eps:
@@ -181,16 +217,24 @@ def token_losses(stats: LogitStats, objective: Objective) -> Array:
 def loss_cotangents(lse: Array, weights: Array, objective: Objective) -> Cotangents:
     """Those of `sum_t weights[t] * token_losses[t]`; exactly 0 where the weight is."""
     eps = objective.label_smoothing
-    return Cotangents(weights * (1.0 + 2.0 * objective.z_loss * lse), -(1.0 - eps) * weights, -eps / objective.vocab * weights)
+    return Cotangents(
+        weights * (1.0 + 2.0 * objective.z_loss * lse),
+        -(1.0 - eps) * weights,
+        -eps / objective.vocab * weights,
+    )
 
 
 def about_best(best: Array, log_sum: Array, g: Cotangents) -> tuple[Array, Cotangents]:
-    """`lse` and `g` for `gradients`: exp(z - best) * exp(-log_sum) is exp(z - lse), of which lse would be rounded, by 0.004 at 1e5."""
+    """`lse` and `g` for `gradients`: exp(z - best) * exp(-log_sum) is exp(z - lse), of which lse
+    would be rounded, by 0.004 at 1e5.
+    """
     return best, g._replace(lse=g.lse * jnp.exp(-log_sum))
 
 
 def merge_shards(stats: LogitStats, axes: tuple[str, ...]) -> LogitStats:
-    """The stats over all shards of the vocabulary, from each shard's own: one all-gather of 16 bytes per token and shard."""
+    """The stats over all shards of the vocabulary, from each shard's own: one all-gather of 16
+    bytes per token and shard.
+    """
     if not axes:
         return stats
     return _over_parts(*jax.lax.all_gather(jnp.stack(stats), axes, axis=1))
@@ -203,15 +247,26 @@ def merged(parts: list[LogitStats]) -> LogitStats:
 
 def _over_parts(log_sum: Array, target: Array, total: Array, best: Array) -> LogitStats:
     highest = best.max(axis=0)
-    return LogitStats(jax.nn.logsumexp(log_sum + (best - highest), axis=0), target.sum(axis=0), total.sum(axis=0), highest)
+    return LogitStats(
+        jax.nn.logsumexp(log_sum + (best - highest), axis=0),
+        target.sum(axis=0),
+        total.sum(axis=0),
+        highest,
+    )
 
 
 def varying_axes(array: Array) -> frozenset[str]:
-    """The mesh axes over which `array` varies inside a shard_map that checks them (`check_vma`); none elsewhere."""
+    """The mesh axes over which `array` varies inside a shard_map that checks them (`check_vma`);
+    none elsewhere.
+    """
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def varying_like(value: Array, *arrays: Array) -> Array:
-    """`value`, varying over the mesh axes over which any of `arrays` does: a loop's start must match its end."""
-    missing = tuple(sorted(frozenset[str]().union(*map(varying_axes, arrays)) - varying_axes(value)))
+    """`value`, varying over the mesh axes over which any of `arrays` does: a loop's start must
+    match its end.
+    """
+    missing = tuple(
+        sorted(frozenset[str]().union(*map(varying_axes, arrays)) - varying_axes(value))
+    )
     return jax.lax.pcast(value, missing, to="varying") if missing else value

@@ -1,4 +1,5 @@
-"""Measures block sizes on the device at hand: what `easypipe kernels tune` runs. See tuning.py for the table.
+"""Measures block sizes on the device at hand: what `easypipe kernels tune` runs. See tuning.py for
+the table.
 
 T tokens · D width · V vocabulary
 """
@@ -24,8 +25,8 @@ from easypipe.kernels.tuning import Entry, blocks_for, bucket, device_kind
 CHUNK_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 REFERENCE_TOKENS = 128  # whose logits the reference holds at once
 ROUNDING = {"bfloat16": 0.05, "float32": 1e-3}
-"""How far an array may lie from the reference, as a share of its norm. Rounding errs by a tenth of it; a block that is read twice, left
-out or shifted by far more."""
+"""How far an array may lie from the reference, as a share of its norm. Rounding errs by a tenth of
+it; a block that is read twice, left out or shifted by far more."""
 
 
 Arguments = tuple[jax.Array, jax.Array, jax.Array]  # hidden [T, D], lm_head [D, V], labels [T]
@@ -42,18 +43,40 @@ class Trial:
 
 
 def tune(
-    tokens: int, width: int, vocab: int, dtype: str, *, repeats: int = 5, on_trial: Callable[[Trial], None] = lambda trial: None
+    tokens: int,
+    width: int,
+    vocab: int,
+    dtype: str,
+    *,
+    repeats: int = 5,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Entry:
-    """The fastest blocks, forward and backward, of the implementation that is the default on this device, as an entry of the table.
+    """The fastest blocks, forward and backward, of the implementation that is the default on this
+    device, as an entry of the table.
 
-    The values of a choice are compared with the reference before it is timed. The least of `repeats` runs counts: what else the machine
-    does only ever adds. Raises ConfigError for sizes below 1, an unknown dtype, and where no blocks run, or none gives right values.
+    The values of a choice are compared with the reference before it is timed. The least of
+    `repeats` runs counts: what else the machine does only ever adds. Raises ConfigError for sizes
+    below 1, an unknown dtype, and where no blocks run, or none gives right values.
     """
-    for name, value in (("tokens", tokens), ("width", width), ("vocab", vocab), ("repeats", repeats)):
+    for name, value in (
+        ("tokens", tokens),
+        ("width", width),
+        ("vocab", vocab),
+        ("repeats", repeats),
+    ):
         if value < 1:
-            raise ConfigError(at=name, problem=f"{value} is below 1", fix="Give the sizes of one device's share of the loss.")
+            raise ConfigError(
+                at=name,
+                problem=f"{value} is below 1",
+                fix="Give the sizes of one device's share of the loss.",
+            )
     if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(at="dtype", problem=f"{dtype!r} is not an option", have=("bfloat16", "float32"), fix="Give that of the model.")
+        raise ConfigError(
+            at="dtype",
+            problem=f"{dtype!r} is not an option",
+            have=("bfloat16", "float32"),
+            fix="Give that of the model.",
+        )
     name = choice.FAVOURITES.get(choice.platform_at_hand(), "chunked")
     arguments = _arguments(tokens, width, vocab, dtype)
     wanted = _wanted(*arguments)
@@ -64,24 +87,39 @@ def tune(
     ran = [(trial.ms, trial.blocks) for trial in trials if trial.ms is not None]
     if not ran:
         reasons = "; ".join(sorted({trial.failure or "" for trial in trials}))
-        raise ConfigError(at="kernels tune", problem=f"{name} runs with no blocks at all: {reasons}", fix="Give sizes that fit the device.")
+        raise ConfigError(
+            at="kernels tune",
+            problem=f"{name} runs with no blocks at all: {reasons}",
+            fix="Give sizes that fit the device.",
+        )
     ms, blocks = min(ran, key=lambda one: one[0])
-    key = {"device": device_kind(), "implementation": name, "tokens": bucket(tokens), "width": bucket(width), "vocab": bucket(vocab)}
+    key = {
+        "device": device_kind(),
+        "implementation": name,
+        "tokens": bucket(tokens),
+        "width": bucket(width),
+        "vocab": bucket(vocab),
+    }
     return Entry(**key, dtype=dtype, blocks=dict(blocks), source="measured", ms=round(ms, 3))
 
 
-def _tried(name: str, blocks: Mapping[str, int], arguments: Arguments, wanted: Values, repeats: int) -> Trial:
+def _tried(
+    name: str, blocks: Mapping[str, int], arguments: Arguments, wanted: Values, repeats: int
+) -> Trial:
     try:
         step = _step(name, blocks)
         if problem := _problem(step(*arguments), wanted, arguments[1].dtype.name):
             return Trial(blocks, None, problem)
         return Trial(blocks, _milliseconds(step, arguments, repeats))
-    except (ConfigError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:  # too large for the device or its compiler
+    # too large for the device or its compiler
+    except (ConfigError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return Trial(blocks, None, str(error).strip().splitlines()[0][:200])
 
 
 def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
-    """Which value differs from the reference by more than rounding, and by how much of its norm; None where all agree."""
+    """Which value differs from the reference by more than rounding, and by how much of its norm;
+    None where all agree.
+    """
     for what, ours, exact in zip(("loss", "d_hidden", "d_lm_head"), found, wanted, strict=True):
         ours, exact = ours.astype(jnp.float32), exact.astype(jnp.float32)
         error = float(jnp.linalg.norm(ours - exact) / jnp.linalg.norm(exact))
@@ -92,17 +130,28 @@ def _problem(found: Values, wanted: Values, dtype: str) -> str | None:
 
 @jax.jit
 def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
-    """The mean loss and its gradients by the reference, some tokens at a time, so that all logits never exist."""
+    """The mean loss and its gradients by the reference, some tokens at a time, so that all logits
+    never exist.
+    """
     count = labels.shape[0]
     pieces = -(-count // REFERENCE_TOKENS)
 
     def some(d_head: jax.Array, start: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         place = start + jnp.arange(REFERENCE_TOKENS)
-        inside = (place < count).astype(jnp.float32) / count  # the weight of a token; places past the end read the last one
-        inputs = Inputs(hidden.at[place].get(mode="clip"), lm_head, None, labels.at[place].get(mode="clip"))
+        # the weight of a token; places past the end read the last one
+        inside = (place < count).astype(jnp.float32) / count
+        inputs = Inputs(
+            hidden.at[place].get(mode="clip"), lm_head, None, labels.at[place].get(mode="clip")
+        )
         options: Any = {"layout": "dv", "soft_cap": None}
         stats = reference.stats(inputs, **options)
-        grads = reference.gradients(inputs, stats.lse, Cotangents(inside, -inside, 0 * inside), grad_dtype=jnp.float32, **options)
+        grads = reference.gradients(
+            inputs,
+            stats.lse,
+            Cotangents(inside, -inside, 0 * inside),
+            grad_dtype=jnp.float32,
+            **options,
+        )
         return d_head + grads.lm_head, (((stats.lse - stats.target) * inside).sum(), grads.hidden)
 
     starts = jnp.arange(pieces) * REFERENCE_TOKENS
@@ -110,23 +159,40 @@ def _wanted(hidden: jax.Array, lm_head: jax.Array, labels: jax.Array) -> Values:
     return losses.sum(), d_hidden.reshape(-1, hidden.shape[1])[:count], d_head
 
 
-def _candidates(name: str, tokens: int, width: int, vocab: int, dtype: str) -> Iterator[Mapping[str, int]]:
+def _candidates(
+    name: str, tokens: int, width: int, vocab: int, dtype: str
+) -> Iterator[Mapping[str, int]]:
     if name == "chunked":
-        yield from ({"chunk_tokens": count} for count in CHUNK_TOKENS if count == CHUNK_TOKENS[0] or count < 2 * tokens)
+        yield from (
+            {"chunk_tokens": count}
+            for count in CHUNK_TOKENS
+            if count == CHUNK_TOKENS[0] or count < 2 * tokens
+        )
     elif name == "pallas_tpu":
         sizes = sizes_of(tokens, width, vocab, dtype)
-        yield from (blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes))
+        yield from (
+            blocks._asdict() for blocks in block_candidates(device_of(device_kind()), sizes)
+        )
     else:
         module = choice.kernel(name)
-        start = blocks_for(device_kind(), name, tokens, width, vocab, dtype, default=lambda: module.DEFAULT_BLOCKS)
+        start = blocks_for(
+            device_kind(), name, tokens, width, vocab, dtype, default=lambda: module.DEFAULT_BLOCKS
+        )
         yield start
         yield from module.neighbours(start)
 
 
 def _step(name: str, blocks: Mapping[str, int]) -> Callable[..., Values]:
-    """The mean loss and its gradients: *fast* for "chunked", whose blocks are its chunks; *strict* for kernels, whose blocks are tiles."""
+    """The mean loss and its gradients: *fast* for "chunked", whose blocks are its chunks; *strict*
+    for kernels, whose blocks are tiles.
+    """
     if name == "chunked":
-        options: Any = {"layout": "dv", "implementation": "chunked", "rule": "fast", "chunk_size": blocks["chunk_tokens"]}
+        options: Any = {
+            "layout": "dv",
+            "implementation": "chunked",
+            "rule": "fast",
+            "chunk_size": blocks["chunk_tokens"],
+        }
 
         def fast(hidden, lm_head, labels):
             loss = jax.value_and_grad(fused_linear_cross_entropy, argnums=(0, 1))
@@ -150,11 +216,15 @@ def _step(name: str, blocks: Mapping[str, int]) -> Callable[..., Values]:
 def _arguments(tokens: int, width: int, vocab: int, dtype: str) -> Arguments:
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((tokens, width), np.float32), jnp.dtype(dtype))
-    lm_head = jnp.asarray(rng.standard_normal((width, vocab), np.float32) / np.sqrt(width), jnp.dtype(dtype))
+    lm_head = jnp.asarray(
+        rng.standard_normal((width, vocab), np.float32) / np.sqrt(width), jnp.dtype(dtype)
+    )
     return hidden, lm_head, jnp.asarray(rng.integers(0, vocab, tokens), jnp.int32)
 
 
-def _milliseconds(step: Callable[..., Any], arguments: tuple[jax.Array, ...], repeats: int) -> float:
+def _milliseconds(
+    step: Callable[..., Any], arguments: tuple[jax.Array, ...], repeats: int
+) -> float:
     jax.block_until_ready(step(*arguments))  # compiles
     times = []
     for _ in range(repeats):

@@ -1,13 +1,17 @@
-"""Block sizes by device kind, implementation and shape: a small table, extended by `easypipe kernels tune`.
+"""Block sizes by device kind, implementation and shape: a small table, extended by `easypipe
+kernels tune`.
 
-The table that comes with the package (tuning_table.json) and the user's own (`user_table`) are lists of entries
+The table that comes with the package (tuning_table.json) and the user's own (`user_table`) are
+lists of entries
 
-    {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048, "vocab": 32768, "dtype": "bfloat16",
+    {"device": "TPU v6 lite", "implementation": "pallas_tpu", "tokens": 8192, "width": 2048,
+    "vocab": 32768, "dtype": "bfloat16",
      "blocks": {"name": size, ...}, "source": "measured", "ms": 12.3}
 
-An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of two. A table holds what was measured
-on such a device and nothing else, so `source` is always "measured". The user's entries come before the package's. Where no entry
-fits, the caller's default is used: sizes that the implementation's own accounting chooses, safe for the shape.
+An entry serves every shape of its bucket: `tokens`, `width` and `vocab` are rounded up to powers of
+two. A table holds what was measured on such a device and nothing else, so `source` is always
+"measured". The user's entries come before the package's. Where no entry fits, the caller's default
+is used: sizes that the implementation's own accounting chooses, safe for the shape.
 """
 
 from __future__ import annotations
@@ -27,7 +31,16 @@ import platformdirs
 from easypipe.core.errors import ConfigError
 from easypipe.core.storage import commit_bytes
 
-__all__ = ["Entry", "blocks_for", "bucket", "device_kind", "extend_table", "package_table", "read_table", "user_table"]
+__all__ = [
+    "Entry",
+    "blocks_for",
+    "bucket",
+    "device_kind",
+    "extend_table",
+    "package_table",
+    "read_table",
+    "user_table",
+]
 
 TABLE = "tuning_table.json"
 
@@ -57,22 +70,42 @@ def bucket(size: int) -> int:
 
 
 def device_kind() -> str:
-    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh`, with or without hardware, or the default one."""
+    """jax's name of the device that is compiled for: that of the mesh of `jax.set_mesh`, with or
+    without hardware, or the default one.
+    """
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.device_kind
-    default = getattr(jax.config, "jax_default_device", None)  # a device, the name of a platform, or None
-    return (jax.devices(default)[0] if default is None or isinstance(default, str) else default).device_kind
+    # a device, the name of a platform, or None
+    default = getattr(jax.config, "jax_default_device", None)
+    return (
+        jax.devices(default)[0] if default is None or isinstance(default, str) else default
+    ).device_kind
 
 
 def blocks_for(
-    device: str, implementation: str, tokens: int, width: int, vocab: int, dtype: Any, *, default: Callable[[], Mapping[str, int]]
+    device: str,
+    implementation: str,
+    tokens: int,
+    width: int,
+    vocab: int,
+    dtype: Any,
+    *,
+    default: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """The block sizes of `default()`, with those of the first entry whose bucket holds the shape over them, the user's entries first.
+    """The block sizes of `default()`, with those of the first entry whose bucket holds the shape
+    over them, the user's entries first.
 
     Raises ConfigError for an entry with a size that `default()` does not know.
     """
-    key = device, implementation, bucket(tokens), bucket(width), bucket(vocab), jnp.dtype(dtype).name
+    key = (
+        device,
+        implementation,
+        bucket(tokens),
+        bucket(width),
+        bucket(vocab),
+        jnp.dtype(dtype).name,
+    )
     sizes = dict(default())
     for name, table in ((str(user_table()), _user_entries()), (TABLE, _package_entries())):
         if key not in table:
@@ -80,7 +113,12 @@ def blocks_for(
         if unknown := sorted(table[key].blocks.keys() - sizes.keys()):
             named = ", ".join(map(repr, unknown))
             fix = "Take it out of the entry, or run `easypipe kernels tune` to measure anew."
-            raise ConfigError(at=f"{name}: {implementation}", problem=f"no block size is named {named}", have=tuple(sizes), fix=fix)
+            raise ConfigError(
+                at=f"{name}: {implementation}",
+                problem=f"no block size is named {named}",
+                have=tuple(sizes),
+                fix=fix,
+            )
         return sizes | dict(table[key].blocks)
     return sizes
 
@@ -91,7 +129,9 @@ def package_table() -> list[Entry]:
 
 
 def user_table() -> Path:
-    """Where `easypipe kernels tune` writes unless told otherwise, and where block sizes are looked up first. It need not exist."""
+    """Where `easypipe kernels tune` writes unless told otherwise, and where block sizes are looked
+    up first. It need not exist.
+    """
     return Path(platformdirs.user_config_dir("easypipe")) / "kernels.json"
 
 
@@ -101,7 +141,9 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def extend_table(path: Path, entries: Iterable[Entry]) -> list[Entry]:
-    """Writes `entries` into the table at `path`, over those with the same key, and returns all of it."""
+    """Writes `entries` into the table at `path`, over those with the same key, and returns all of
+    it.
+    """
     known = {entry.key: entry for entry in (read_table(path) if path.exists() else ())}
     known |= {entry.key: entry for entry in entries}
     merged = [known[key] for key in sorted(known)]
@@ -126,8 +168,12 @@ def _parse(text: str, name: str) -> list[Entry]:
             sizes = [entry.tokens, entry.width, entry.vocab]
             if any(size != bucket(size) for size in sizes):
                 raise ValueError(f"tokens, width and vocab must be powers of two, not {sizes}")
-            if entry.source != "measured" or not (isinstance(entry.ms, float | int) and entry.ms > 0):
-                raise ValueError(f"source is {entry.source!r} and ms {entry.ms!r}: a table holds what was measured, with its milliseconds")
+            if entry.source != "measured" or not (
+                isinstance(entry.ms, float | int) and entry.ms > 0
+            ):
+                raise ValueError(
+                    f"source is {entry.source!r} and ms {entry.ms!r}: a table holds what was measured, with its milliseconds"
+                )
             if not all(isinstance(size, int) and size >= 0 for size in entry.blocks.values()):
                 raise ValueError(f"blocks are no sizes: {entry.blocks}")
         except (TypeError, ValueError, AttributeError) as error:

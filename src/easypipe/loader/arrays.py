@@ -11,7 +11,15 @@ from numpy.typing import ArrayLike
 
 from easypipe.core.errors import ConfigError
 from easypipe.core.protocols import Shard, ShardedDataSource
-from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_IDS,
+)
 
 READ_COLUMNS = (INPUT_IDS, LOSS_MASK, SEGMENT_IDS, POSITION_IDS, ATTENTION_MASK, LABELS, LOOK_AHEAD)
 
@@ -64,7 +72,10 @@ def _as_lists(name: str, values: ArrayLike | Sequence[ArrayLike]) -> pa.Array:
     rows = [np.asarray(row) for row in values]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
     for i, row in enumerate(rows):
         if row.ndim != 1 or (row.size and row.dtype.kind not in "iub"):
-            raise ConfigError(at=f"rows.{name}[{i}]", problem=f"expected a row of integers, got {row.dtype} of shape {row.shape}")
+            raise ConfigError(
+                at=f"rows.{name}[{i}]",
+                problem=f"expected a row of integers, got {row.dtype} of shape {row.shape}",
+            )
     offsets = np.concatenate([[0], np.cumsum([row.size for row in rows])]).astype(np.int64)
     flat = np.concatenate([row.astype(np.int64) for row in rows]) if rows else np.empty(0, np.int64)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))

@@ -1,7 +1,8 @@
 """Rows at rest → batches, and the only label shift there is.
 
-`labels[t]` is the token at `t + 1` where that token is of the same segment and a target (its `loss_mask` is 1), else -100. So the last
-token of every segment, padding, and whatever stands before a masked token are not trained; a first token is never a target.
+`labels[t]` is the token at `t + 1` where that token is of the same segment and a target (its
+`loss_mask` is 1), else -100. So the last token of every segment, padding, and whatever stands
+before a masked token are not trained; a first token is never a target.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from numpy.typing import NDArray
 from easypipe.core.config import config
 from easypipe.core.errors import ConfigError, SourceError
 from easypipe.core.jit import jit
-from easypipe.core.schema import ATTENTION_MASK, IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_IDS,
+)
 from easypipe.transforms.tokenizer_config import PaddingSide, check_padding
 
 ALIGNMENT_BYTES = 64  # what JAX asks of host memory that it is to use without a copy
@@ -28,8 +38,8 @@ _NO_MASK = np.empty((0, 0), dtype=np.uint8)
 class CollateConfig:
     """How rows become one rectangle. Packed rows all have their `seq_length` and need no padding.
 
-    padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to `max_length`; False pads nothing and
-    refuses a batch of rows of several lengths.
+    padding: "longest" (or True) pads to the longest row of the global batch, "max_length" to
+    `max_length`; False pads nothing and refuses a batch of rows of several lengths.
     padding_side, pad_to_multiple_of, length_buckets: as in TokenizerConfig, of the last the widths.
     """
 
@@ -38,19 +48,30 @@ class CollateConfig:
     padding_side: PaddingSide = "right"
     pad_to_multiple_of: int | None = None
     length_buckets: tuple[int, ...] = ()
-    attention_mask: bool = False  # adds the column attention_mask: 1 where a token stands, 0 where padding does
+    # adds the column attention_mask: 1 where a token stands, 0 where padding does
+    attention_mask: bool = False
     segment_ids: bool = True  # False leaves that column out of batches
 
     def check(self) -> None:
         if self.max_length is not None and self.max_length < 1:
-            raise ConfigError(at="max_length", problem=f"{self.max_length} is no row length", fix="Give at least 1.")
+            raise ConfigError(
+                at="max_length",
+                problem=f"{self.max_length} is no row length",
+                fix="Give at least 1.",
+            )
         if self.padding == "max_length" and self.max_length is None:
-            raise ConfigError(at="max_length", problem="padding='max_length' needs it", fix="Set max_length, or padding='longest'.")
+            raise ConfigError(
+                at="max_length",
+                problem="padding='max_length' needs it",
+                fix="Set max_length, or padding='longest'.",
+            )
         check_padding(self)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the content of batches, for the states of loaders; what is as ever is left out where older states lack it."""
+        """What decides the content of batches, for the states of loaders; what is as ever is left
+        out where older states lack it.
+        """
         return {
             "padding": self.padding,
             "max_length": self.max_length,
@@ -63,17 +84,29 @@ class CollateConfig:
     def shaping(self) -> dict[str, Any]:
         """The options that packed rows have no use for, as far as they are set."""
         side = {"padding_side": "left"} if self.padding_side == "left" else {}
-        multiple = {} if self.pad_to_multiple_of is None else {"pad_to_multiple_of": self.pad_to_multiple_of}
-        return side | multiple | ({"length_buckets": list(self.length_buckets)} if self.length_buckets else {})
+        multiple = (
+            {}
+            if self.pad_to_multiple_of is None
+            else {"pad_to_multiple_of": self.pad_to_multiple_of}
+        )
+        return (
+            side
+            | multiple
+            | ({"length_buckets": list(self.length_buckets)} if self.length_buckets else {})
+        )
 
 
-def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = False) -> dict[str, NDArray[np.int32]]:
-    """A batch from rows at rest: Int32[rows, slots] `input_ids`, `labels`, `segment_ids`, `position_ids` (and `attention_mask` on request).
+def collate(
+    rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = False
+) -> dict[str, NDArray[np.int32]]:
+    """A batch from rows at rest: Int32[rows, slots] `input_ids`, `labels`, `segment_ids`,
+    `position_ids` (and `attention_mask` on request).
 
-    rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every token is a target; `position_ids`, or they are
-    counted from each segment's start; `look_ahead`, integers [rows], the label of each row's last slot, or -100.
-    All columns of the result are freshly allocated, C-contiguous and 64-byte aligned.
-    Raises ValueError where the columns differ in shape.
+    rows: `input_ids` and `segment_ids`, integers [rows, slots]; `loss_mask` where not every token
+    is a target; `position_ids`, or they are counted from each segment's start; `look_ahead`,
+    integers [rows], the label of each row's last slot, or -100. All columns of the result are
+    freshly allocated, C-contiguous and 64-byte aligned. Raises ValueError where the columns differ
+    in shape.
     """
     shape = rows[INPUT_IDS].shape
     for name, values in rows.items():
@@ -89,22 +122,30 @@ def collate(rows: Mapping[str, NDArray[np.integer]], *, attention_mask: bool = F
     mask = np.ascontiguousarray(rows[LOSS_MASK], dtype=np.uint8) if LOSS_MASK in rows else _NO_MASK
     shift_labels(batch[INPUT_IDS], batch[SEGMENT_IDS], mask, batch[LABELS])
     if LOOK_AHEAD in rows:
-        # Where it is not -100 the row is full: it belongs to the last token, behind which nothing but what widens a batch may stand.
+        # Where it is not -100 the row is full: it belongs to the last token, behind which nothing
+        # but what widens a batch may stand.
         known = np.flatnonzero(rows[LOOK_AHEAD] != IGNORE)
         last = np.count_nonzero(batch[SEGMENT_IDS][known], axis=1) - 1
         batch[LABELS][known, last] = rows[LOOK_AHEAD][known]
     return with_attention_mask(batch) if attention_mask else batch
 
 
-def with_asked(batch: dict[str, NDArray[np.int32]], rule: CollateConfig) -> dict[str, NDArray[np.int32]]:
+def with_asked(
+    batch: dict[str, NDArray[np.int32]], rule: CollateConfig
+) -> dict[str, NDArray[np.int32]]:
     """The columns that `rule` asks for, padded on the side that it names."""
     if rule.padding_side == "left":
-        padding = np.argmax(batch[SEGMENT_IDS][:, ::-1] > 0, axis=1)  # slots behind the last token; 0 in a row without any
+        # slots behind the last token; 0 in a row without any
+        padding = np.argmax(batch[SEGMENT_IDS][:, ::-1] > 0, axis=1)
         for column in batch.values():
             move_right(column, padding)
     if rule.attention_mask:
         batch = with_attention_mask(batch)
-    return batch if rule.segment_ids else {name: column for name, column in batch.items() if name != SEGMENT_IDS}
+    return (
+        batch
+        if rule.segment_ids
+        else {name: column for name, column in batch.items() if name != SEGMENT_IDS}
+    )
 
 
 def with_attention_mask(batch: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:
@@ -113,23 +154,38 @@ def with_attention_mask(batch: dict[str, NDArray[np.int32]]) -> dict[str, NDArra
     return batch | {ATTENTION_MASK: mask}
 
 
-def fresh_columns(names: Sequence[str], num_rows: int, num_slots: int) -> dict[str, NDArray[np.int32]]:
-    """Uninitialised Int32[num_rows, num_slots] arrays, each contiguous and 64-byte aligned, in one new allocation.
+def fresh_columns(
+    names: Sequence[str], num_rows: int, num_slots: int
+) -> dict[str, NDArray[np.int32]]:
+    """Uninitialised Int32[num_rows, num_slots] arrays, each contiguous and 64-byte aligned, in one
+    new allocation.
 
-    Always new memory: `jax.device_put` on a CPU device uses aligned host memory as it stands, so a refilled buffer would change a batch
-    that somebody still holds.
+    Always new memory: `jax.device_put` on a CPU device uses aligned host memory as it stands, so a
+    refilled buffer would change a batch that somebody still holds.
     """
     column = num_rows * num_slots
-    stride = -(-column // 16) * 16  # int32s, rounded up so that every column starts on a 64-byte border
+    # int32s, rounded up so that every column starts on a 64-byte border
+    stride = -(-column // 16) * 16
     raw = np.empty(stride * len(names) + 16, dtype=np.int32)
     first = -(address(raw) // 4) % 16
     if stride == column:
-        return dict(zip(names, raw[first : first + stride * len(names)].reshape(len(names), num_rows, num_slots), strict=True))
-    return {name: raw[first + i * stride : first + i * stride + column].reshape(num_rows, num_slots) for i, name in enumerate(names)}
+        return dict(
+            zip(
+                names,
+                raw[first : first + stride * len(names)].reshape(len(names), num_rows, num_slots),
+                strict=True,
+            )
+        )
+    return {
+        name: raw[first + i * stride : first + i * stride + column].reshape(num_rows, num_slots)
+        for i, name in enumerate(names)
+    }
 
 
 def as_stack(columns: Mapping[str, NDArray[np.int32]]) -> NDArray[np.int32] | None:
-    """Columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots], without a copy; None for any others."""
+    """Columns that `fresh_columns` laid side by side as one Int32[columns, rows, slots], without a
+    copy; None for any others.
+    """
     first, *others = columns.values()
     memory, row_shape = first.base, first.shape
     if not isinstance(memory, np.ndarray):
@@ -145,8 +201,16 @@ def as_stack(columns: Mapping[str, NDArray[np.int32]]) -> NDArray[np.int32] | No
         before = here
     offset = start - address(memory)
     if stride == first.nbytes:
-        return memory[offset // 4 : offset // 4 + first.size * len(columns)].reshape(len(columns), *row_shape)
-    return np.ndarray((len(columns), *row_shape), np.int32, buffer=memory.data, offset=offset, strides=(stride, *first.strides))
+        return memory[offset // 4 : offset // 4 + first.size * len(columns)].reshape(
+            len(columns), *row_shape
+        )
+    return np.ndarray(
+        (len(columns), *row_shape),
+        np.int32,
+        buffer=memory.data,
+        offset=offset,
+        strides=(stride, *first.strides),
+    )
 
 
 def address(array: NDArray[np.int32]) -> int:
@@ -154,7 +218,9 @@ def address(array: NDArray[np.int32]) -> int:
 
 
 def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: str = "row") -> int:
-    """Slots of a batch whose rows hold `lengths` tokens. Raises SourceError for a row that does not fit the rule."""
+    """Slots of a batch whose rows hold `lengths` tokens. Raises SourceError for a row that does not
+    fit the rule.
+    """
     longest = int(lengths.max(initial=0))
     if rule.padding == "max_length":
         assert rule.max_length is not None
@@ -162,7 +228,11 @@ def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: s
     else:
         width = int(alone_widths(np.array([longest]), rule)[0])
     if longest > width:
-        name, more = ("length_buckets", "add a bucket of") if rule.length_buckets else ("max_length", "raise max_length to")
+        name, more = (
+            ("length_buckets", "add a bucket of")
+            if rule.length_buckets
+            else ("max_length", "raise max_length to")
+        )
         raise SourceError(
             at=f"{describe_row} {int(lengths.argmax())} of the batch",
             problem=f"{longest} tokens do not fit {name} {width}",
@@ -178,7 +248,9 @@ def row_width(lengths: NDArray[np.integer], rule: CollateConfig, describe_row: s
 
 
 def alone_widths(lengths: NDArray[np.integer], rule: CollateConfig) -> NDArray[np.integer]:
-    """The slots that each row of `lengths` tokens would have in a batch of its own; of one that no bucket holds, those of the last."""
+    """The slots that each row of `lengths` tokens would have in a batch of its own; of one that no
+    bucket holds, those of the last.
+    """
     if rule.length_buckets:
         buckets = np.array(rule.length_buckets)
         return buckets[np.minimum(np.searchsorted(buckets, lengths), buckets.size - 1)]
@@ -187,7 +259,8 @@ def alone_widths(lengths: NDArray[np.integer], rule: CollateConfig) -> NDArray[n
 
 
 def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
-    """Slots of every batch, where they can be known before its rows are. Raises ConfigError where packed rows leave `rule` nothing to do.
+    """Slots of every batch, where they can be known before its rows are. Raises ConfigError where
+    packed rows leave `rule` nothing to do.
 
     seq_length: of packed rows, else None.
     """
@@ -201,14 +274,18 @@ def known_width(rule: CollateConfig, seq_length: int | None) -> int | None:
         )
     for name, value in rule.shaping.items():
         raise ConfigError(
-            at=name, problem=f"{value!r}, but the rows are packed: each has {seq_length} slots already", fix="Leave it out, or do not pack."
+            at=name,
+            problem=f"{value!r}, but the rows are packed: each has {seq_length} slots already",
+            fix="Leave it out, or do not pack.",
         )
     return seq_length
 
 
 @jit
 def shift_labels(ids, segments, mask, labels):
-    """Writes `labels` Int32[R, T] from `ids`, `segments` Int32[R, T] and `mask` UInt8[R, T], or UInt8[0, 0]: every token is a target."""
+    """Writes `labels` Int32[R, T] from `ids`, `segments` Int32[R, T] and `mask` UInt8[R, T], or
+    UInt8[0, 0]: every token is a target.
+    """
     masked = mask.shape[0] > 0
     num_slots = ids.shape[1]
     for r in range(ids.shape[0]):
@@ -225,7 +302,9 @@ def shift_labels(ids, segments, mask, labels):
 
 @jit
 def count_positions(segments, positions):
-    """Writes `positions` Int32[R, T]: 0 at each segment's first slot and in padding, counting up within a segment."""
+    """Writes `positions` Int32[R, T]: 0 at each segment's first slot and in padding, counting up
+    within a segment.
+    """
     for r in range(segments.shape[0]):
         count = 0
         for t in range(segments.shape[1]):
@@ -238,7 +317,9 @@ def count_positions(segments, positions):
 
 @jit
 def move_right(column, padding):
-    """Moves the last `padding[r]` slots of every row r of `column` Int32[R, T], all of which hold the same, before the others."""
+    """Moves the last `padding[r]` slots of every row r of `column` Int32[R, T], all of which hold
+    the same, before the others.
+    """
     num_slots = column.shape[1]
     for r in range(column.shape[0]):
         by = padding[r]

@@ -1,4 +1,6 @@
-"""Whole documents, one after the other, from mapped token caches: what is saved of a mixture that is not packed."""
+"""Whole documents, one after the other, from mapped token caches: what is saved of a mixture that
+is not packed.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,24 @@ from easypipe.sources.cache import TokenCache
 
 
 class Documents(NamedTuple):
-    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask UInt8[total] if asked for."""
+    """n documents: `ids[offsets[i] : offsets[i + 1]]`. offsets Int64[n+1], ids Int32[total], mask
+    UInt8[total] if asked for.
+    """
 
     offsets: NDArray[np.int64]
     ids: NDArray[np.int32]
     mask: NDArray[np.uint8]
 
 
-def gather_documents(caches: Sequence[TokenCache], dataset: NDArray[np.int32], docs: NDArray[np.int64], *, with_mask: bool) -> Documents:
-    """The stored tokens of documents `docs` (Int64[n]) of the caches numbered `dataset` (Int32[n]); a mask is 1 where a cache has none.
+def gather_documents(
+    caches: Sequence[TokenCache],
+    dataset: NDArray[np.int32],
+    docs: NDArray[np.int64],
+    *,
+    with_mask: bool,
+) -> Documents:
+    """The stored tokens of documents `docs` (Int64[n]) of the caches numbered `dataset` (Int32[n]);
+    a mask is 1 where a cache has none.
 
     Raises IndexError for a document that is not there.
     """
@@ -44,7 +55,9 @@ def gather_documents(caches: Sequence[TokenCache], dataset: NDArray[np.int32], d
 
 
 @jit
-def _copy(dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, offsets, ids, mask):
+def _copy(
+    dataset, docs, first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, offsets, ids, mask
+):
     for n in range(docs.shape[0]):
         d, doc = dataset[n], docs[n]
         part, before = part_of(first_part, first_doc, d, doc)

@@ -1,4 +1,5 @@
-"""A loop over epochs: every iteration behind a finished one is the next pass over the data, in an order of its own.
+"""A loop over epochs: every iteration behind a finished one is the next pass over the data, in an
+order of its own.
 
 pass   from 0; with `num_epochs` N an iteration is N of them, p to p + N - 1
 """
@@ -23,7 +24,9 @@ L = TypeVar("L")  # the loader of one pass
 
 
 class Passes(Generic[L]):
-    """What loaders of epochs have beside what those of one pass have. `_moved`: the attributes that tell the pass under way."""
+    """What loaders of epochs have beside what those of one pass have. `_moved`: the attributes that
+    tell the pass under way.
+    """
 
     _moved: tuple[str, ...]
     _made: Callable[[int], L]
@@ -36,7 +39,9 @@ class Passes(Generic[L]):
     def loader(self, epoch: int) -> L:
         """The loader of a pass. Raises ConfigError where there is none of that number."""
         if epoch < 0:
-            raise ConfigError(at="epoch", problem=f"there is no pass {epoch}", fix="They count from 0.")
+            raise ConfigError(
+                at="epoch", problem=f"there is no pass {epoch}", fix="They count from 0."
+            )
         return self._made(epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -44,15 +49,19 @@ class Passes(Generic[L]):
         self._enter(self.loader(epoch), epoch)
 
     def counted_by(self, passes: dict[Any, int], key: Any) -> Self:
-        """Begins at pass `passes[key]` (0 where there is none), and writes the pass that follows a finished one there: for what makes a
-        new loader every time it is asked for one.
+        """Begins at pass `passes[key]` (0 where there is none), and writes the pass that follows a
+        finished one there: for what makes a new loader every time it is asked for one.
         """
         if epoch := passes.get(key, 0):
             self.set_epoch(epoch)
         self._told = lambda epoch: passes.update({key: epoch})
         return self
 
-    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any], allow_changed: Collection[str] = ()) -> None:
+    def restore(
+        self,
+        state: LoaderState | str | bytes | Mapping[str, Any],
+        allow_changed: Collection[str] = (),
+    ) -> None:
         """As the loader of a pass does it, in the pass of the state."""
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
@@ -61,7 +70,9 @@ class Passes(Generic[L]):
         self._enter(loader, state.epoch)
 
     def __next__(self) -> dict[str, Any]:
-        """As of one pass; behind the end of a pass, which raises StopIteration, it goes on with the pass that an iteration would begin."""
+        """As of one pass; behind the end of a pass, which raises StopIteration, it goes on with the
+        pass that an iteration would begin.
+        """
         one_pass: Any = super()
         try:
             return one_pass.__next__()
@@ -86,14 +97,17 @@ class Passes(Generic[L]):
 
 
 class EpochLoader(Passes[Loader], Loader):
-    """A Loader for `for epoch in range(n): for batch in loader:`, as the data loaders of other libraries are used.
+    """A Loader for `for epoch in range(n): for batch in loader:`, as the data loaders of other
+    libraries are used.
 
-    Law: an iteration behind one that met the end of the data is the next pass; one that was left before the end is begun again. The orders
-    of all passes follow from the seed, so that every rank and every new process has the same ones. `state()` knows the pass, and restoring
-    it goes on in it; the state behind a pass is the one in front of the next.
-    `len()`, `rows`, `explain` and `batch` are those of the pass that is under way, or that the next iteration begins. `loader(epoch)` is
-    the Loader of a pass, which begins at its first batch every time. Loaders made of this one (`copy`, `map_rows`, `of_rank`) have passes
-    of their own, from the first one on.
+    Law: an iteration behind one that met the end of the data is the next pass; one that was left
+    before the end is begun again. The orders of all passes follow from the seed, so that every rank
+    and every new process has the same ones. `state()` knows the pass, and restoring it goes on in
+    it; the state behind a pass is the one in front of the next. `len()`, `rows`, `explain` and
+    `batch` are those of the pass that is under way, or that the next iteration begins.
+    `loader(epoch)` is the Loader of a pass, which begins at its first batch every time. Loaders
+    made of this one (`copy`, `map_rows`, `of_rank`) have passes of their own, from the first one
+    on.
     make: the Loader of a pass; those of all passes have one config.
     """
 
@@ -103,7 +117,14 @@ class EpochLoader(Passes[Loader], Loader):
         self._made, self._told = make, (lambda epoch: None)
         first = make(0)
         options: dict[str, Any] = {"decoder": first._decoder, "remember": first._remember}
-        super().__init__(first.rows, first.config, seed=first.seed, collate=first.collate, name=first.name, **options)
+        super().__init__(
+            first.rows,
+            first.config,
+            seed=first.seed,
+            collate=first.collate,
+            name=first.name,
+            **options,
+        )
         self._first_seed, self.epoch = first.seed, 0
 
     @property
@@ -128,7 +149,8 @@ class EpochLoader(Passes[Loader], Loader):
 
 
 class EpochStreamLoader(Passes[StreamLoader], StreamLoader):
-    """A StreamLoader for a loop over epochs, under the law of EpochLoader. first: the loader of the first pass.
+    """A StreamLoader for a loop over epochs, under the law of EpochLoader. first: the loader of the
+    first pass.
 
     `ledger()` tells of the newest iteration, behind the end of its pass too.
     """
@@ -152,8 +174,12 @@ class EpochStreamLoader(Passes[StreamLoader], StreamLoader):
         self._latest = self._latest._replace(books=books)
 
 
-def passes_over(build: Callable[[int | None], Loader], num_epochs: int | None) -> Callable[[int], Loader]:
-    """Makes the Loader of every pass over one dataset. build: the loader over that many passes, None for one without end."""
+def passes_over(
+    build: Callable[[int | None], Loader], num_epochs: int | None
+) -> Callable[[int], Loader]:
+    """Makes the Loader of every pass over one dataset. build: the loader over that many passes,
+    None for one without end.
+    """
 
     @cache
     def endless() -> tuple[Loader, int]:
@@ -165,7 +191,11 @@ def passes_over(build: Callable[[int | None], Loader], num_epochs: int | None) -
             return build(num_epochs)
         loader, rows_each = endless()
         config = dataclasses.replace(loader.config, num_epochs=num_epochs)
-        return loader._twin(PassRows(loader.rows, epoch, num_epochs, rows_each), config, seed_of_epoch(loader.seed, epoch))
+        return loader._twin(
+            PassRows(loader.rows, epoch, num_epochs, rows_each),
+            config,
+            seed_of_epoch(loader.seed, epoch),
+        )
 
     return make
 

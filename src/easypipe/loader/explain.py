@@ -1,4 +1,5 @@
-"""Which documents stand in a batch, found again from its number alone. Nothing that was trained has to be kept for this.
+"""Which documents stand in a batch, found again from its number alone. Nothing that was trained has
+to be kept for this.
 
 step     a batch, counted from 0
 row      of the batch, from 0; `number` is the row of the run
@@ -31,7 +32,8 @@ class Decodes(Protocol):
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
-Decoder = Callable[[str], Decodes]  # dataset -> the tokenizer of its tokens; raises TokenizerError where it is not to be had
+# dataset -> the tokenizer of its tokens; raises TokenizerError where it is not to be had
+Decoder = Callable[[str], Decodes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,11 @@ class Span:
 class Segment:
     """Slots `slot_start` to `slot_stop` of a row.
 
-    dataset, file, row: where the document came from, `row` as the file counts. token_start, token_stop: which of its `document_tokens`
-    stored tokens stand here; ends_with_eos: one more follows that packing added. spans: the decoded text, None where no tokenizer is there.
-    Of rows that were saved packed, file and row are those of the saved shard, and the dataset is known where mix.provenance saved it.
+    dataset, file, row: where the document came from, `row` as the file counts. token_start,
+    token_stop: which of its `document_tokens` stored tokens stand here; ends_with_eos: one more
+    follows that packing added. spans: the decoded text, None where no tokenizer is there. Of rows
+    that were saved packed, file and row are those of the saved shard, and the dataset is known
+    where mix.provenance saved it.
     """
 
     segment: int
@@ -69,7 +73,10 @@ class Segment:
     @property
     def is_part(self) -> bool:
         """Whether more of the document stands elsewhere, or nowhere."""
-        return self.document_tokens is not None and self.token_stop - self.token_start < self.document_tokens
+        return (
+            self.document_tokens is not None
+            and self.token_stop - self.token_start < self.document_tokens
+        )
 
     @property
     def title(self) -> str:
@@ -90,7 +97,9 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainedRow:
-    """Row `row` of the batch, which is row `number` of the run. window: of the plan; None for saved rows."""
+    """Row `row` of the batch, which is row `number` of the run. window: of the plan; None for saved
+    rows.
+    """
 
     row: int
     number: int
@@ -127,16 +136,27 @@ class _Place(Protocol):
     def __call__(self, segment: int, slots: slice) -> dict[str, Any]: ...
 
 
-def explain_rows(rows: Rows, step: int, numbers: NDArray[np.int64], chosen: Sequence[int], decoder: Decoder | None) -> ExplainedBatch:
+def explain_rows(
+    rows: Rows,
+    step: int,
+    numbers: NDArray[np.int64],
+    chosen: Sequence[int],
+    decoder: Decoder | None,
+) -> ExplainedBatch:
     """Rows `chosen` of a batch whose rows are `numbers` (Int64[n]) of the run."""
     notes: list[str] = []
     texts = _Texts(decoder, notes)
-    return ExplainedBatch(step=step, rows=tuple(_row(rows, row, int(numbers[row]), texts) for row in chosen), notes=tuple(notes))
+    return ExplainedBatch(
+        step=step,
+        rows=tuple(_row(rows, row, int(numbers[row]), texts) for row in chosen),
+        notes=tuple(notes),
+    )
 
 
 def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
     laid, there = rows, number
-    while isinstance(laid, MappedRows | RenumberedRows):  # the first change tokens, never which document they are of
+    # the first change tokens, never which document they are of
+    while isinstance(laid, MappedRows | RenumberedRows):
         there = laid.row_below(there) if isinstance(laid, RenumberedRows) else there
         laid = laid.below
     if isinstance(laid, PlannedRows):
@@ -145,8 +165,12 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
         starts = []
         epoch, window, place = _stored(laid, there)
     else:
-        raise ConfigError(at="explain", problem=f"rows of {type(rows).__name__} do not say where they come from")
-    columns = {name: values[0] for name, values in rows.gather(np.array([number], dtype=np.int64)).items()}
+        raise ConfigError(
+            at="explain", problem=f"rows of {type(rows).__name__} do not say where they come from"
+        )
+    columns = {
+        name: values[0] for name, values in rows.gather(np.array([number], dtype=np.int64)).items()
+    }
     ids, segments = columns[INPUT_IDS], columns[SEGMENT_IDS]
     masked = (columns[LOSS_MASK] == 0) if LOSS_MASK in columns else np.zeros(len(ids), np.bool_)
     begins = np.diff(segments, prepend=-1, append=-1) != 0
@@ -170,7 +194,15 @@ def _row(rows: Rows, row: int, number: int, texts: _Texts) -> ExplainedRow:
                 )
             )
     padding = int((segments == 0).sum())
-    return ExplainedRow(row=row, number=number, epoch=epoch, window=window, slots=len(ids), padding=padding, segments=tuple(made))
+    return ExplainedRow(
+        row=row,
+        number=number,
+        epoch=epoch,
+        window=window,
+        slots=len(ids),
+        padding=padding,
+        segments=tuple(made),
+    )
 
 
 def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Place]:
@@ -179,7 +211,8 @@ def _planned(rows: PlannedRows, number: int) -> tuple[int, int, list[int], _Plac
 
     def place(segment: int, slots: slice) -> dict[str, Any]:
         piece = pieces[max(slot for slot in pieces if slot <= slots.start)]
-        start = piece.start + slots.start - piece.slot  # more than the piece's own where a pair's second half begins
+        # more than the piece's own where a pair's second half begins
+        start = piece.start + slots.start - piece.slot
         stop = start + slots.stop - slots.start
         assert stop <= piece.stop, "the plan says what is gathered"
         cache = rows.caches[piece.dataset]
@@ -225,12 +258,18 @@ class _Texts:
         self._decoder, self._notes = decoder, notes
         self._known: dict[str, Decodes | None] = {}
 
-    def spans(self, dataset: str, ids: NDArray[np.int32], masked: NDArray[np.bool_]) -> tuple[Span, ...] | None:
+    def spans(
+        self, dataset: str, ids: NDArray[np.int32], masked: NDArray[np.bool_]
+    ) -> tuple[Span, ...] | None:
         tokenizer = self._tokenizer(dataset)
         if tokenizer is None:
             return None
         edges = [0, *(np.flatnonzero(np.diff(masked)) + 1).tolist(), len(ids)]
-        return tuple(Span(text=tokenizer.decode(ids[a:b].tolist()), masked=bool(masked[a])) for a, b in itertools.pairwise(edges) if a < b)
+        return tuple(
+            Span(text=tokenizer.decode(ids[a:b].tolist()), masked=bool(masked[a]))
+            for a, b in itertools.pairwise(edges)
+            if a < b
+        )
 
     def _tokenizer(self, dataset: str) -> Decodes | None:
         if dataset not in self._known:
@@ -246,9 +285,16 @@ class _Texts:
 
 
 def choose(step: int, row: int | None, count: int) -> list[int]:
-    """The rows of the batch that are asked for. Raises PlanError where batch or row is not there."""
+    """The rows of the batch that are asked for. Raises PlanError where batch or row is not
+    there.
+    """
     if step < 0 or count == 0:
-        raise PlanError(at=f"step {step}", problem="steps count from 0" if step < 0 else "the data ends before it")
+        raise PlanError(
+            at=f"step {step}",
+            problem="steps count from 0" if step < 0 else "the data ends before it",
+        )
     if row is not None and not 0 <= row < count:
-        raise PlanError(at=f"step {step}, row {row}", problem=f"the batch has {count} rows, counted from 0")
+        raise PlanError(
+            at=f"step {step}, row {row}", problem=f"the batch has {count} rows, counted from 0"
+        )
     return list(range(count)) if row is None else [row]

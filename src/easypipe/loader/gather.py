@@ -1,4 +1,5 @@
-"""The gather: tokens of many documents, straight from mapped files into the rows of one batch, in one compiled pass without the GIL.
+"""The gather: tokens of many documents, straight from mapped files into the rows of one batch, in
+one compiled pass without the GIL.
 
 piece    a run of tokens of one document that stands in one row
 part     a mapped file of one dataset's token cache (sources/cache.py)
@@ -47,10 +48,11 @@ class Tables(NamedTuple):
     """The buffers of all datasets, one after the other. D datasets, P parts in all.
 
     first_part  Int64[D+1]  parts before each dataset, and in all
-    first_doc   Int64[P+D]  of dataset d at `first_part[d] + d`: documents of d before each of its parts, and in all
-    ids, offsets, mask  UInt64[P]  addresses; a mask of 0 means that every token is a target
-    id_bytes    Int64[D]    2 or 4
-    file, checked  UInt64[P]  addresses: of the part's file, and of the flags of what was checked of it; 0 where nothing has to be
+    first_doc   Int64[P+D]  of dataset d at `first_part[d] + d`: documents of d before each of its
+    parts, and in all ids, offsets, mask  UInt64[P]  addresses; a mask of 0 means that every token
+    is a target id_bytes    Int64[D]    2 or 4
+    file, checked  UInt64[P]  addresses: of the part's file, and of the flags of what was checked of
+    it; 0 where nothing has to be
     """
 
     first_part: NDArray[np.int64]
@@ -78,14 +80,19 @@ def tables(buffers: Sequence[Mapped]) -> Tables:
 
 
 def eos_ids(eos: int | Sequence[int] | None, datasets: int) -> NDArray[np.int64]:
-    """Int64[datasets], as the kernels take it: the id that ends documents of each dataset, -1 where nothing is added."""
+    """Int64[datasets], as the kernels take it: the id that ends documents of each dataset, -1 where
+    nothing is added.
+    """
     return np.full(datasets, -1 if eos is None else eos, np.int64)
 
 
 @jit
 def part_of(first_part, first_doc, dataset, doc):
-    """The part that document `doc` of `dataset` lies in, the last that starts at or before it; and the documents before that part."""
-    low, high = first_part[dataset] + dataset, first_part[dataset + 1] + dataset  # of first_doc: see Tables
+    """The part that document `doc` of `dataset` lies in, the last that starts at or before it; and
+    the documents before that part.
+    """
+    # of first_doc: see Tables
+    low, high = first_part[dataset] + dataset, first_part[dataset + 1] + dataset
     while high - low > 1:
         middle = (low + high) // 2
         if first_doc[middle] <= doc:
@@ -96,23 +103,53 @@ def part_of(first_part, first_doc, dataset, doc):
 
 
 @jit
-def write_rows(window, rows, done, tables, eos, pad, hold, want_labels, ids, labels, segments, positions, mask, todo):
+def write_rows(
+    window,
+    rows,
+    done,
+    tables,
+    eos,
+    pad,
+    hold,
+    want_labels,
+    ids,
+    labels,
+    segments,
+    positions,
+    mask,
+    todo,
+):
     """Writes those rows of the window that are not done. A row of -1 is all padding.
 
-    Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into UInt8[R, T] `mask` unless it is [0, 0].
+    Into Int32[R, T] `ids`, `segments`, `positions`, into `labels` if they are wanted, and into
+    UInt8[R, T] `mask` unless it is [0, 0].
 
-    window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R], done: Bool[R], set for what is written.
-    eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is one longer than they are; -1 where there is none.
-    An added EOS is a target where the token before it is one. hold: held pieces have no targets.
-    Returns the first of `rows` that is not done (R: none), the number of the
-    first piece of the window that the cache does not hold (-1: none), and how many blocks of the files have to be checked first; where
-    there is such a piece or block, nothing is written. todo: Int64[2, n] for those, their parts and their numbers (sources/blocks.py);
-    n = 0 asks for no checks.
+    window: its first row, then first_piece, table, dataset, doc (plan/window.py). rows: Int64[R],
+    done: Bool[R], set for what is written.
+    eos: Int64[D], of each dataset the id that follows the stored tokens where a piece is one longer
+    than they are; -1 where there is none. An added EOS is a target where the token before it is
+    one. hold: held pieces have no targets. Returns the first of `rows` that is not done (R: none),
+    the number of the first piece of the window that the cache does not hold (-1: none), and how
+    many blocks of the files have to be checked first; where there is such a piece or block, nothing
+    is written. todo: Int64[2, n] for those, their parts and their numbers (sources/blocks.py); n =
+    0 asks for no checks.
     """
     first_row, first_piece, table, dataset_of, doc_of = window
     _, _, ids_at, _, mask_at, id_bytes, _, _ = tables
     masked = mask.shape[0] > 0
-    found, bad, unchecked = _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, ids.shape[1], todo)
+    found, bad, unchecked = _find(
+        first_row,
+        first_piece,
+        table,
+        dataset_of,
+        doc_of,
+        rows,
+        done,
+        tables,
+        eos,
+        ids.shape[1],
+        todo,
+    )
     left = rows.shape[0]
     if bad >= 0 or unchecked > 0:
         return left, bad, unchecked
@@ -138,7 +175,11 @@ def write_rows(window, rows, done, tables, eos, pad, hold, want_labels, ids, lab
                 copy(uint32_at(ids_at[part]), begin, ids[r, slot : slot + copied])
             if length > copied:
                 ids[r, slot + copied] = eos[dataset_of[table[2, n]]]
-            _place(segments[r, slot : slot + length], positions[r, slot : slot + length], np.int32(n - piece + 1))
+            _place(
+                segments[r, slot : slot + length],
+                positions[r, slot : slot + length],
+                np.int32(n - piece + 1),
+            )
             if masked:
                 mask[r, filled:slot] = 0
                 if hold and found[4, at - 1] > 0:
@@ -147,7 +188,9 @@ def write_rows(window, rows, done, tables, eos, pad, hold, want_labels, ids, lab
                     flags = uint8_at(mask_at[part])
                     copy(flags, begin, mask[r, slot : slot + copied])
                     if length > copied:
-                        mask[r, slot + copied] = flags[begin + copied - 1] if found[3, at - 1] > 0 else 1
+                        mask[r, slot + copied] = (
+                            flags[begin + copied - 1] if found[3, at - 1] > 0 else 1
+                        )
                 else:
                     mask[r, slot : slot + length] = 1
             filled = slot + length
@@ -161,13 +204,17 @@ def write_rows(window, rows, done, tables, eos, pad, hold, want_labels, ids, lab
 
 
 @jit
-def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots, todo):
-    """Where the pieces of `rows` lie, Int64[5, n]: the part, the first token in it, how many are stored, whether any of the document
-    stands before the end of the piece, and whether it is held; the first piece that is not there, or -1; and
-    how many blocks of `todo` have to be checked first.
+def _find(
+    first_row, first_piece, table, dataset_of, doc_of, rows, done, tables, eos, num_slots, todo
+):
+    """Where the pieces of `rows` lie, Int64[5, n]: the part, the first token in it, how many are
+    stored, whether any of the document stands before the end of the piece, and whether it is held;
+    the first piece that is not there, or -1; and how many blocks of `todo` have to be checked
+    first.
 
-    Reads a byte of every cache line of them. Documents lie anywhere in memory, and each would otherwise be waited for in turn; these reads
-    do not depend on one another, so that the processor has many under way at once.
+    Reads a byte of every cache line of them. Documents lie anywhere in memory, and each would
+    otherwise be waited for in turn; these reads do not depend on one another, so that the processor
+    has many under way at once.
     """
     first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, file_at, checked_at = tables
     count, unchecked, checking = 0, np.int64(0), todo.shape[1] > 0
@@ -183,12 +230,17 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
             continue
         filled = np.int64(0)
         for n in range(first_piece[row], first_piece[row + 1]):
-            slot, start, length = np.int64(table[1, n]), np.int64(table[3, n]), np.int64(table[4, n])
+            slot, start, length = (
+                np.int64(table[1, n]),
+                np.int64(table[3, n]),
+                np.int64(table[4, n]),
+            )
             d, doc = dataset_of[table[2, n]], doc_of[table[2, n]]
             if doc < 0 or doc >= first_doc[first_part[d + 1] + d]:
                 return found, n, unchecked
             part, before = part_of(first_part, first_doc, d, doc)
-            if checking and checked_at[part] != 0 and uint8_at(checked_at[part])[0] == 0:  # nothing of the part may be believed yet
+            # nothing of the part may be believed yet
+            if checking and checked_at[part] != 0 and uint8_at(checked_at[part])[0] == 0:
                 if unchecked < todo.shape[1]:
                     todo[0, unchecked], todo[1, unchecked] = part, INDEX
                     unchecked += 1
@@ -198,18 +250,42 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
             local = doc - before
             begin = offsets[local] + start
             copied = min(length, offsets[local + 1] - begin)
-            if start < 0 or length < 0 or copied < 0 or slot < filled or slot + length > num_slots or length - copied > (eos[d] >= 0):
+            if (
+                start < 0
+                or length < 0
+                or copied < 0
+                or slot < filled
+                or slot + length > num_slots
+                or length - copied > (eos[d] >= 0)
+            ):
                 return found, n, unchecked
             if checking and checked_at[part] != 0:
                 ids = np.int64(ids_at[part]) + begin * id_bytes[d]
-                unchecked = note(checked_at[part], file_at[part], ids, copied * id_bytes[d], part, todo, unchecked)
+                unchecked = note(
+                    checked_at[part],
+                    file_at[part],
+                    ids,
+                    copied * id_bytes[d],
+                    part,
+                    todo,
+                    unchecked,
+                )
                 if mask_at[part] != 0:
                     flags = np.int64(mask_at[part]) + begin
-                    unchecked = note(checked_at[part], file_at[part], flags, copied, part, todo, unchecked)
+                    unchecked = note(
+                        checked_at[part], file_at[part], flags, copied, part, todo, unchecked
+                    )
                     if start > 0:
-                        unchecked = note(checked_at[part], file_at[part], flags - start, 1, part, todo, unchecked)
+                        unchecked = note(
+                            checked_at[part], file_at[part], flags - start, 1, part, todo, unchecked
+                        )
             found[4, at] = goes_on_masked(mask_at[part], offsets[local], start)
-            found[0, at], found[1, at], found[2, at], found[3, at] = part, begin, copied, start + copied
+            found[0, at], found[1, at], found[2, at], found[3, at] = (
+                part,
+                begin,
+                copied,
+                start + copied,
+            )
             at += 1
             filled = slot + length
             lines = uint8_at(ids_at[part])
@@ -221,11 +297,14 @@ def _find(first_row, first_piece, table, dataset_of, doc_of, rows, done, tables,
 
 @jit
 def goes_on_masked(mask_address, first, start):
-    """Whether a piece from token `start` of the document whose first token is `first` of its part is held."""
+    """Whether a piece from token `start` of the document whose first token is `first` of its part
+    is held.
+    """
     return start > 0 and mask_address != 0 and uint8_at(mask_address)[first] == 0
 
 
-# Slices count from 0, so the compiler need not look for negative indices, and makes vector instructions of these loops.
+# Slices count from 0, so the compiler need not look for negative indices, and makes vector
+# instructions of these loops.
 
 
 @jit

@@ -1,6 +1,8 @@
-"""Rows of any dataset that gives them by number (images, tuples, dicts of arrays), made into batches by a collator.
+"""Rows of any dataset that gives them by number (images, tuples, dicts of arrays), made into
+batches by a collator.
 
-The loader, its order, its threads and its states are those of text: this is one more kind of Rows. What such a row holds is the dataset's
+The loader, its order, its threads and its states are those of text: this is one more kind of Rows.
+What such a row holds is the dataset's
 affair: columns, lengths and labels are known to the collator alone.
 
 row     counted over the whole run; row r of a dataset of n is number `r % n` of the order of pass `r // n`
@@ -27,7 +29,9 @@ from easypipe.plan.order import OrderSpec, documents
 
 @runtime_checkable
 class KeyedCollator(Protocol):
-    """A collator that draws: it is called with `keys`, 64 bits for each row, and draws nothing else."""
+    """A collator that draws: it is called with `keys`, 64 bits for each row, and draws nothing
+    else.
+    """
 
     def __call__(self, rows: Sequence[Any], *, keys: Sequence[int] | None = None) -> Any: ...
 
@@ -53,7 +57,9 @@ class _Unsized:
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         return np.zeros(len(rows), np.int32)
 
-    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
         """Raises ConfigError: there are no columns at rest."""
         raise ConfigError(
             at=self._name,
@@ -67,26 +73,36 @@ class _Unsized:
     def seek(self, hint: Any) -> None:
         """Rows are found without one."""
 
-    def _collated(self, items: list[Any], rows: NDArray[np.int64], epochs: NDArray[np.int64]) -> Any:
-        """The batch of `items`, the real ones of `rows`; rows of -1, which come last, are filled up with nothing."""
+    def _collated(
+        self, items: list[Any], rows: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> Any:
+        """The batch of `items`, the real ones of `rows`; rows of -1, which come last, are filled up
+        with nothing.
+        """
         real = rows[rows >= 0]
         if not getattr(self._collate, "draws", False):
             batch = self._collate(items)
         else:
             pairs = zip(epochs.tolist(), real.tolist(), strict=True)
-            batch = self._collate(items, keys=[fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs])
+            batch = self._collate(
+                items,
+                keys=[fold(self._seed, "row", self._name, epoch, row) for epoch, row in pairs],
+            )
         missing = len(rows) - len(real)
         return _filled(batch, missing) if missing else batch
 
 
 class ItemRows(_Unsized):
-    """The rows of a map-style dataset (`len()` and `dataset[i]`), in the order in which a Pipeline over a dataset of that name reads them.
+    """The rows of a map-style dataset (`len()` and `dataset[i]`), in the order in which a Pipeline
+    over a dataset of that name reads them.
 
-    collate: a function of a list of rows to a batch: a dict of arrays, or a tuple of them. One with an attribute `draws` that is true is
-    given `keys` too (KeyedCollator). shuffle: a new keyed permutation every pass; False: in order. num_epochs: None without end.
-    Thread safe where `dataset[i]` and the collator are. States tell another length, fingerprint (where the dataset has one, as those of
-    `datasets` do), collator, seed or order; rows are not hashed, as reading one may cost a decoded image.
-    Reading adds a note with the row's number to what the dataset raises.
+    collate: a function of a list of rows to a batch: a dict of arrays, or a tuple of them. One with
+    an attribute `draws` that is true is given `keys` too (KeyedCollator). shuffle: a new keyed
+    permutation every pass; False: in order. num_epochs: None without end. Thread safe where
+    `dataset[i]` and the collator are. States tell another length, fingerprint (where the dataset
+    has one, as those of `datasets` do), collator, seed or order; rows are not hashed, as reading
+    one may cost a decoded image. Reading adds a note with the row's number to what the dataset
+    raises.
     """
 
     def __init__(
@@ -136,7 +152,8 @@ class ItemRows(_Unsized):
     def batch(self, rows: NDArray[np.int64], width: int) -> Any:
         real = rows[rows >= 0]
         items = []
-        for number in self.numbers(real).tolist():  # whose reading is a call of the user's own code, row by row
+        # whose reading is a call of the user's own code, row by row
+        for number in self.numbers(real).tolist():
             try:
                 items.append(self._dataset[number])
             except Exception as error:
@@ -150,22 +167,41 @@ class ItemRows(_Unsized):
             return rows
         first, size = int(rows.min()), np.array([self._size])
         stop = int(rows.max()) + 1
-        order = documents(self._order, size, self._key, 0, np.array([first]), np.array([stop - first]))
+        order = documents(
+            self._order, size, self._key, 0, np.array([first]), np.array([stop - first])
+        )
         return order[rows - first]
 
 
 class ForwardRows(_Unsized):
-    """The rows of a dataset that can only be iterated over, from its start every time: exact, and quick where rows are asked for in order.
+    """The rows of a dataset that can only be iterated over, from its start every time: exact, and
+    quick where rows are asked for in order.
 
-    dataset: something whose `iter()` begins at the first row and gives the same rows every time. A row behind the one that was read last
-    is reached by reading what lies between, one in front of it by beginning again. collate, seed, name: as ItemRows has them. epoch: which
-    pass this is, for `set_epoch` of datasets that have it, as those that shuffle do. Thread safe; one thread reads at a time.
+    dataset: something whose `iter()` begins at the first row and gives the same rows every time. A
+    row behind the one that was read last is reached by reading what lies between, one in front of
+    it by beginning again. collate, seed, name: as ItemRows has them. epoch: which pass this is, for
+    `set_epoch` of datasets that have it, as those that shuffle do. Thread safe; one thread reads at
+    a time.
     """
 
     num_epochs: int | None = 1
 
-    def __init__(self, dataset: Iterable[Any], collate: Any, *, seed: int = 0, name: str = "dataset1", epoch: int = 0) -> None:
-        self._dataset, self._collate, self._seed, self._name, self._epoch = dataset, collate, seed, name, epoch
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        collate: Any,
+        *,
+        seed: int = 0,
+        name: str = "dataset1",
+        epoch: int = 0,
+    ) -> None:
+        self._dataset, self._collate, self._seed, self._name, self._epoch = (
+            dataset,
+            collate,
+            seed,
+            name,
+            epoch,
+        )
         self._lock = threading.Lock()
         self._ahead: list[Any] = []  # rows from `_first` on that were read and not handed out
         self._first = 0
@@ -190,7 +226,9 @@ class ForwardRows(_Unsized):
         return {
             "sources": digest("forward", fingerprint_of(self._dataset)),
             "tokenizer": digest("collator", describe_collator(self._collate)),
-            "plan": digest("forward", self._name, self._seed, *([self._epoch] if self._epoch else [])),
+            "plan": digest(
+                "forward", self._name, self._seed, *([self._epoch] if self._epoch else [])
+            ),
         }
 
     def available(self, start: int, stop: int) -> int:

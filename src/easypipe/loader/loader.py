@@ -1,4 +1,5 @@
-"""The loader: global batch `t` is rows `t * batch_size` onward, made ahead by threads, laid out on the mesh.
+"""The loader: global batch `t` is rows `t * batch_size` onward, made ahead by threads, laid out on
+the mesh.
 
 batch    global, the same whoever reads it; a process makes only its rows of it. Steps (steps.py) says which rows
 row      counted over the whole run (rows.py)
@@ -37,13 +38,16 @@ class Loader:
 
     With `accumulation_steps` A above 1 they are Int32[A, batch / A, slots].
 
-    Law (determinism): batch `t` is byte-equal for any number of processes, workers and batches in flight. Law (exact resume): after
-    `restore(state)` with the state taken after batch n, iteration yields batch n + 1 onward.
-    Every `iter(loader)` starts at the first batch, the one after `restore` at the restored one. `next(loader)` is the next batch of one
-    iteration that the loader keeps, which no other one moves. `state()` belongs to the newest iteration.
-    rows: PlannedRows or StoredRows. decoder, remember: for `explain`, the tokenizer of each dataset, and what keeps the plan's checkpoints.
-    seed: of the permutations of `shuffle_buffer_size` and `group_by_length`; without them, it changes nothing.
-    Raises PlacementError where batch and mesh do not fit, ConfigError where `num_epochs` is not that of the rows.
+    Law (determinism): batch `t` is byte-equal for any number of processes, workers and batches in
+    flight. Law (exact resume): after `restore(state)` with the state taken after batch n, iteration
+    yields batch n + 1 onward. Every `iter(loader)` starts at the first batch, the one after
+    `restore` at the restored one. `next(loader)` is the next batch of one iteration that the loader
+    keeps, which no other one moves. `state()` belongs to the newest iteration.
+    rows: PlannedRows or StoredRows. decoder, remember: for `explain`, the tokenizer of each
+    dataset, and what keeps the plan's checkpoints.
+    seed: of the permutations of `shuffle_buffer_size` and `group_by_length`; without them, it
+    changes nothing. Raises PlacementError where batch and mesh do not fit, ConfigError where
+    `num_epochs` is not that of the rows.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class Loader:
         return self._begin(entry)
 
     def __next__(self) -> dict[str, Any]:
-        """The next batch of the iteration that the loader keeps: begun at the first batch or, after `restore`, at the restored one."""
+        """The next batch of the iteration that the loader keeps: begun at the first batch or, after
+        `restore`, at the restored one.
+        """
         if self._kept is None:
             entry, self._kept_entry = self._kept_entry, None
             self._kept = self._begin(entry)
@@ -113,9 +119,10 @@ class Loader:
         return steps.full(num_rows) if self.config.drop_last else steps.needed(num_rows)
 
     def rows_of(self, step: int) -> range:
-        """The rows, counted over the run, whose positions batch `step` (from 0) holds: fewer than its size where it is a short last one,
-        which on a mesh is filled up with rows of padding behind them; none behind the end. Raises StateError for a step before the one
-        at which the run was changed (`restore`), whose rows this loader cannot know.
+        """The rows, counted over the run, whose positions batch `step` (from 0) holds: fewer than
+        its size where it is a short last one, which on a mesh is filled up with rows of padding
+        behind them; none behind the end. Raises StateError for a step before the one at which the
+        run was changed (`restore`), whose rows this loader cannot know.
         """
         steps = self._counted()
         self._check_step(step, steps)
@@ -124,20 +131,26 @@ class Loader:
         return range(start, start + (0 if count < size and self.config.drop_last else count))
 
     def map_rows(self, transform: RowTransform, *, version: str) -> Loader:
-        """A loader over the same rows, each changed by `transform(columns, key)`: token dropout, masking at random and the like.
+        """A loader over the same rows, each changed by `transform(columns, key)`: token dropout,
+        masking at random and the like.
 
-        columns: Int32[slots] each: `input_ids` and `loss_mask`, which it may write to or return anew, `segment_ids` and `position_ids`,
-        which it may read. Labels are made from what it leaves. key: 64 random bits that depend on the seed, the epoch and the row
-        alone, so that batches do not depend on processes, workers, or where a run was resumed. version: names what the function does; the
-        states of a loader carry it, and are refused by a loader whose transforms are others. The cost is one call for every row.
+        columns: Int32[slots] each: `input_ids` and `loss_mask`, which it may write to or return
+        anew, `segment_ids` and `position_ids`, which it may read. Labels are made from what it
+        leaves. key: 64 random bits that depend on the seed, the epoch and the row alone, so that
+        batches do not depend on processes, workers, or where a run was resumed. version: names what
+        the function does; the states of a loader carry it, and are refused by a loader whose
+        transforms are others. The cost is one call for every row.
         """
         return self._twin(MappedRows(self.rows, transform, version, self._seed), self.config)
 
     def of_rank(self, rank: int, world_size: int) -> Loader:
-        """A loader over the rows `rank`, `rank + world_size`, ...: batch t of all ranks together is batch t of one that is world_size times
-        as large. For programs that have ranks and no mesh. With drop_last every rank has as many batches.
+        """A loader over the rows `rank`, `rank + world_size`, ...: batch t of all ranks together is
+        batch t of one that is world_size times as large. For programs that have ranks and no mesh.
+        With drop_last every rank has as many batches.
         """
-        return self._twin(RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config)
+        return self._twin(
+            RankRows(self.rows, rank, world_size, even=self.config.drop_last), self.config
+        )
 
     @property
     def seed(self) -> int:
@@ -145,33 +158,42 @@ class Loader:
         return self._seed
 
     def copy(self, config: LoadStageConfig | None = None) -> Loader:
-        """A loader over the same rows that goes its own way, from the first batch; with other options where a config is given."""
+        """A loader over the same rows that goes its own way, from the first batch; with other
+        options where a config is given.
+        """
         return self._twin(self.rows, config or self.config)
 
     def batch(self, step: int) -> dict[str, Any]:
-        """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises IndexError where there is none."""
+        """Batch `step` (from 0) as the iteration would yield it, made in this thread. Raises
+        IndexError where there is none.
+        """
         made = self._make(step, lambda stage: None, self._counted()) if self.rows_of(step) else None
         if made is None:
             raise IndexError(f"{self.name}: there is no batch {step}")
         return made
 
     def explain(self, step: int, row: int | None = None) -> ExplainedBatch:
-        """Which documents stand in batch `step` (from 0; metrics.jsonl calls it step + 1), or in one `row` of it: dataset, file, row,
-        tokens, slots, and the text with its masked parts. Found from the plan alone: it does not matter what was read before, or where.
+        """Which documents stand in batch `step` (from 0; metrics.jsonl calls it step + 1), or in
+        one `row` of it: dataset, file, row, tokens, slots, and the text with its masked parts.
+        Found from the plan alone: it does not matter what was read before, or where.
 
-        Costs milliseconds where a plan checkpoint stands near, else the scan of the plan up to there, once; see docs/seeing.md.
-        Raises PlanError for a batch or a row that is not there.
+        Costs milliseconds where a plan checkpoint stands near, else the scan of the plan up to
+        there, once; see docs/seeing.md. Raises PlanError for a batch or a row that is not there.
         """
         steps = self._counted()
         count = len(self.rows_of(step)) if step >= 0 else 0
         chosen = choose(step, row, count)
         start = steps.start(step)
-        explained = explain_rows(self.rows, step, self._order.rows(start, start + count), chosen, self._decoder)
+        explained = explain_rows(
+            self.rows, step, self._order.rows(start, start + count), chosen, self._decoder
+        )
         self.remember()
         return explained
 
     def remember(self) -> None:
-        """Keeps what was planned so far beside the token cache, so that a later process finds rows near it. `len` and `explain` do too."""
+        """Keeps what was planned so far beside the token cache, so that a later process finds rows
+        near it. `len` and `explain` do too.
+        """
         if self._remember is not None:
             self._remember()
 
@@ -180,7 +202,9 @@ class Loader:
         return self.state_at(self._yielded)
 
     def state_at(self, batch: int) -> LoaderState:
-        """The state after the first `batch` batches, computed from the plan: `restore` goes there without reading what stands before."""
+        """The state after the first `batch` batches, computed from the plan: `restore` goes there
+        without reading what stands before.
+        """
         row = self._row(batch)
         return LoaderState(
             batch=batch,
@@ -191,12 +215,17 @@ class Loader:
             changes=() if self._entry is None else self._entry.changes,
         )
 
-    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any], allow_changed: Collection[str] = ()) -> None:
+    def restore(
+        self,
+        state: LoaderState | str | bytes | Mapping[str, Any],
+        allow_changed: Collection[str] = (),
+    ) -> None:
         """Makes the next iteration go on behind `state`, given as it is or as its JSON.
 
-        allow_changed: components ("sources", "tokenizer", "config", "plan") that may be others than when it was saved. Rows are then
-        counted on from the state's own row in what there is now, and this state and all later ones record the change.
-        Raises StateError naming what changed since.
+        allow_changed: components ("sources", "tokenizer", "config", "plan") that may be others than
+        when it was saved. Rows are then counted on from the state's own row in what there is now,
+        and this state and all later ones record the change. Raises StateError naming what changed
+        since.
         """
         if not isinstance(state, LoaderState):
             state = LoaderState.from_json(state)
@@ -230,7 +259,14 @@ class Loader:
 
     def _twin(self, rows: Rows, config: LoadStageConfig, seed: int | None = None) -> Loader:
         options: dict[str, Any] = {"decoder": self._decoder, "remember": self._remember}
-        return Loader(rows, config, seed=self._seed if seed is None else seed, collate=self.collate, name=self.name, **options)
+        return Loader(
+            rows,
+            config,
+            seed=self._seed if seed is None else seed,
+            collate=self.collate,
+            name=self.name,
+            **options,
+        )
 
     def _ended(self) -> None:
         """The newest iteration has met the end of the data."""
@@ -248,17 +284,21 @@ class Loader:
     def _row(self, batch: int) -> int:
         """The row behind the first `batch` batches."""
         if self._entry is not None and batch == self._entry.batch:
-            return self._entry.row  # what stands before it may lie in a window that this process never looks at
+            # what stands before it may lie in a window that this process never looks at
+            return self._entry.row
         steps = self._counted()
         if batch == steps.begin.batch:
             return steps.begin.row
         self._check_step(batch, steps)
-        start, stop = steps.start(batch - 1), steps.start(batch)  # of the last of them, which may be a short one
+        # of the last of them, which may be a short one
+        start, stop = steps.start(batch - 1), steps.start(batch)
         return start + self.rows.available(start, stop)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """What decides the content of batches, and nothing that does not: mesh, micro-batches, workers and buffers are free to change."""
+        """What decides the content of batches, and nothing that does not: mesh, micro-batches,
+        workers and buffers are free to change.
+        """
         schedule, transforms = self.config.batch_size_schedule, transforms_of(self.rows)
         return {
             "batch_size": self.batch_size,
@@ -266,7 +306,11 @@ class Loader:
             **self._order.settings,
             **self.collate.settings,
             **({"batch_size_schedule": [list(point) for point in schedule]} if schedule else {}),
-            **({"row_transforms": [list(transform) for transform in transforms]} if transforms else {}),
+            **(
+                {"row_transforms": [list(transform) for transform in transforms]}
+                if transforms
+                else {}
+            ),
         }
 
     @cached_property
@@ -287,13 +331,21 @@ class Loader:
             mesh = local_mesh()
         mesh = make_mesh(mesh)
         fixed = self.rows.seq_length is not None or self.collate.padding == "max_length"
-        place = partial(Placement, mesh, self.config.partition_spec, fixed_width=fixed, accumulation_steps=self.accumulation_steps)
+        place = partial(
+            Placement,
+            mesh,
+            self.config.partition_spec,
+            fixed_width=fixed,
+            accumulation_steps=self.accumulation_steps,
+        )
         return {size: place(size) for size in self._steps.sizes}
 
     def _fixed_width(self) -> int | None:
         """Slots of every batch, where they can be known before the rows are."""
         known = known_width(self.collate, self.rows.seq_length)
-        shared = any(len(placement.local_rows) < size for size, placement in self._placements.items())
+        shared = any(
+            len(placement.local_rows) < size for size, placement in self._placements.items()
+        )
         if known is None and shared and not self.rows.lengths_are_free:
             raise PlacementError(
                 at="padding",
@@ -302,8 +354,12 @@ class Loader:
             )
         return known
 
-    def _make(self, batch: int, enter: Callable[[str], None], steps: Steps | None = None) -> dict[str, Any] | None:
-        """Batch number `batch` as this process sees it, or None past the last. Any thread, any order."""
+    def _make(
+        self, batch: int, enter: Callable[[str], None], steps: Steps | None = None
+    ) -> dict[str, Any] | None:
+        """Batch number `batch` as this process sees it, or None past the last. Any thread, any
+        order.
+        """
         steps = self._steps if steps is None else steps
         start, size = steps.start(batch), steps.size(batch)
         stage = "plan"
@@ -329,20 +385,26 @@ class Loader:
             if self._width is not None and self.rows.seq_length is None:
                 stage = "lengths"
                 enter(stage)
-                row_width(self.rows.lengths(rows), self.collate)  # raises where one of this process's rows does not fit
+                # raises where one of this process's rows does not fit
+                row_width(self.rows.lengths(rows), self.collate)
             stage = "gather"
             enter(stage)
             made = self.rows.batch(rows, width)
             made = with_asked(made, self.collate)
             if pieces > 1:
-                made = {name: column.reshape(pieces, -1, *column.shape[1:]) for name, column in made.items()}
+                made = {
+                    name: column.reshape(pieces, -1, *column.shape[1:])
+                    for name, column in made.items()
+                }
             if placement is None:
                 return made
             stage = "place"
             enter(stage)
             return placement.place(made)
         except Exception as error:
-            error.add_note(f"{self.name}: batch {batch}, rows {start}:{start + size}, stage {stage!r}")
+            error.add_note(
+                f"{self.name}: batch {batch}, rows {start}:{start + size}, stage {stage!r}"
+            )
             raise
 
 
@@ -350,14 +412,17 @@ AsyncDataLoader = Loader  # the name that EasyDeL's API uses
 
 
 class Batches(Iterator[dict[str, Any]]):
-    """One iteration over a loader. `close()` ends its threads; so does dropping it, as a `break` out of a for loop does."""
+    """One iteration over a loader. `close()` ends its threads; so does dropping it, as a `break`
+    out of a for loop does.
+    """
 
     def __init__(self, loader: Loader, start: int, number: int, steps: Steps) -> None:
         settings = loader.config
         self._loader = weakref.ref(loader)  # which may keep this iteration
         self._number = number
         self._index = start
-        make = partial(copy.copy(loader)._make, steps=steps)  # of these rows, whatever pass the loader goes to meanwhile
+        # of these rows, whatever pass the loader goes to meanwhile
+        make = partial(copy.copy(loader)._make, steps=steps)
         if settings.prefetch_enabled:
             self._made: Prefetcher[dict[str, Any]] | InOrder[dict[str, Any]] = Prefetcher(
                 make,

@@ -1,5 +1,5 @@
-"""The one token behind a row of strategy "stream": the label of the row's last slot, so that a document that goes on in the next row
-loses no target where it is cut.
+"""The one token behind a row of strategy "stream": the label of the row's last slot, so that a
+document that goes on in the next row loses no target where it is cut.
 
 joined   a row is one segment: the token behind a document is the first of the next
 """
@@ -17,11 +17,14 @@ from easypipe.sources.blocks import INDEX, note
 
 @jit
 def last_labels(window, length_of, rows, tables, eos, joined, num_slots, out, todo):
-    """Writes Int32[R] `out`, the label of slot `num_slots - 1`, for those of `rows` (Int64[R]) that stand in the window.
+    """Writes Int32[R] `out`, the label of slot `num_slots - 1`, for those of `rows` (Int64[R]) that
+    stand in the window.
 
-    -100 where the row is not full, nothing follows, or what follows is no target. window, tables, eos: as in gather.write_rows.
-    length_of: Int32[draws], tokens of every document of the window with an EOS that is added. Returns how many blocks of `todo` have to be
-    checked first, as `write_rows` does; where there is one, the call is to be repeated.
+    -100 where the row is not full, nothing follows, or what follows is no target. window, tables,
+    eos: as in gather.write_rows.
+    length_of: Int32[draws], tokens of every document of the window with an EOS that is added.
+    Returns how many blocks of `todo` have to be checked first, as `write_rows` does; where there is
+    one, the call is to be repeated.
     """
     first_row, first_piece, table, dataset_of, doc_of = window
     first_part, first_doc, ids_at, offsets_at, mask_at, id_bytes, file_at, checked_at = tables
@@ -32,7 +35,11 @@ def last_labels(window, length_of, rows, tables, eos, joined, num_slots, out, to
             continue
         out[r] = IGNORE
         last = first_piece[row + 1] - 1
-        draw, slot, length = np.int64(table[2, last]), np.int64(table[1, last]), np.int64(table[4, last])
+        draw, slot, length = (
+            np.int64(table[2, last]),
+            np.int64(table[1, last]),
+            np.int64(table[4, last]),
+        )
         at = np.int64(table[3, last]) + length
         if slot + length < num_slots:
             continue
@@ -58,8 +65,20 @@ def last_labels(window, length_of, rows, tables, eos, joined, num_slots, out, to
             here = np.int64(ids_at[part]) + token * width
             unchecked = note(checked_at[part], file_at[part], here, width, part, todo, unchecked)
             if mask_at[part] != 0:
-                unchecked = note(checked_at[part], file_at[part], np.int64(mask_at[part]) + token, 1, part, todo, unchecked)
-        if mask_at[part] != 0 and end > offsets[local] and uint8_at(mask_at[part])[place if stored else end - 1] == 0:
+                unchecked = note(
+                    checked_at[part],
+                    file_at[part],
+                    np.int64(mask_at[part]) + token,
+                    1,
+                    part,
+                    todo,
+                    unchecked,
+                )
+        if (
+            mask_at[part] != 0
+            and end > offsets[local]
+            and uint8_at(mask_at[part])[place if stored else end - 1] == 0
+        ):
             continue
         if not stored:
             out[r] = eos[d]
@@ -72,7 +91,9 @@ def last_labels(window, length_of, rows, tables, eos, joined, num_slots, out, to
 
 @jit
 def join_segments(segments, positions):
-    """Makes one segment of each row of Int32[R, T] `segments` and counts its `positions` through."""
+    """Makes one segment of each row of Int32[R, T] `segments` and counts its `positions`
+    through.
+    """
     for r in range(segments.shape[0]):
         for t in range(segments.shape[1]):
             if segments[r, t] > 0:

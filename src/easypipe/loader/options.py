@@ -14,25 +14,37 @@ from easypipe.loader.placement import check_axes
 class LoadStageConfig:
     """How rows become batches, and where the batches go.
 
-    batch_size: rows of the global batch, over all processes: of one training step, all its micro-batches together.
-    batch_size_schedule: `[[step, rows], ...]`, ascending: from that training step on (the first is 0) batches have so many rows. Every
+    batch_size: rows of the global batch, over all processes: of one training step, all its
+    micro-batches together.
+    batch_size_schedule: `[[step, rows], ...]`, ascending: from that training step on (the first is
+    0) batches have so many rows. Every
         size is a shape of its own for compiled programs, so there are as many as there are sizes.
-    accumulation_steps: A. Above 1 every column is [A, rows / A, slots], for a program that adds up the gradients of A micro-batches;
+    accumulation_steps: A. Above 1 every column is [A, rows / A, slots], for a program that adds up
+    the gradients of A micro-batches;
         micro-batch a holds the rows r of the batch with r % A == a, as the Trainer's does.
-    prefetch_enabled: make batches ahead in `prefetch_workers` threads, at most `prefetch_buffer_size` of them; else each is made when it
-        is asked for, and nothing watches for a stall. One thread lays out some hundred million slots a second; more help slow reads.
-    shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the seed; None keeps the order of the plan.
-        Blocks are counted over the whole run, so one may hold the end of an epoch and the start of the next. With streaming, the documents
-        of a window, which are permuted and packed together; None takes 4,096, or fewer long ones.
-    group_by_length: rows of like length in one batch, so that less of it is padding: in every window of this many batches (64, say) rows
-        are sorted by the slots they need, and the batches cut from them permuted, keyed by the seed. It comes after the permutation of
-        `shuffle_buffer_size`; a window too may hold the end of an epoch and the start of the next. Only for rows that are not packed.
-    drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh; on a mesh, and in micro-batches, filled
-        up with rows of padding (segment 0, labels -100), which weigh nothing, so that no shape is added. `Loader.rows_of(step)` says
-        which rows are real.
-    prefetch_to_device: without a mesh, put batches on a one-axis mesh of this process's devices; with a mesh they always go there.
+    prefetch_enabled: make batches ahead in `prefetch_workers` threads, at most
+    `prefetch_buffer_size` of them; else each is made when it
+        is asked for, and nothing watches for a stall. One thread lays out some hundred million
+        slots a second; more help slow reads.
+    shuffle_buffer_size: rows are permuted within consecutive blocks of this many, keyed by the
+    seed; None keeps the order of the plan.
+        Blocks are counted over the whole run, so one may hold the end of an epoch and the start of
+        the next. With streaming, the documents of a window, which are permuted and packed together;
+        None takes 4,096, or fewer long ones.
+    group_by_length: rows of like length in one batch, so that less of it is padding: in every
+    window of this many batches (64, say) rows
+        are sorted by the slots they need, and the batches cut from them permuted, keyed by the
+        seed. It comes after the permutation of `shuffle_buffer_size`; a window too may hold the end
+        of an epoch and the start of the next. Only for rows that are not packed.
+    drop_last: leave out a last batch that is not full. False yields it: smaller without a mesh; on
+    a mesh, and in micro-batches, filled
+        up with rows of padding (segment 0, labels -100), which weigh nothing, so that no shape is
+        added. `Loader.rows_of(step)` says which rows are real.
+    prefetch_to_device: without a mesh, put batches on a one-axis mesh of this process's devices;
+    with a mesh they always go there.
     num_epochs: passes over the data; None goes on forever.
-    mesh: `{axis: size}`, one size may be -1, or a jax Mesh. partition_spec: how batches lie on it; None splits rows over its axes `data`
+    mesh: `{axis: size}`, one size may be -1, or a jax Mesh. partition_spec: how batches lie on it;
+    None splits rows over its axes `data`
         and `fsdp`.
     stall_timeout_s: how long one batch may take before StallError names the stage it is in.
     """
@@ -53,18 +65,32 @@ class LoadStageConfig:
     stall_timeout_s: float = 300.0
 
     def check(self) -> None:
-        counts = ("batch_size", "accumulation_steps", "prefetch_workers", "prefetch_buffer_size", "shuffle_buffer_size")
+        counts = (
+            "batch_size",
+            "accumulation_steps",
+            "prefetch_workers",
+            "prefetch_buffer_size",
+            "shuffle_buffer_size",
+        )
         for name in (*counts, "group_by_length", "num_epochs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(at=name, problem=f"{value} is too few", fix="Give at least 1.")
         self._check_schedule()
         if not self.stall_timeout_s > 0:
-            raise ConfigError(at="stall_timeout_s", problem=f"{self.stall_timeout_s} is no time to wait", fix="Give seconds above 0.")
+            raise ConfigError(
+                at="stall_timeout_s",
+                problem=f"{self.stall_timeout_s} is no time to wait",
+                fix="Give seconds above 0.",
+            )
         if isinstance(self.mesh, Mapping):
             check_axes(self.mesh)
         if self.partition_spec is not None and self.mesh is None and not self.prefetch_to_device:
-            raise ConfigError(at="partition_spec", problem="there is no mesh to lie on", fix="Set mesh, for example {'data': -1}.")
+            raise ConfigError(
+                at="partition_spec",
+                problem="there is no mesh to lie on",
+                fix="Set mesh, for example {'data': -1}.",
+            )
 
     def _check_schedule(self) -> None:
         if self.group_by_length is not None and self.batch_size_schedule:
@@ -80,7 +106,10 @@ class LoadStageConfig:
                 )
             before = step
         sizes = [("batch_size", self.batch_size)]
-        sizes += [(f"batch_size_schedule[{i}]", size) for i, (_, size) in enumerate(self.batch_size_schedule)]
+        sizes += [
+            (f"batch_size_schedule[{i}]", size)
+            for i, (_, size) in enumerate(self.batch_size_schedule)
+        ]
         for at, size in sizes:
             if size < 1:
                 raise ConfigError(at=at, problem=f"{size} rows are too few", fix="Give at least 1.")

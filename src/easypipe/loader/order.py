@@ -1,4 +1,5 @@
-"""Which row is read at which place: permuted within blocks, and grouped by length within windows. Arithmetic over positions and lengths.
+"""Which row is read at which place: permuted within blocks, and grouped by length within windows.
+Arithmetic over positions and lengths.
 
 position a row's place in the order of reading
 block    of `shuffle_buffer_size` positions
@@ -23,11 +24,13 @@ KEPT_WINDOWS = 4  # whose order is kept: threads make batches of two, where one 
 
 
 class ReadingOrder:
-    """The order of a loader's rows. Law: which row stands at a position follows from rows, config and seed alone.
+    """The order of a loader's rows. Law: which row stands at a position follows from rows, config
+    and seed alone.
 
-    In a window of W batches of B rows, the rows of its whole batches are sorted by the slots that each needs (rows that need as many stay
-    in their order), cut into batches, and these permuted. What fills no batch stays at the end, so drop_last leaves out the same rows.
-    Thread safe. Raises ConfigError for grouping where all rows have one width already.
+    In a window of W batches of B rows, the rows of its whole batches are sorted by the slots that
+    each needs (rows that need as many stay in their order), cut into batches, and these permuted.
+    What fills no batch stays at the end, so drop_last leaves out the same rows. Thread safe. Raises
+    ConfigError for grouping where all rows have one width already.
     """
 
     def __init__(self, rows: Rows, config: LoadStageConfig, rule: CollateConfig, seed: int) -> None:
@@ -38,7 +41,9 @@ class ReadingOrder:
         self._window = (self._groups or 0) * self._batch
         self._group_key = fold(seed, "loader", "groups")
         self._known: dict[int, NDArray[np.int64]] = {}
-        if self._groups is not None and (rows.seq_length is not None or rule.padding == "max_length"):
+        if self._groups is not None and (
+            rows.seq_length is not None or rule.padding == "max_length"
+        ):
             why = "padding is 'max_length'" if rows.seq_length is None else "the rows are packed"
             problem = f"{self._groups}, but {why}: every row has as many slots"
             raise ConfigError(at="load.group_by_length", problem=problem, fix="Leave it out.")
@@ -46,21 +51,32 @@ class ReadingOrder:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the order, for the states of loaders."""
-        groups = {} if self._groups is None else {"group_by_length": self._groups, "group_key": self._group_key}
+        groups = (
+            {}
+            if self._groups is None
+            else {"group_by_length": self._groups, "group_key": self._group_key}
+        )
         return {"shuffle_buffer_size": self._block, "shuffle_key": self._shuffle_key, **groups}
 
     def first(self, row: int) -> int:
-        """The first row of the window and the block that `row` is moved within: nothing before it is read from here on."""
+        """The first row of the window and the block that `row` is moved within: nothing before it
+        is read from here on.
+        """
         for size in (self._window, self._block):
             row = row // size * size if size else row
         return row
 
     def rows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The rows that stand at positions `start` to `stop`, at least one, and none behind the end."""
+        """The rows that stand at positions `start` to `stop`, at least one, and none behind the
+        end.
+        """
         if not self._window:
             return self._shuffled(start, stop)
         size = self._window
-        parts = [self._grouped(n)[max(start - n * size, 0) : stop - n * size] for n in range(start // size, -(-stop // size))]
+        parts = [
+            self._grouped(n)[max(start - n * size, 0) : stop - n * size]
+            for n in range(start // size, -(-stop // size))
+        ]
         return np.concatenate(parts)
 
     def _grouped(self, window: int) -> NDArray[np.int64]:
@@ -73,9 +89,13 @@ class ReadingOrder:
         batches = len(rows) // self._batch
         if batches:
             whole = rows[: batches * self._batch]
-            by_width = whole[np.argsort(alone_widths(self._rows.lengths(whole), self._rule), kind="stable")]
+            by_width = whole[
+                np.argsort(alone_widths(self._rows.lengths(whole), self._rule), kind="stable")
+            ]
             places = permute(np.arange(batches), batches, fold(self._group_key, window))
-            rows = np.concatenate([by_width.reshape(batches, -1)[places].reshape(-1), rows[batches * self._batch :]])
+            rows = np.concatenate(
+                [by_width.reshape(batches, -1)[places].reshape(-1), rows[batches * self._batch :]]
+            )
         self._known[window] = rows  # two threads may both have made it: they made the same
         for old in list(self._known)[:-KEPT_WINDOWS]:
             self._known.pop(old, None)
@@ -90,5 +110,7 @@ class ReadingOrder:
         for block in range(start // size, -(-stop // size)):
             here = positions // size == block
             length = self._rows.available(block * size, (block + 1) * size)
-            rows[here] = block * size + permute(positions[here] - block * size, length, fold(self._shuffle_key, block))
+            rows[here] = block * size + permute(
+                positions[here] - block * size, length, fold(self._shuffle_key, block)
+            )
         return rows

@@ -1,7 +1,9 @@
-"""Host batches → `jax.Array`s on a mesh. The one file of the data path that imports jax, and only when a mesh is asked for.
+"""Host batches → `jax.Array`s on a mesh. The one file of the data path that imports jax, and only
+when a mesh is asked for.
 
-B rows of the global batch · T slots of a row · A micro-batches.  Every column is Int32[B, T] and gets the same PartitionSpec; where
-gradients are accumulated it is Int32[A, B/A, T], the axis in front whole on every device.
+B rows of the global batch · T slots of a row · A micro-batches.  Every column is Int32[B, T] and
+gets the same PartitionSpec; where gradients are accumulated it is Int32[A, B/A, T], the axis in
+front whole on every device.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from easypipe.loader.collate import as_stack
 if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
-BATCH_AXES = ("data", "fsdp")  # mesh axes over which a batch is split when no partition_spec is given
+# mesh axes over which a batch is split when no partition_spec is given
+BATCH_AXES = ("data", "fsdp")
 SLOT_AXIS = "sequence"  # and that over which its rows are
 
 
 def make_mesh(mesh: Any) -> Mesh:
-    """A jax Mesh from a Mesh (as it is) or from `{axis: size}` over all devices of all processes; one size may be -1: what is left.
+    """A jax Mesh from a Mesh (as it is) or from `{axis: size}` over all devices of all processes;
+    one size may be -1: what is left.
 
-    Axes are of type Auto, so that a jitted step may gather from sharded arrays. Raises PlacementError where sizes and devices do not agree.
+    Axes are of type Auto, so that a jitted step may gather from sharded arrays. Raises
+    PlacementError where sizes and devices do not agree.
     """
     import jax
     from jax.sharding import AxisType, Mesh
@@ -34,7 +39,11 @@ def make_mesh(mesh: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if not isinstance(mesh, Mapping):
-        raise PlacementError(at="mesh", problem=f"expected a jax Mesh or {{axis: size}}, got {mesh!r}", fix="Write {'data': -1}.")
+        raise PlacementError(
+            at="mesh",
+            problem=f"expected a jax Mesh or {{axis: size}}, got {mesh!r}",
+            fix="Write {'data': -1}.",
+        )
     sizes = check_axes(mesh)
     count = jax.device_count()
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -52,7 +61,9 @@ def make_mesh(mesh: Any) -> Mesh:
             problem=f"{_axes(sizes)} is {fixed} devices, there are {count}",
             fix="Set one axis to -1 to have it take what is left, or give a jax Mesh over some of the devices.",
         )
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def local_mesh() -> Mesh:
@@ -68,11 +79,16 @@ def on_default_device(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch with its NumPy arrays as jax.Arrays."""
     import jax
 
-    return {name: jax.device_put(values) if isinstance(values, np.ndarray) else values for name, values in batch.items()}
+    return {
+        name: jax.device_put(values) if isinstance(values, np.ndarray) else values
+        for name, values in batch.items()
+    }
 
 
 def gather_bytes(own: bytes) -> list[bytes]:
-    """What every process gives, all of one length, in their order. Collective: every process calls it, in the same place of its program."""
+    """What every process gives, all of one length, in their order. Collective: every process calls
+    it, in the same place of its program.
+    """
     import jax
     from jax.experimental.multihost_utils import process_allgather
 
@@ -86,29 +102,49 @@ def check_axes(mesh: Mapping[Any, Any]) -> dict[str, int]:
     """`{axis: size}` with what can be said without devices. Raises PlacementError."""
     sizes: dict[str, int] = {}
     for axis, size in mesh.items():
-        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if (
+            not isinstance(axis, str)
+            or isinstance(size, bool)
+            or not isinstance(size, int)
+            or (size < 1 and size != -1)
+        ):
             raise PlacementError(
-                at=f"mesh.{axis}", problem=f"{size!r} is no axis size", fix="Give a count of devices, or -1 for what is left."
+                at=f"mesh.{axis}",
+                problem=f"{size!r} is no axis size",
+                fix="Give a count of devices, or -1 for what is left.",
             )
         sizes[axis] = size
     if not sizes:
         raise PlacementError(at="mesh", problem="no axes", fix="Write {'data': -1}.")
     if list(sizes.values()).count(-1) > 1:
-        raise PlacementError(at="mesh", problem=f"{_axes(sizes)}: more than one axis is -1", fix="Give all but one a size.")
+        raise PlacementError(
+            at="mesh",
+            problem=f"{_axes(sizes)}: more than one axis is -1",
+            fix="Give all but one a size.",
+        )
     return sizes
 
 
 class Placement:
     """Where batches of `batch_size` rows go, and which of the rows this process has to read.
 
-    partition_spec: a PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`): first the batch's axes, then those of
-    the slots. None: the batch over those of the axes `data` and `fsdp` that the mesh has, the slots over `sequence`.
+    partition_spec: a PartitionSpec, or what YAML can say of one (`[["data", "fsdp"], null]`): first
+    the batch's axes, then those of the slots. None: the batch over those of the axes `data` and
+    `fsdp` that the mesh has, the slots over `sequence`.
     fixed_width: all batches have one shape, so that a program compiled for it pays.
     accumulation_steps: A, which divides `batch_size`; the spec is that of one micro-batch.
     Raises PlacementError where an axis is unknown or the batch does not divide.
     """
 
-    def __init__(self, mesh: Any, partition_spec: Any, batch_size: int, *, fixed_width: bool = False, accumulation_steps: int = 1) -> None:
+    def __init__(
+        self,
+        mesh: Any,
+        partition_spec: Any,
+        batch_size: int,
+        *,
+        fixed_width: bool = False,
+        accumulation_steps: int = 1,
+    ) -> None:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -117,7 +153,9 @@ class Placement:
         self.batch_size = batch_size
         self._leading = () if accumulation_steps == 1 else (accumulation_steps,)
         self._micro_size = batch_size // accumulation_steps
-        self.sharding = NamedSharding(self.mesh, PartitionSpec(*(None for _ in self._leading), *self.partition_spec))
+        self.sharding = NamedSharding(
+            self.mesh, PartitionSpec(*(None for _ in self._leading), *self.partition_spec)
+        )
         ways, self._slot_ways = self._ways(0), self._ways(1)
         if self._micro_size % ways:
             unit = ways * accumulation_steps
@@ -130,20 +168,30 @@ class Placement:
             )
         if not self.sharding.addressable_devices:
             raise PlacementError(
-                at="mesh", problem="no device of this process is in it", fix="Make the mesh over devices of every process."
+                at="mesh",
+                problem="no device of this process is in it",
+                fix="Make the mesh over devices of every process.",
             )
         self._micro_rows = self._local_rows()
         # Of the batch's rows, micro-batch after micro-batch.
-        self.local_rows = np.concatenate([a * self._micro_size + self._micro_rows for a in range(accumulation_steps)])
-        self.whole = len(self.local_rows) == batch_size and accumulation_steps == 1  # this process reads all rows, in their order
-        # Columns travel as one array and are parted on the devices: a call of a compiled program costs the interpreter a fraction of what
-        # putting four arrays does. Not over several processes, whose worker threads would launch it in another order on each.
+        self.local_rows = np.concatenate(
+            [a * self._micro_size + self._micro_rows for a in range(accumulation_steps)]
+        )
+        # this process reads all rows, in their order
+        self.whole = len(self.local_rows) == batch_size and accumulation_steps == 1
+        # Columns travel as one array and are parted on the devices: a call of a compiled program
+        # costs the interpreter a fraction of what
+        # putting four arrays does. Not over several processes, whose worker threads would launch it
+        # in another order on each.
         whole = NamedSharding(self.mesh, PartitionSpec(None, *self.sharding.spec))
         one_program = fixed_width and self.sharding.is_fully_addressable
-        self._part = jax.jit(tuple, in_shardings=whole, out_shardings=self.sharding) if one_program else None
+        self._part = (
+            jax.jit(tuple, in_shardings=whole, out_shardings=self.sharding) if one_program else None
+        )
 
     def place(self, batch: Mapping[str, NDArray[np.int32]]) -> dict[str, Any]:
-        """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that order, all slots of each.
+        """`{column: jax.Array[B, T]}` from this process's rows: `batch` holds `local_rows`, in that
+        order, all slots of each.
 
         With micro-batches jax.Array[A, B/A, T] from [A, rows, T].
         """
@@ -173,12 +221,18 @@ class Placement:
                 pieces.append(batch[name][..., first : first + stop - start, slots])
                 devices.append(device)
         put = jax.device_put(pieces, devices)
-        return {name: jax.make_array_from_single_device_arrays(shape, self.sharding, put[i :: len(names)]) for i, name in enumerate(names)}
+        return {
+            name: jax.make_array_from_single_device_arrays(
+                shape, self.sharding, put[i :: len(names)]
+            )
+            for i, name in enumerate(names)
+        }
 
     def _local_rows(self) -> NDArray[np.int64]:
         """Rows of a micro-batch that stand on a device of this process, ascending."""
         mine = np.zeros(self._micro_size, dtype=bool)
-        shape = (*self._leading, self._micro_size, self._slot_ways)  # the fewest slots that divide; rows do not depend on how many
+        # the fewest slots that divide; rows do not depend on how many
+        shape = (*self._leading, self._micro_size, self._slot_ways)
         for index in self.sharding.addressable_devices_indices_map(shape).values():
             assert index is not None, "a sharding indexes every dimension"
             mine[index[-2]] = True
@@ -215,10 +269,19 @@ def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
         spec = (spec,)
     if not isinstance(spec, PartitionSpec):
         if not isinstance(spec, Sequence):
-            raise PlacementError(at="partition_spec", problem=f"expected a PartitionSpec or a list, got {spec!r}", fix="Write ['data'].")
-        spec = PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
+            raise PlacementError(
+                at="partition_spec",
+                problem=f"expected a PartitionSpec or a list, got {spec!r}",
+                fix="Write ['data'].",
+            )
+        spec = PartitionSpec(
+            *(tuple(entry) if isinstance(entry, list) else entry for entry in spec)
+        )
     if len(spec) > 2:
-        raise PlacementError(at="partition_spec", problem=f"{spec} has {len(spec)} entries, batches have 2 dimensions: rows and slots")
+        raise PlacementError(
+            at="partition_spec",
+            problem=f"{spec} has {len(spec)} entries, batches have 2 dimensions: rows and slots",
+        )
     seen: set[str] = set()
     for entry in spec:
         for axis in () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry):
@@ -230,7 +293,11 @@ def _partition_spec(spec: Any, mesh: Mesh) -> PartitionSpec:
                     fix=did_you_mean(str(axis), mesh.axis_names),
                 )
             if axis in seen:
-                raise PlacementError(at="partition_spec", problem=f"axis {axis!r} stands twice", fix="Use each axis once.")
+                raise PlacementError(
+                    at="partition_spec",
+                    problem=f"axis {axis!r} stands twice",
+                    fix="Use each axis once.",
+                )
             seen.add(axis)
     return spec
 

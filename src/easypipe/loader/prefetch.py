@@ -4,8 +4,9 @@ item     the result of `make(index)`; indices count up from the start, one index
 ahead    how many items may be made or in the making beyond the one last taken: the bound of memory
 permit   an index that a worker may make; worker `index % workers` gets it once the bound allows it
 
-Law: the items and their order are those of `make` called in a plain loop, for any number of workers and any `ahead`. An error of `make` is
-raised where its item was due, after all items before it. No thread outlives the prefetcher, an abandoned one included.
+Law: the items and their order are those of `make` called in a plain loop, for any number of workers
+and any `ahead`. An error of `make` is raised where its item was due, after all items before it. No
+thread outlives the prefetcher, an abandoned one included.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from easypipe.core.errors import StallError
 
 T = TypeVar("T")
 
-# A consumer that waits is woken for every single item, which costs as much as to make a small one. One that sleeps finds several.
+# A consumer that waits is woken for every single item, which costs as much as to make a small one.
+# One that sleeps finds several.
 BREATH_S = 0.0004
 JOIN_TIMEOUT_S = 10.0  # close() waits this long for a worker to finish the item at hand
 
@@ -32,18 +34,31 @@ log = logging.getLogger("easypipe")
 
 class Make(Protocol[T]):  # pyright: ignore[reportInvalidTypeVarUse]
     def __call__(self, index: int, enter: Callable[[str], None], /) -> T | None:
-        """The item of `index`, or None past the end. `enter(stage)` says what is being done, for the error of a stall."""
+        """The item of `index`, or None past the end. `enter(stage)` says what is being done, for
+        the error of a stall.
+        """
         ...
 
 
 class Prefetcher(Generic[T]):
-    """Iterates over `make(start), make(start + 1), ...` until it gives None, `workers` threads working at most `ahead` items ahead.
+    """Iterates over `make(start), make(start + 1), ...` until it gives None, `workers` threads
+    working at most `ahead` items ahead.
 
-    stall_timeout_s: how long `next` waits for one item. Past it StallError names the stage that the item is in. After any error the
-    prefetcher is closed and every further `next` raises the same error: a failure never looks like the end of the data.
+    stall_timeout_s: how long `next` waits for one item. Past it StallError names the stage that the
+    item is in. After any error the prefetcher is closed and every further `next` raises the same
+    error: a failure never looks like the end of the data.
     """
 
-    def __init__(self, make: Make[T], start: int, *, workers: int, ahead: int, stall_timeout_s: float, name: str = "loader") -> None:
+    def __init__(
+        self,
+        make: Make[T],
+        start: int,
+        *,
+        workers: int,
+        ahead: int,
+        stall_timeout_s: float,
+        name: str = "loader",
+    ) -> None:
         self._workers = [_Worker(make) for _ in range(min(workers, ahead))]
         self._stall_timeout_s = stall_timeout_s
         self._name = name
@@ -52,7 +67,8 @@ class Prefetcher(Generic[T]):
         self._failure: BaseException | None = None
         for index in range(start, start + ahead):
             self._permit(index)
-        # Threads know their worker, never the prefetcher: dropping the prefetcher (a `break` in a for loop) is what ends them.
+        # Threads know their worker, never the prefetcher: dropping the prefetcher (a `break` in a
+        # for loop) is what ends them.
         threads = [
             threading.Thread(target=_work, args=(worker,), name=f"easypipe-{name}-{i}", daemon=True)
             for i, worker in enumerate(self._workers)
@@ -100,7 +116,11 @@ class Prefetcher(Generic[T]):
 
     def _stalled(self, worker: _Worker) -> StallError:
         at = worker.at
-        stage = f"it is in stage {at[1]!r}, there for {time.monotonic() - at[2]:.1f} s" if at is not None else "no worker has begun it"
+        stage = (
+            f"it is in stage {at[1]!r}, there for {time.monotonic() - at[2]:.1f} s"
+            if at is not None
+            else "no worker has begun it"
+        )
         if at is not None and at[0] != self._index:
             stage = f"its worker is at batch {at[0]}, in stage {at[1]!r}"
         return StallError(
@@ -112,11 +132,14 @@ class Prefetcher(Generic[T]):
 
 @dataclass(eq=False)
 class _Worker:
-    """What one thread and the consumer share: queues, which need no lock of ours, and two words that only the one or the other writes."""
+    """What one thread and the consumer share: queues, which need no lock of ours, and two words
+    that only the one or the other writes.
+    """
 
     make: Make[Any]
     permits: SimpleQueue[int | None] = field(default_factory=SimpleQueue)  # None: no more
-    made: SimpleQueue[tuple[Any, BaseException | None]] = field(default_factory=SimpleQueue)  # (None, None): past the end
+    # (None, None): past the end
+    made: SimpleQueue[tuple[Any, BaseException | None]] = field(default_factory=SimpleQueue)
     at: tuple[int, str, float] | None = None  # the index at hand, its stage, and since when
     closed: bool = False
 
@@ -136,26 +159,41 @@ def _work(worker: _Worker) -> None:
         worker.made.put(outcome)
         if outcome[0] is None:
             return
-        del outcome  # the consumer's alone from here on: an item must not live longer for this thread's sake
+        # the consumer's alone from here on: an item must not live longer for this thread's sake
+        del outcome
 
 
-def _stop(workers: list[_Worker], threads: list[threading.Thread], name: str, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+def _stop(
+    workers: list[_Worker],
+    threads: list[threading.Thread],
+    name: str,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+) -> None:
     for worker in workers:
         worker.closed = True
         worker.permits.put(None)
     deadline = time.monotonic() + join_timeout_s
     for worker, thread in zip(workers, threads, strict=True):
-        if thread is threading.current_thread() or thread.ident is None:  # collected as garbage on the worker itself, or never started
+        # collected as garbage on the worker itself, or never started
+        if thread is threading.current_thread() or thread.ident is None:
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive() and join_timeout_s > 0:
             at = worker.at
             where = "no batch" if at is None else f"batch {at[0]}, stage {at[1]!r}"
-            log.warning("%s: thread %s did not end within %g s; it is at %s", name, thread.name, join_timeout_s, where)
+            log.warning(
+                "%s: thread %s did not end within %g s; it is at %s",
+                name,
+                thread.name,
+                join_timeout_s,
+                where,
+            )
 
 
 class InOrder(Generic[T]):
-    """The same items without threads: each is made when it is asked for. After an error the same item is tried again."""
+    """The same items without threads: each is made when it is asked for. After an error the same
+    item is tried again.
+    """
 
     def __init__(self, make: Make[T], start: int) -> None:
         self._make: Make[T] | None = make

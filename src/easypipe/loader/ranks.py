@@ -1,6 +1,7 @@
 """Some of the rows of other rows, by another number: those of one rank, and those of one pass.
 
-Ranks are for programs that share data by rank and size in place of a mesh, passes for loops over epochs (epochs.py).
+Ranks are for programs that share data by rank and size in place of a mesh, passes for loops over
+epochs (epochs.py).
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class RenumberedRows(ABC):
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.below.epochs(self._there(rows))
 
-    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
         return self.below.gather(self._there(rows), width)
 
     def batch(self, rows: NDArray[np.int64], width: int) -> Any:
@@ -74,10 +77,12 @@ class RenumberedRows(ABC):
 
 
 class RankRows(RenumberedRows):
-    """The rows `rank`, `rank + world_size`, ... of other rows: each row belongs to one rank, and batch t of all ranks together is rows
-    `t * world_size * batch_size` onward, so what is trained on does not depend on how many ranks there are.
+    """The rows `rank`, `rank + world_size`, ... of other rows: each row belongs to one rank, and
+    batch t of all ranks together is rows `t * world_size * batch_size` onward, so what is trained
+    on does not depend on how many ranks there are.
 
-    even: leave out up to world_size - 1 last rows, so that every rank has as many; else the first ranks may have one more.
+    even: leave out up to world_size - 1 last rows, so that every rank has as many; else the first
+    ranks may have one more.
     """
 
     def __init__(self, rows: Rows, rank: int, world_size: int, *, even: bool) -> None:
@@ -93,7 +98,8 @@ class RankRows(RenumberedRows):
     @property
     def identity(self) -> Mapping[str, str]:
         below = self.below.identity
-        return {**below, "plan": digest("ranks", below["plan"], self._ranks, self._even)}  # one for all ranks: any may save the state
+        # one for all ranks: any may save the state
+        return {**below, "plan": digest("ranks", below["plan"], self._ranks, self._even)}
 
     def available(self, start: int, stop: int) -> int:
         first = start * self._ranks
@@ -107,11 +113,17 @@ class RankRows(RenumberedRows):
 
     def _own(self, total: int) -> int:
         """How many of the first `total` rows are this rank's."""
-        return total // self._ranks if self._even else (total + self._ranks - 1 - self._rank) // self._ranks
+        return (
+            total // self._ranks
+            if self._even
+            else (total + self._ranks - 1 - self._rank) // self._ranks
+        )
 
 
 class PassRows(RenumberedRows):
-    """The rows of passes `epoch` to `epoch + num_epochs - 1` (None: and so on) of rows without end, which have `rows_each` in a pass."""
+    """The rows of passes `epoch` to `epoch + num_epochs - 1` (None: and so on) of rows without end,
+    which have `rows_each` in a pass.
+    """
 
     def __init__(self, endless: Rows, epoch: int, num_epochs: int | None, rows_each: int) -> None:
         super().__init__(endless, num_epochs)
@@ -133,7 +145,9 @@ class PassRows(RenumberedRows):
     def available(self, start: int, stop: int) -> int:
         total = self.num_rows
         stop = stop if total is None else min(stop, total)
-        return self.below.available(self.row_below(start), self.row_below(stop)) if start < stop else 0
+        return (
+            self.below.available(self.row_below(start), self.row_below(stop)) if start < stop else 0
+        )
 
     def hint(self, row: int) -> Any:
         return self.below.hint(self.row_below(row))

@@ -24,12 +24,17 @@ CHANGEABLE = (INPUT_IDS, LOSS_MASK)
 class RowTransform(Protocol):
     """A function of one row and of random bits.
 
-    Law: what it makes of a row depends on its arguments alone. It is called on several threads at once.
+    Law: what it makes of a row depends on its arguments alone. It is called on several threads at
+    once.
     """
 
-    def __call__(self, columns: dict[str, NDArray[np.int32]], key: int, /) -> Mapping[str, NDArray[np.integer]] | None:
-        """columns: Int32[slots] each, `input_ids` and `loss_mask` to write to, `segment_ids` and `position_ids` to read. key: 64 bits,
-        for example of `np.random.Generator(np.random.PCG64(key))`. Returns those of the first two that it made anew, or None.
+    def __call__(
+        self, columns: dict[str, NDArray[np.int32]], key: int, /
+    ) -> Mapping[str, NDArray[np.integer]] | None:
+        """columns: Int32[slots] each, `input_ids` and `loss_mask` to write to, `segment_ids` and
+        `position_ids` to read. key: 64 bits, for example of
+        `np.random.Generator(np.random.PCG64(key))`. Returns those of the first two that it made
+        anew, or None.
         """
         ...
 
@@ -37,18 +42,28 @@ class RowTransform(Protocol):
 class MappedRows:
     """The rows of another Rows, each changed by one function.
 
-    The key of a row is `fold(seed, "row_transform", n, epoch, row)`, n counting the transforms below this one. Reading raises SourceError
-    naming the row where the function returns what is no column of it.
+    The key of a row is `fold(seed, "row_transform", n, epoch, row)`, n counting the transforms
+    below this one. Reading raises SourceError naming the row where the function returns what is no
+    column of it.
     """
 
     def __init__(self, rows: Rows, transform: RowTransform, version: str, seed: int) -> None:
         if not callable(transform):
-            raise ConfigError(at="map_rows", problem=f"{transform!r} is no function", fix="Give a function of (columns, key).")
+            raise ConfigError(
+                at="map_rows",
+                problem=f"{transform!r} is no function",
+                fix="Give a function of (columns, key).",
+            )
         if not isinstance(version, str) or not version:
             raise ConfigError(
-                at="map_rows.version", problem=f"{version!r} names no version", fix="Give text, and another when the function changes."
+                at="map_rows.version",
+                problem=f"{version!r} names no version",
+                fix="Give text, and another when the function changes.",
             )
-        self.transforms: tuple[tuple[str, str], ...] = (*transforms_of(rows), (_name(transform), version))
+        self.transforms: tuple[tuple[str, str], ...] = (
+            *transforms_of(rows),
+            (_name(transform), version),
+        )
         self.seq_length = rows.seq_length
         self.pad_token_id = rows.pad_token_id
         self.num_epochs = rows.num_epochs
@@ -78,20 +93,31 @@ class MappedRows:
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._rows.epochs(rows)
 
-    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
         columns = self._rows.gather(rows, width)
         columns.setdefault(LOSS_MASK, (columns[SEGMENT_IDS] > 0).astype(np.int32))
         epochs = self._rows.epochs(rows)
-        for i, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):  # the function takes one row
+        # the function takes one row
+        for i, (row, epoch) in enumerate(zip(rows.tolist(), epochs.tolist(), strict=True)):
             if row < 0:
                 continue
             one = {name: columns[name][i] for name in (*CHANGEABLE, SEGMENT_IDS, POSITION_IDS)}
             one[SEGMENT_IDS].flags.writeable = one[POSITION_IDS].flags.writeable = False
             try:
-                key = fold(self._seed, "row_transform", len(self.transforms) - 1, epoch, _row_of_run(self._rows, row))
+                key = fold(
+                    self._seed,
+                    "row_transform",
+                    len(self.transforms) - 1,
+                    epoch,
+                    _row_of_run(self._rows, row),
+                )
                 made = self._transform(one, key)
             except Exception as error:
-                error.add_note(f"row transform {self.transforms[-1][0]!r}, epoch {epoch}, row {row}")
+                error.add_note(
+                    f"row transform {self.transforms[-1][0]!r}, epoch {epoch}, row {row}"
+                )
                 raise
             for name, values in (made or {}).items():
                 columns[name][i] = self._checked(name, values, columns[INPUT_IDS].shape[1], row)
@@ -126,7 +152,9 @@ def transforms_of(rows: Rows) -> tuple[tuple[str, str], ...]:
 
 
 def _row_of_run(rows: Rows, row: int) -> int:
-    """The number of a row among those of all ranks and passes, so that what it becomes does not depend on how many there are."""
+    """The number of a row among those of all ranks and passes, so that what it becomes does not
+    depend on how many there are.
+    """
     while isinstance(rows, MappedRows | RenumberedRows):
         row = rows.row_below(row) if isinstance(rows, RenumberedRows) else row
         rows = rows.below

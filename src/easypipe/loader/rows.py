@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, PlanError, place
-from easypipe.core.schema import IGNORE, INPUT_IDS, LABELS, LOOK_AHEAD, LOSS_MASK, POSITION_IDS, SEGMENT_IDS
+from easypipe.core.schema import (
+    IGNORE,
+    INPUT_IDS,
+    LABELS,
+    LOOK_AHEAD,
+    LOSS_MASK,
+    POSITION_IDS,
+    SEGMENT_IDS,
+)
 from easypipe.loader.collate import BATCH_COLUMNS, fresh_columns, shift_labels
 from easypipe.loader.gather import NO_CHECKS, eos_ids, tables, write_rows
 from easypipe.loader.look_ahead import join_segments, last_labels
@@ -34,7 +42,8 @@ _NO_MASK = np.empty((0, 0), dtype=np.uint8)
 class Rows(Protocol):
     """Rows that can be made in any order, on any thread.
 
-    Law: what a row holds depends on its number alone. A row number of -1 stands for a row of padding: no segment, no label.
+    Law: what a row holds depends on its number alone. A row number of -1 stands for a row of
+    padding: no segment, no label.
     """
 
     seq_length: int | None  # slots of every row; None: a row has the length of its document
@@ -54,11 +63,15 @@ class Rows(Protocol):
 
     @property
     def words(self) -> Mapping[str, Any]:
-        """What `identity` is made of, as far as it is short, so that a refused state can say what changed; {} where nothing has a name."""
+        """What `identity` is made of, as far as it is short, so that a refused state can say what
+        changed; {} where nothing has a name.
+        """
         ...
 
     def available(self, start: int, stop: int) -> int:
-        """How many of the rows `start` to `stop` there are: all of them, or as many as stand before the end."""
+        """How many of the rows `start` to `stop` there are: all of them, or as many as stand before
+        the end.
+        """
         ...
 
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -66,11 +79,16 @@ class Rows(Protocol):
         ...
 
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The pass over the data that each row belongs to, from 0; 0 for -1 and where there are no passes."""
+        """The pass over the data that each row belongs to, from 0; 0 for -1 and where there are no
+        passes.
+        """
         ...
 
-    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
-        """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids, and loss_mask where a dataset has one.
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
+        """Columns at rest, Int32[n, width], in new memory: input_ids, segment_ids, position_ids,
+        and loss_mask where a dataset has one.
 
         Rows of strategy "stream" have look_ahead too, Int32[n].
         width: None for `seq_length`, or the longest of these rows.
@@ -82,7 +100,9 @@ class Rows(Protocol):
         ...
 
     def hint(self, row: int) -> Any:
-        """JSON that lets a later process find `row` without looking at what stands before it; None where it needs none."""
+        """JSON that lets a later process find `row` without looking at what stands before it; None
+        where it needs none.
+        """
         ...
 
     def seek(self, hint: Any) -> None:
@@ -95,15 +115,17 @@ def default_width(rows: Rows, numbers: NDArray[np.int64]) -> int:
 
 
 class PlannedRows:
-    """The rows of a plan, their tokens copied from memory-mapped caches, or fetched for it where a cache is in a bucket.
+    """The rows of a plan, their tokens copied from memory-mapped caches, or fetched for it where a
+    cache is in a bucket.
 
-    plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece in the plan is one longer than its
-    stored tokens, one id for all or one for each dataset; None where nothing is added. seq_length: the plan's, None where every document
-    is a row of its own. joined: rows of a stream are one segment each, over the ends of documents. train_continued: pieces that go
-    on with a document of another row keep the targets that its mask says; else those of a document that begins with a prompt have
-    none, but in a stream.
-    Thread safe. Raises PlanError where plan and caches do not belong together; reading raises CacheError naming dataset and document
-    where a cache does not hold what the plan asks for.
+    plan: over the datasets of `caches`, in that order. eos_token_id: follows a document whose piece
+    in the plan is one longer than its stored tokens, one id for all or one for each dataset; None
+    where nothing is added. seq_length: the plan's, None where every document is a row of its own.
+    joined: rows of a stream are one segment each, over the ends of documents. train_continued:
+    pieces that go on with a document of another row keep the targets that its mask says; else those
+    of a document that begins with a prompt have none, but in a stream. Thread safe. Raises
+    PlanError where plan and caches do not belong together; reading raises CacheError naming dataset
+    and document where a cache does not hold what the plan asks for.
     """
 
     lengths_are_free = True
@@ -120,7 +142,9 @@ class PlannedRows:
         train_continued: bool = False,
     ) -> None:
         if len(plan.datasets) != len(caches):
-            raise PlanError(at="plan", problem=f"{len(plan.datasets)} datasets, but {len(caches)} token caches")
+            raise PlanError(
+                at="plan", problem=f"{len(plan.datasets)} datasets, but {len(caches)} token caches"
+            )
         for dataset, cache in zip(plan.datasets, caches, strict=True):
             if dataset.num_docs != cache.num_docs:
                 raise PlanError(
@@ -130,10 +154,18 @@ class PlannedRows:
                 )
         planned = None if plan.spec.pack is None else plan.spec.pack.seq_length
         if planned != seq_length:
-            raise PlanError(at="seq_length", problem=f"{seq_length}, but the plan lays rows of {planned}", fix=f"Give {planned}.")
+            raise PlanError(
+                at="seq_length",
+                problem=f"{seq_length}, but the plan lays rows of {planned}",
+                fix=f"Give {planned}.",
+            )
         self._streams = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
         if joined and not self._streams:
-            raise PlanError(at="joined", problem="only rows of strategy 'stream' go over the ends of documents", fix="Leave it out.")
+            raise PlanError(
+                at="joined",
+                problem="only rows of strategy 'stream' go over the ends of documents",
+                fix="Leave it out.",
+            )
         self.joined = joined
         self._asked = train_continued
         self.hold = not (train_continued or self._streams)
@@ -161,17 +193,33 @@ class PlannedRows:
     def identity(self) -> Mapping[str, str]:
         several = self._eos.tolist()
         eos = several[0] if len(set(several)) == 1 else several
-        more = [name for name, said in (("joined", self.joined), ("train_continued", self._asked)) if said]
+        more = [
+            name
+            for name, said in (("joined", self.joined), ("train_continued", self._asked))
+            if said
+        ]
         return {
-            "sources": digest([[d.name, c.fingerprint] for d, c in zip(self.plan.datasets, self._caches, strict=True)]),
-            "tokenizer": digest([c.tokenizer_fingerprint for c in self._caches], eos, self.pad_token_id),
+            "sources": digest(
+                [
+                    [d.name, c.fingerprint]
+                    for d, c in zip(self.plan.datasets, self._caches, strict=True)
+                ]
+            ),
+            "tokenizer": digest(
+                [c.tokenizer_fingerprint for c in self._caches], eos, self.pad_token_id
+            ),
             "plan": digest(self.plan.fingerprint, *more) if more else self.plan.fingerprint,
         }
 
     @property
     def words(self) -> Mapping[str, Any]:
         caches = zip(self.plan.datasets, self._caches, strict=True)
-        each = {f"dataset {dataset.name}": digest(cache.fingerprint, cache.tokenizer_fingerprint)[:SHORT] for dataset, cache in caches}
+        each = {
+            f"dataset {dataset.name}": digest(cache.fingerprint, cache.tokenizer_fingerprint)[
+                :SHORT
+            ]
+            for dataset, cache in caches
+        }
         return (each if len(each) <= MAX_DATASETS else {}) | in_words(choices(self.plan.spec))
 
     def available(self, start: int, stop: int) -> int:
@@ -185,12 +233,19 @@ class PlannedRows:
     def lengths(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         real = np.flatnonzero(rows >= 0)
         pieces = self.plan.pieces(rows[real])
-        return np.bincount(real[pieces.row], weights=pieces.length, minlength=len(rows)).astype(np.int32)
+        return np.bincount(real[pieces.row], weights=pieces.length, minlength=len(rows)).astype(
+            np.int32
+        )
 
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.array([0 if row < 0 else self.plan.window_at(row).state.epoch for row in rows.tolist()], dtype=np.int64)
+        return np.array(
+            [0 if row < 0 else self.plan.window_at(row).state.epoch for row in rows.tolist()],
+            dtype=np.int64,
+        )
 
-    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows) if width is None else width
         columns = fresh_columns(AT_REST, len(rows), width)
         mask, ahead = self._write(rows, columns, _NO_LABELS)
@@ -212,16 +267,25 @@ class PlannedRows:
         self.plan.resume(WindowState.from_json(hint))
 
     def _write(
-        self, rows: NDArray[np.int64], columns: Mapping[str, NDArray[np.int32]], labels: NDArray[np.int32]
+        self,
+        rows: NDArray[np.int64],
+        columns: Mapping[str, NDArray[np.int32]],
+        labels: NDArray[np.int32],
     ) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the labels of last slots, of streams."""
+        """Fills the columns; the loss mask, UInt8[0, 0] where no dataset has one, and Int32[R] the
+        labels of last slots, of streams.
+        """
         ids, segments, positions = columns[INPUT_IDS], columns[SEGMENT_IDS], columns[POSITION_IDS]
         mask = np.empty(ids.shape, dtype=np.uint8) if self._masked else _NO_MASK
         ahead = np.full(len(rows) if self._streams else 0, IGNORE, dtype=np.int32)
         done = np.zeros(len(rows), dtype=np.bool_)
         want_labels = labels.size > 0
         shift = want_labels and not (self.joined or self._paired)
-        todo = np.empty((2, ROOM), np.int64) if any(cache.pending for cache in self._caches) else NO_CHECKS
+        todo = (
+            np.empty((2, ROOM), np.int64)
+            if any(cache.pending for cache in self._caches)
+            else NO_CHECKS
+        )
         left = 0
         while left < len(rows):  # one turn for every window that the rows stand in
             row = int(rows[left])
@@ -250,7 +314,9 @@ class PlannedRows:
         return mask, ahead
 
     def _check(self, touched: NDArray[np.int64]) -> None:
-        """touched: Int64[2, n], parts over all datasets, and blocks of them. Raises CacheError where one is damaged."""
+        """touched: Int64[2, n], parts over all datasets, and blocks of them. Raises CacheError
+        where one is damaged.
+        """
         first = self._tables.first_part
         dataset = np.searchsorted(first, touched[0], side="right") - 1
         for i in np.unique(dataset).tolist():

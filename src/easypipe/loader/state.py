@@ -23,16 +23,20 @@ log = logging.getLogger("easypipe")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderState:
-    """The state after `batch` batches, or before the first. The same for any number of processes, workers and batches in flight.
+    """The state after `batch` batches, or before the first. The same for any number of processes,
+    workers and batches in flight.
 
-    batch: batches that were yielded. row: the first row of the next one, counted over the whole run.
-    components: a digest each of sources, tokenizer, config and plan, so that a refusal can say which changed. config: the settings that
-    decide what stands in a batch, the choices of the plan (`plan.`), and the beginnings of a digest per dataset, in plain words for the
-    same reason.
+    batch: batches that were yielded. row: the first row of the next one, counted over the whole
+    run.
+    components: a digest each of sources, tokenizer, config and plan, so that a refusal can say
+    which changed. config: the settings that decide what stands in a batch, the choices of the plan
+    (`plan.`), and the beginnings of a digest per dataset, in plain words for the same reason.
     hint: where the plan's scan may start; it changes speed, never a result.
-    changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row": 40, "sources": [was, is]}`
-    with the beginnings of the two digests. Batches are counted on from the last of them.
-    epoch: of a loader that has passes (EpochLoader), the one under way, in which batches and rows are counted.
+    changes: what was allowed to differ when the run was resumed, oldest first: `{"batch": 5, "row":
+    40, "sources": [was, is]}` with the beginnings of the two digests. Batches are counted on from
+    the last of them.
+    epoch: of a loader that has passes (EpochLoader), the one under way, in which batches and rows
+    are counted.
     """
 
     batch: int
@@ -45,8 +49,12 @@ class LoaderState:
 
     @property
     def begin(self) -> Begin:
-        """Where batches are counted from: the start of the run, or where it last went on with something changed."""
-        return Begin(self.changes[-1]["batch"], self.changes[-1]["row"]) if self.changes else Begin()
+        """Where batches are counted from: the start of the run, or where it last went on with
+        something changed.
+        """
+        return (
+            Begin(self.changes[-1]["batch"], self.changes[-1]["row"]) if self.changes else Begin()
+        )
 
     def to_json(self) -> str:
         """One line of JSON, at most 4 KiB, with a checksum."""
@@ -62,9 +70,17 @@ class LoaderState:
         try:
             values = dict(text) if isinstance(text, Mapping) else json.loads(text)
         except ValueError as error:
-            raise StateError(at="loader state", problem=f"not JSON: {error}", fix="Restore from another checkpoint.") from None
+            raise StateError(
+                at="loader state",
+                problem=f"not JSON: {error}",
+                fix="Restore from another checkpoint.",
+            ) from None
         if not isinstance(values, dict) or "version" not in values:
-            raise StateError(at="loader state", problem="no state of a loader", fix="Give what `loader.state().to_json()` gave.")
+            raise StateError(
+                at="loader state",
+                problem="no state of a loader",
+                fix="Give what `loader.state().to_json()` gave.",
+            )
         if values["version"] != VERSION:
             raise StateError(
                 at="loader state",
@@ -73,31 +89,53 @@ class LoaderState:
             )
         checksum = values.pop("checksum", None)
         if checksum != digest(values):
-            raise StateError(at="loader state", problem="damaged: its checksum does not fit", fix="Restore from another checkpoint.")
+            raise StateError(
+                at="loader state",
+                problem="damaged: its checksum does not fit",
+                fix="Restore from another checkpoint.",
+            )
         del values["version"]
         values["changes"] = tuple(values.get("changes", ()))
         return cls(**values)
 
-    def changed(self, components: Mapping[str, str], config: Mapping[str, Any]) -> tuple[list[str], str]:
-        """The components that are others now than when this state was saved, and in words what changed in them; ([], "") for none."""
+    def changed(
+        self, components: Mapping[str, str], config: Mapping[str, Any]
+    ) -> tuple[list[str], str]:
+        """The components that are others now than when this state was saved, and in words what
+        changed in them; ([], "") for none.
+        """
         names = [name for name in COMPONENTS if self.components.get(name) != components[name]]
         details = [
             f"{key} was {self.config.get(key)!r}, is {config.get(key)!r}"
             for key in sorted({*self.config, *config})
             if self.config.get(key) != config.get(key)
         ]
-        problem = f"{' and '.join(names)} changed since this state was saved" + (f": {'; '.join(details)}" if details else "")
+        problem = f"{' and '.join(names)} changed since this state was saved" + (
+            f": {'; '.join(details)}" if details else ""
+        )
         return names, problem if names else ""
 
-    def check(self, components: Mapping[str, str], config: Mapping[str, Any], allow_changed: Collection[str] = ()) -> LoaderState:
-        """This state, or what it becomes where a component is another one now than when it was saved, and `allow_changed` names it.
+    def check(
+        self,
+        components: Mapping[str, str],
+        config: Mapping[str, Any],
+        allow_changed: Collection[str] = (),
+    ) -> LoaderState:
+        """This state, or what it becomes where a component is another one now than when it was
+        saved, and `allow_changed` names it.
 
-        Raises StateError naming every component that changed, and ConfigError for a name in `allow_changed` that is none.
+        Raises StateError naming every component that changed, and ConfigError for a name in
+        `allow_changed` that is none.
         """
         for name in allow_changed:
             if name not in COMPONENTS:
                 fix = did_you_mean(name, COMPONENTS)
-                raise ConfigError(at="allow_changed", problem=f"a state has no component {name!r}", have=COMPONENTS, fix=fix)
+                raise ConfigError(
+                    at="allow_changed",
+                    problem=f"a state has no component {name!r}",
+                    have=COMPONENTS,
+                    fix=fix,
+                )
         changed, problem = self.changed(components, config)
         if not changed:
             return self
@@ -109,9 +147,24 @@ class LoaderState:
                 f"or go on from row {self.row} of what there is now with restore(state, allow_changed={changed}).",
             )
         if len(self.changes) == MAX_CHANGES:
-            raise StateError(at="loader state", problem=f"this run was changed {MAX_CHANGES} times already", fix="Start a new run.")
-        log.warning("loader state: %s; going on behind batch %d, from row %d of what there is now", problem, self.batch, self.row)
-        digests = {name: [self.components.get(name, "")[:SHORT], components[name][:SHORT]] for name in changed}
+            raise StateError(
+                at="loader state",
+                problem=f"this run was changed {MAX_CHANGES} times already",
+                fix="Start a new run.",
+            )
+        log.warning(
+            "loader state: %s; going on behind batch %d, from row %d of what there is now",
+            problem,
+            self.batch,
+            self.row,
+        )
+        digests = {
+            name: [self.components.get(name, "")[:SHORT], components[name][:SHORT]]
+            for name in changed
+        }
         change = {"batch": self.batch, "row": self.row, **digests}
-        hint = None if {"sources", "plan"} & set(changed) else self.hint  # it would lead into another plan
-        return replace(self, components=components, config=config, hint=hint, changes=(*self.changes, change))
+        # it would lead into another plan
+        hint = None if {"sources", "plan"} & set(changed) else self.hint
+        return replace(
+            self, components=components, config=config, hint=hint, changes=(*self.changes, change)
+        )

@@ -19,12 +19,15 @@ class Begin(NamedTuple):
 
 
 class Steps:
-    """Batches of `batch_size` rows; from step `s` on of `n` rows, for every `(s, n)` of `schedule`, whose steps ascend.
+    """Batches of `batch_size` rows; from step `s` on of `n` rows, for every `(s, n)` of `schedule`,
+    whose steps ascend.
 
     begin: (0, 0), or where a run goes on after its configuration was changed.
     """
 
-    def __init__(self, batch_size: int, schedule: Sequence[tuple[int, int]] = (), begin: Begin | None = None) -> None:
+    def __init__(
+        self, batch_size: int, schedule: Sequence[tuple[int, int]] = (), begin: Begin | None = None
+    ) -> None:
         points = [(0, batch_size), *schedule]
         self.begin = begin or Begin()
         self._first = [step for step, _ in points]
@@ -40,7 +43,11 @@ class Steps:
         return tuple(sorted(set(self._sizes)))
 
     def size(self, step: int) -> int:
-        return self._sizes[0] if len(self._sizes) == 1 else self._sizes[bisect_right(self._first, step) - 1]
+        return (
+            self._sizes[0]
+            if len(self._sizes) == 1
+            else self._sizes[bisect_right(self._first, step) - 1]
+        )
 
     def start(self, step: int) -> int:
         """The first row of batch `step`."""

@@ -45,7 +45,9 @@ log = logging.getLogger("easypipe")
 
 
 class Block(NamedTuple):
-    """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total], look_ahead Int32[n] if there is one."""
+    """Rows `offsets[i]:offsets[i + 1]` of every column. offsets Int64[n+1], columns Int32[total],
+    look_ahead Int32[n] if there is one.
+    """
 
     offsets: NDArray[np.int64]
     columns: Mapping[str, NDArray[np.int32]]
@@ -57,12 +59,15 @@ class Block(NamedTuple):
 
 
 class StoredRows:
-    """Rows of a ShardedSource with `input_ids` (and `segment_ids`, `position_ids`, `loss_mask` where it has them), or of arrays in memory.
+    """Rows of a ShardedSource with `input_ids` (and `segment_ids`, `position_ids`, `loss_mask`
+    where it has them), or of arrays in memory.
 
-    rows: a source, or a mapping of such columns to an integer array [rows, slots] or a list of one-dimensional ones.
-    seq_length: slots of every row; None takes it from fixed-size columns, and where there are none a row has the length of its tokens.
-    Without `segment_ids` a row is one segment, as far as its `attention_mask` is 1. A `labels` column must be unshifted, equal to
-    input_ids or -100, and becomes the loss mask. Other columns are left where they are.
+    rows: a source, or a mapping of such columns to an integer array [rows, slots] or a list of
+    one-dimensional ones.
+    seq_length: slots of every row; None takes it from fixed-size columns, and where there are none
+    a row has the length of its tokens. Without `segment_ids` a row is one segment, as far as its
+    `attention_mask` is 1. A `labels` column must be unshifted, equal to input_ids or -100, and
+    becomes the loss mask. Other columns are left where they are.
     shuffle: a new keyed permutation of all rows every epoch. num_epochs: None for rows without end.
     cache_bytes: decoded blocks that are kept for the next batch, most recently used first.
     Reading raises SourceError naming file and row.
@@ -85,7 +90,12 @@ class StoredRows:
         self._source: ShardedSource = Arrays(rows) if isinstance(rows, Mapping) else rows
         names = self._source.schema.names
         if INPUT_IDS not in names:
-            raise SourceError(at="rows", problem=f"no column {INPUT_IDS!r}", have=names, fix="Tokenize the source first.")
+            raise SourceError(
+                at="rows",
+                problem=f"no column {INPUT_IDS!r}",
+                have=names,
+                fix="Tokenize the source first.",
+            )
         self.seq_length = _fixed_length(self._source.schema) if seq_length is None else seq_length
         self.pad_token_id = pad_token_id
         self.num_epochs = num_epochs
@@ -144,13 +154,16 @@ class StoredRows:
     def epochs(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.maximum(rows, 0) // max(int(self._index.first_row[-1]), 1)
 
-    def gather(self, rows: NDArray[np.int64], width: int | None = None) -> dict[str, NDArray[np.int32]]:
+    def gather(
+        self, rows: NDArray[np.int64], width: int | None = None
+    ) -> dict[str, NDArray[np.int32]]:
         width = default_width(self, rows) if width is None else width
         masked = LOSS_MASK in self._names or LABELS in self._names
         names = (INPUT_IDS, SEGMENT_IDS, POSITION_IDS) + ((LOSS_MASK,) if masked else ())
         out = fresh_columns(names, len(rows), width)
         ahead = np.full(len(rows), IGNORE, dtype=np.int32)
-        # One turn for every row: a row is one copy of a few kilobytes a column, so the turns cost less than an index array of its slots.
+        # One turn for every row: a row is one copy of a few kilobytes a column, so the turns cost
+        # less than an index array of its slots.
         for i, found in enumerate(self._find(rows)):
             start, stop = (0, 0) if found is None else (found.start, found.stop)
             length = stop - start
@@ -194,15 +207,21 @@ class StoredRows:
         for shard, info in enumerate(self._source.shards):
             if info.num_rows is None:
                 raise SourceError(
-                    at=info.name, problem="its rows cannot be counted, so they cannot be read by number", fix="Save it as parquet or arrow."
+                    at=info.name,
+                    problem="its rows cannot be counted, so they cannot be read by number",
+                    fix="Save it as parquet or arrow.",
                 )
             edges = sorted({*info.cuts, info.num_rows, 0})
             for a, b in itertools.pairwise(edges):
                 for start in range(a, b, BLOCK_ROWS):
                     stop = min(b, start + BLOCK_ROWS)
                     spans.append((shard, start, stop))
-                    counts.append(self._source.read(shard, start, stop).num_rows if filtered else stop - start)
-        return _Index(spans, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64))
+                    counts.append(
+                        self._source.read(shard, start, stop).num_rows if filtered else stop - start
+                    )
+        return _Index(
+            spans, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        )
 
     def _find(self, rows: NDArray[np.int64]) -> list[_Found | None]:
         """Where each row lies; None for -1."""
@@ -214,7 +233,9 @@ class StoredRows:
             epochs = rows // max(per_epoch, 1)
             for epoch in np.unique(epochs[real]):
                 at = real & (epochs == epoch)
-                numbers[at] = permute(numbers[at], per_epoch, fold(self._seed, "stored", "epoch", int(epoch)))
+                numbers[at] = permute(
+                    numbers[at], per_epoch, fold(self._seed, "stored", "epoch", int(epoch))
+                )
         blocks = np.searchsorted(index.first_row, numbers, side="right") - 1
         opened = {int(b): self._block(int(b)) for b in np.unique(blocks[real])}
         found: list[_Found | None] = []
@@ -223,7 +244,15 @@ class StoredRows:
                 found.append(None)
                 continue
             local, block = int(number - index.first_row[b]), opened[int(b)]
-            found.append(_Found(block, int(block.offsets[local]), int(block.offsets[local + 1]), int(number), local))
+            found.append(
+                _Found(
+                    block,
+                    int(block.offsets[local]),
+                    int(block.offsets[local + 1]),
+                    int(number),
+                    local,
+                )
+            )
         return found
 
     def _block(self, number: int) -> Block:
@@ -238,9 +267,17 @@ class StoredRows:
                     return self._blocks[number]
             shard, start, stop = self._index.spans[number]
             try:
-                block = decode(self._source.read(shard, start, stop), self._names, self._source.shards[shard].name, start)
-            except Exception as error:  # whatever a source raises, a user's own too: it goes on, and says where it was
-                error.add_note(f"shard {shard} ({self._source.shards[shard].name}), rows {start}:{stop}")
+                block = decode(
+                    self._source.read(shard, start, stop),
+                    self._names,
+                    self._source.shards[shard].name,
+                    start,
+                )
+            # whatever a source raises, a user's own too: it goes on, and says where it was
+            except Exception as error:
+                error.add_note(
+                    f"shard {shard} ({self._source.shards[shard].name}), rows {start}:{stop}"
+                )
                 raise
             with self._lock:
                 self._blocks[number] = block
@@ -251,28 +288,42 @@ class StoredRows:
             return block
 
     def where(self, row: int) -> tuple[int, str, int, tuple[str, ...]]:
-        """(epoch, file, row of that file, datasets of its segments where they were saved with it) of a row of the run."""
+        """(epoch, file, row of that file, datasets of its segments where they were saved with it)
+        of a row of the run.
+        """
         [found] = self._find(np.array([row], dtype=np.int64))
         assert found is not None, "rows count from 0"
         block = int(np.searchsorted(self._index.first_row, found.number, side="right")) - 1
         shard, start, stop = self._index.spans[block]
         local = found.number - int(self._index.first_row[block])
-        if ROW_NUMBER in self._source.schema.names:  # rows were left out, so they have to be asked for their numbers
+        # rows were left out, so they have to be asked for their numbers
+        if ROW_NUMBER in self._source.schema.names:
             local = self._source.read(shard, start, stop).column(ROW_NUMBER)[local].as_py() - start
         names: tuple[str, ...] = ()
         if SOURCE in self._source.schema.names:
-            told = self._source.read(shard, start + local, start + local + 1).column(SOURCE)[0].as_py()
+            told = (
+                self._source.read(shard, start + local, start + local + 1).column(SOURCE)[0].as_py()
+            )
             names = (told,) if isinstance(told, str) else tuple(told)
-        return row // int(self._index.first_row[-1]), self._source.shards[shard].name, start + local, names
+        return (
+            row // int(self._index.first_row[-1]),
+            self._source.shards[shard].name,
+            start + local,
+            names,
+        )
 
     def _describe(self, number: int) -> str:
         block = int(np.searchsorted(self._index.first_row, number, side="right")) - 1
         shard, start, _ = self._index.spans[block]
-        return place(self._source.shards[shard].name, row=start + number - int(self._index.first_row[block]))
+        return place(
+            self._source.shards[shard].name, row=start + number - int(self._index.first_row[block])
+        )
 
 
 class _Index(NamedTuple):
-    """spans: (shard, start, stop) of every block. first_row Int64[blocks+1]: rows before each, and in all."""
+    """spans: (shard, start, stop) of every block. first_row Int64[blocks+1]: rows before each, and
+    in all.
+    """
 
     spans: list[tuple[int, int, int]]
     first_row: NDArray[np.int64]
@@ -287,7 +338,9 @@ class _Found(NamedTuple):
 
 
 def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int) -> Block:
-    """Columns of lists → one Block. Raises SourceError naming the row where a column is no list of integers, or differs in length."""
+    """Columns of lists → one Block. Raises SourceError naming the row where a column is no list of
+    integers, or differs in length.
+    """
     offsets: NDArray[np.int64] | None = None
     columns: dict[str, NDArray[np.int32]] = {}
     for name in names:
@@ -298,7 +351,9 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
             offsets = ends
         elif not np.array_equal(offsets, ends):
             row = first_row + int(np.flatnonzero(np.diff(offsets) != np.diff(ends))[0])
-            raise SourceError(at=place(at, row=row, column=name), problem=f"another length than {INPUT_IDS}")
+            raise SourceError(
+                at=place(at, row=row, column=name), problem=f"another length than {INPUT_IDS}"
+            )
         columns[name] = values
     assert offsets is not None
     if ATTENTION_MASK in columns:
@@ -316,27 +371,49 @@ def decode(batch: pa.RecordBatch, names: Sequence[str], at: str, first_row: int)
             )
         mask = (labels != IGNORE).astype(np.int32)
         columns[LOSS_MASK] = columns[LOSS_MASK] * mask if LOSS_MASK in columns else mask
-    return Block(offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None)
+    return Block(
+        offsets, columns, _look_ahead(batch.column(LOOK_AHEAD), at) if LOOK_AHEAD in names else None
+    )
 
 
 def _look_ahead(column: pa.Array, at: str) -> NDArray[np.int32]:
     if not pa.types.is_integer(column.type) or column.null_count:
-        problem = f"expected an integer in every row, got {column.type} with {column.null_count} nulls"
-        raise SourceError(at=place(at, column=LOOK_AHEAD), problem=problem, fix="Save the rows again, or rename a column of that name.")
+        problem = (
+            f"expected an integer in every row, got {column.type} with {column.null_count} nulls"
+        )
+        raise SourceError(
+            at=place(at, column=LOOK_AHEAD),
+            problem=problem,
+            fix="Save the rows again, or rename a column of that name.",
+        )
     return column.to_numpy().astype(np.int32)
 
 
-def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _flat(
+    column: pa.Array, name: str, at: str, first_row: int
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     kind = column.type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list or not (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
-        raise SourceError(at=place(at, column=name), problem=f"expected lists of integers, got {kind}")
+    is_list = (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+    if not is_list or not (
+        pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
+    ):
+        raise SourceError(
+            at=place(at, column=name), problem=f"expected lists of integers, got {kind}"
+        )
     if column.null_count:
         row = first_row + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise SourceError(at=place(at, row=row, column=name), problem="null instead of tokens", fix="Leave such rows out.")
+        raise SourceError(
+            at=place(at, row=row, column=name),
+            problem="null instead of tokens",
+            fix="Leave such rows out.",
+        )
     values = column.flatten()
     if values.null_count:
-        raise SourceError(at=place(at, column=name), problem=f"a null among the tokens of rows {first_row} onward")
+        raise SourceError(
+            at=place(at, column=name), problem=f"a null among the tokens of rows {first_row} onward"
+        )
     if pa.types.is_fixed_size_list(kind):
         offsets = np.arange(len(column) + 1, dtype=np.int64) * kind.list_size
     else:
@@ -349,7 +426,10 @@ def _flat(column: pa.Array, name: str, at: str, first_row: int) -> tuple[NDArray
         and numbers.size
         and not -(1 << 31) <= numbers.min() <= numbers.max() < 1 << 31
     ):
-        raise SourceError(at=place(at, column=name), problem=f"values up to {numbers.max()} do not fit int32, which batches have")
+        raise SourceError(
+            at=place(at, column=name),
+            problem=f"values up to {numbers.max()} do not fit int32, which batches have",
+        )
     return offsets, numbers.astype(np.int32, copy=False)
 
 

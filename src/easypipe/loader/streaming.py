@@ -1,14 +1,16 @@
-"""Streaming: batches from data that nobody has counted or cached, in an order that no number of hosts or workers changes.
+"""Streaming: batches from data that nobody has counted or cached, in an order that no number of
+hosts or workers changes.
 
-stream   one of S canonical streams; it gives R = batch_size / S neighbouring rows of every batch: rows s·R to (s + 1)·R
-share    the ranges of every dataset that a stream reads (streaming_read.py); they follow from the files, S and the seed
-window   documents of a stream that are drawn, shuffled and packed together (streaming_window.py); a row never holds two
-state    of a stream: what its next window depends on (streaming_state.py); of the loader: that of every stream, and the batch
+stream   one of S canonical streams; it gives R = batch_size / S neighbouring rows of every batch:
+rows s·R to (s + 1)·R share    the ranges of every dataset that a stream reads (streaming_read.py); they follow from the files, S and the seed
+window   documents of a stream that are drawn, shuffled and packed together (streaming_window.py); a
+row never holds two state    of a stream: what its next window depends on (streaming_state.py); of the loader: that of every stream, and the batch
 
-Row r of stream s stands in batch r // R; where batch_size_schedule changes the size, R is that of the step. Streams that have ended
-hand their places in the batch to the others (plan/turns.py), so that a pass over finite data ends where no stream has a row more: the
-last batch is filled up with rows of padding (segment 0, labels -100), or left out with drop_last.
-A process reads the streams that its rows belong to. Where the data ends, it has to know when the others end, and reads all.
+Row r of stream s stands in batch r // R; where batch_size_schedule changes the size, R is that of
+the step. Streams that have ended hand their places in the batch to the others (plan/turns.py), so
+that a pass over finite data ends where no stream has a row more: the last batch is filled up with
+rows of padding (segment 0, labels -100), or left out with drop_last. A process reads the streams
+that its rows belong to. Where the data ends, it has to know when the others end, and reads all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from typing import Any
 import numpy as np
 
 from easypipe.core.config import digest
-from easypipe.core.errors import ConfigError, PlacementError, PlanError, SourceError, StallError, StateError
+from easypipe.core.errors import (
+    ConfigError,
+    PlacementError,
+    PlanError,
+    SourceError,
+    StallError,
+    StateError,
+)
 from easypipe.core.ledger import Ledger
 from easypipe.loader.collate import CollateConfig, known_width
 from easypipe.loader.options import LoadStageConfig
@@ -65,15 +74,19 @@ def check_streams(num_streams: int, config: LoadStageConfig) -> None:
 
 
 class StreamLoader:
-    """Batches `{column: Int32[batch, slots]}` made forward: NumPy arrays, or jax.Arrays where there is a mesh.
+    """Batches `{column: Int32[batch, slots]}` made forward: NumPy arrays, or jax.Arrays where there
+    is a mesh.
 
     With `accumulation_steps` A above 1 they are Int32[A, batch / A, slots].
 
-    Laws: as of Loader. Batch `t` is byte-equal for any number of processes, threads and batches in flight; after `restore(state)` with the
-    state after batch n, iteration yields batch n + 1 onward, at the cost of at most one window of each stream.
-    On several processes `state()` of endless data is collective: each process knows its own streams, so all call it after the same batch.
-    sources: the datasets, in the order of `spec.weights`. identity: digests of sources and tokenizer. workers: threads that read.
-    Raises ConfigError where streams do not divide the batch, PlacementError where batch and mesh do not fit.
+    Laws: as of Loader. Batch `t` is byte-equal for any number of processes, threads and batches in
+    flight; after `restore(state)` with the state after batch n, iteration yields batch n + 1
+    onward, at the cost of at most one window of each stream. On several processes `state()` of
+    endless data is collective: each process knows its own streams, so all call it after the same
+    batch.
+    sources: the datasets, in the order of `spec.weights`. identity: digests of sources and
+    tokenizer. workers: threads that read. Raises ConfigError where streams do not divide the batch,
+    PlacementError where batch and mesh do not fit.
     """
 
     can_change = False  # whether a state may be restored where something changed
@@ -98,7 +111,13 @@ class StreamLoader:
         schedule = self.config.batch_size_schedule
         self._steps = Steps(self.batch_size, schedule)
         shapes = {size: self._shape(size) for size in self._steps.sizes}
-        own = sorted({int(row) // (size // spec.num_streams) for size, shape in shapes.items() for row in shape.local})
+        own = sorted(
+            {
+                int(row) // (size // spec.num_streams)
+                for size, shape in shapes.items()
+                for row in shape.local
+            }
+        )
         if spec.last_epoch is not None and len(own) < spec.num_streams:
             log.warning(
                 "%s: the data ends after %d epochs, so every process reads all %d streams to know where they end, not only its own %d; "
@@ -118,7 +137,9 @@ class StreamLoader:
             pad_token_id=pad_token_id,
             drop_last=self.config.drop_last,
             workers=workers or _cores(),
-            ahead=self.config.prefetch_workers if self.config.prefetch_enabled and self.config.prefetch_workers > 1 else 0,
+            ahead=self.config.prefetch_workers
+            if self.config.prefetch_enabled and self.config.prefetch_workers > 1
+            else 0,
             name=name,
         )
         self._identity = dict(identity)
@@ -133,7 +154,9 @@ class StreamLoader:
         return self._begin(entry)
 
     def __next__(self) -> dict[str, Any]:
-        """The next batch of the iteration that the loader keeps: begun at the first batch or, after `restore`, at the restored one."""
+        """The next batch of the iteration that the loader keeps: begun at the first batch or, after
+        `restore`, at the restored one.
+        """
         if self._kept is None:
             self._kept = self._begin(self._kept_entry)
         return next(self._kept)
@@ -150,21 +173,32 @@ class StreamLoader:
         )
 
     def copy(self, seed: int | None = None) -> StreamLoader:
-        """A loader over the same data that goes its own way, from the first batch; in the order of another seed where one is given."""
+        """A loader over the same data that goes its own way, from the first batch; in the order of
+        another seed where one is given.
+        """
         spec = self.spec if seed is None else dataclasses.replace(self.spec, seed=seed)
         return StreamLoader(self.job.sources, spec, self.config, **self._options)
 
     def state(self) -> LoaderState:
-        """The state after the batch that was last yielded, whatever is in flight. Collective on several processes that read their own."""
+        """The state after the batch that was last yielded, whatever is in flight. Collective on
+        several processes that read their own.
+        """
         known = {state.number: state.state.to_text() for state in self._latest.streams}
         if not known:
             return self._state(0, None)
         if len(known) < self.spec.num_streams:
             known = self._of_all(known)
-        return self._state(self._latest.batch, [known[number] for number in range(self.spec.num_streams)])
+        return self._state(
+            self._latest.batch, [known[number] for number in range(self.spec.num_streams)]
+        )
 
-    def restore(self, state: LoaderState | str | bytes | Mapping[str, Any], allow_changed: Collection[str] = ()) -> None:
-        """Makes the next iteration go on behind `state`, given as it is or as its JSON. Raises StateError naming what changed since.
+    def restore(
+        self,
+        state: LoaderState | str | bytes | Mapping[str, Any],
+        allow_changed: Collection[str] = (),
+    ) -> None:
+        """Makes the next iteration go on behind `state`, given as it is or as its JSON. Raises
+        StateError naming what changed since.
 
         allow_changed: refused by ConfigError where it names anything, unlike Loader's.
         """
@@ -183,8 +217,15 @@ class StreamLoader:
             raise
         texts = state.hint or []
         if len(texts) != (self.spec.num_streams if state.batch else 0):
-            raise StateError(at="loader state", problem=f"{len(texts)} streams after batch {state.batch}", fix="Restore another state.")
-        streams = [Numbered(number, StreamState.from_text(text, len(self.job.sources))) for number, text in enumerate(texts)]
+            raise StateError(
+                at="loader state",
+                problem=f"{len(texts)} streams after batch {state.batch}",
+                fix="Restore another state.",
+            )
+        streams = [
+            Numbered(number, StreamState.from_text(text, len(self.job.sources)))
+            for number, text in enumerate(texts)
+        ]
         self._restored = self._latest = self._kept_entry = After(state.batch, tuple(streams))
         self._kept = None
         self._newest += 1
@@ -199,8 +240,12 @@ class StreamLoader:
         )
 
     def ledger(self) -> Ledger:
-        """Where everything went that the newest iteration has read in this process up to its last batch, from counters."""
-        return ledger_of(self._latest.books or Books(), [source.name for source in self.job.sources], self.spec)
+        """Where everything went that the newest iteration has read in this process up to its last
+        batch, from counters.
+        """
+        return ledger_of(
+            self._latest.books or Books(), [source.name for source in self.job.sources], self.spec
+        )
 
     def _ended(self) -> None:
         """The newest iteration has met the end of the data."""
@@ -212,16 +257,26 @@ class StreamLoader:
         return {"identity": self._identity, "collate": self.collate, **known}
 
     def _state(self, batch: int, hint: list[str] | None) -> LoaderState:
-        return LoaderState(batch=batch, row=self._steps.start(batch), components=self._components, config=self._words, hint=hint)
+        return LoaderState(
+            batch=batch,
+            row=self._steps.start(batch),
+            components=self._components,
+            config=self._words,
+            hint=hint,
+        )
 
     def _of_all(self, known: dict[int, str]) -> dict[int, str]:
         """The states of all processes' streams."""
         room = 24 + 48 * len(self.job.sources)
-        table = b"".join(known.get(number, "").encode().ljust(room) for number in range(self.spec.num_streams))
+        table = b"".join(
+            known.get(number, "").encode().ljust(room) for number in range(self.spec.num_streams)
+        )
         found = dict(known)
         for other in gather_bytes(table):
             texts = [other[i : i + room].decode().strip() for i in range(0, len(other), room)]
-            found |= {number: text for number, text in enumerate(texts) if text and number not in found}
+            found |= {
+                number: text for number, text in enumerate(texts) if text and number not in found
+            }
         return found
 
     @cached_property
@@ -251,18 +306,23 @@ class StreamLoader:
         mesh, pieces = self.config.mesh, self.config.accumulation_steps
         if mesh is None and self.config.prefetch_to_device:
             mesh = local_mesh()
-        rows = np.arange(size, dtype=np.int64).reshape(-1, pieces).T.reshape(-1)  # micro-batch after micro-batch
+        # micro-batch after micro-batch
+        rows = np.arange(size, dtype=np.int64).reshape(-1, pieces).T.reshape(-1)
         placement = None
         if mesh is not None:
             fixed = self.spec.pack is not None or self.collate.padding == "max_length"
-            placement = Placement(mesh, self.config.partition_spec, size, fixed_width=fixed, accumulation_steps=pieces)
+            placement = Placement(
+                mesh, self.config.partition_spec, size, fixed_width=fixed, accumulation_steps=pieces
+            )
             rows = rows[placement.local_rows]
         local = np.sort(rows)
         order = None if pieces == 1 else np.searchsorted(local, rows)
         return Shape(placement=placement, local=local, order=order)
 
     def _fixed_width(self, shapes: Mapping[int, Shape]) -> int | None:
-        known = known_width(self.collate, None if self.spec.pack is None else self.spec.pack.seq_length)
+        known = known_width(
+            self.collate, None if self.spec.pack is None else self.spec.pack.seq_length
+        )
         if known is None and any(len(shape.local) < size for size, shape in shapes.items()):
             raise PlacementError(
                 at="padding",
@@ -290,7 +350,11 @@ def _no_batch(loader: StreamLoader, books: Books | None) -> SourceError | PlanEr
         if (one.stage, one.unit) == ("stream", "rows")
     ]
     fix = "Check the columns that are named and the files; with drop_last=False a batch need not be full."
-    return SourceError(at=loader.name, problem=f"not one batch came of what was read, of {'; '.join(read)}", fix=fix)
+    return SourceError(
+        at=loader.name,
+        problem=f"not one batch came of what was read, of {'; '.join(read)}",
+        fix=fix,
+    )
 
 
 class StreamBatches(Iterator[dict[str, Any]]):
@@ -332,7 +396,8 @@ class StreamBatches(Iterator[dict[str, Any]]):
             self._maker.abandoned = True  # whoever hangs is not waited for
             self._end()
             raise
-        except BaseException:  # Ctrl-C as well: whoever gets no batch gets no further one, and no thread stays behind
+        # Ctrl-C as well: whoever gets no batch gets no further one, and no thread stays behind
+        except BaseException:
             self._end()
             raise
         self._none_yet = False

@@ -1,4 +1,6 @@
-"""The ledger of a streaming loader, from the counters of what this process has read since its iteration began."""
+"""The ledger of a streaming loader, from the counters of what this process has read since its
+iteration began.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ class Books:
     rows: Counter[int] = field(default_factory=Counter)
     docs: Counter[int] = field(default_factory=Counter)
     rejects: dict[int, Counter[str]] = field(default_factory=dict)
-    strings: dict[int, Counter[str]] = field(default_factory=dict)  # of the texts that were read: special strings, and LOST
-    lengths: dict[int, Counter[str]] = field(default_factory=dict)  # documents over max_length by policy, and pieces of splitting
+    # of the texts that were read: special strings, and LOST
+    strings: dict[int, Counter[str]] = field(default_factory=dict)
+    # documents over max_length by policy, and pieces of splitting
+    lengths: dict[int, Counter[str]] = field(default_factory=dict)
     added: Counter[int] = field(default_factory=Counter)  # EOS
-    left: Counter[int] = field(default_factory=Counter)  # read, and not drawn before their epoch ended
-    resumed: Counter[int] = field(default_factory=Counter)  # read again, and placed before the state that was restored
+    # read, and not drawn before their epoch ended
+    left: Counter[int] = field(default_factory=Counter)
+    # read again, and placed before the state that was restored
+    resumed: Counter[int] = field(default_factory=Counter)
     waiting: Counter[int] = field(default_factory=Counter)
-    # Of the shares of every pass that was begun, by unit (Deal.share): all, what was read, what lay before the state that was restored,
+    # Of the shares of every pass that was begun, by unit (Deal.share): all, what was read, what lay
+    # before the state that was restored,
     # and what was not read when its epoch ended.
     shares: dict[int, Counter[str]] = field(default_factory=dict)
     shares_read: dict[int, Counter[str]] = field(default_factory=dict)
@@ -40,7 +47,8 @@ class Books:
     shares_left: dict[int, Counter[str]] = field(default_factory=dict)
     table: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, COUNTERS), np.int64))
     packed_rows: int = 0
-    # Of all streams of a process: rows in batches, in windows made anew but given before the state, in no batch, and rows of padding.
+    # Of all streams of a process: rows in batches, in windows made anew but given before the state,
+    # in no batch, and rows of padding.
     rows_given: int = 0
     rows_before: int = 0
     rows_left_out: int = 0
@@ -57,13 +65,17 @@ class Books:
                 for i, counts in getattr(part, name).items():
                     getattr(whole, name).setdefault(i, Counter()).update(counts)
             if part.table.shape[0]:
-                whole.table = whole.table + part.table if whole.table.shape[0] else part.table.copy()
+                whole.table = (
+                    whole.table + part.table if whole.table.shape[0] else part.table.copy()
+                )
             whole.packed_rows += part.packed_rows
         return whole
 
     @property
     def all_dropped(self) -> int:
-        """How many documents were drawn, where each of them was longer than a row and left out; else 0."""
+        """How many documents were drawn, where each of them was longer than a row and left out;
+        else 0.
+        """
         known = dict(zip(FIELDS, self.table.sum(axis=0).tolist(), strict=True))
         return known["draws"] if known["draws"] == known["docs_dropped"] else 0
 
@@ -93,14 +105,22 @@ class Books:
 
 
 def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
-    """What lies in files → read or not; rows → documents or rejected; documents → drawn, waiting or left at an epoch's end;
-    tokens → placed, truncated or dropped; rows made → in batches, waiting or left out."""
+    """What lies in files → read or not; rows → documents or rejected; documents → drawn, waiting or
+    left at an epoch's end; tokens → placed, truncated or dropped; rows made → in batches, waiting
+    or left out."""
     ledger = Ledger()
     for i, name in enumerate(names):
         rejects = books.rejects.get(i, Counter())
-        known = dict(zip(FIELDS, books.table[i].tolist(), strict=True)) if books.table.shape[0] else dict.fromkeys(FIELDS, 0)
+        known = (
+            dict(zip(FIELDS, books.table[i].tolist(), strict=True))
+            if books.table.shape[0]
+            else dict.fromkeys(FIELDS, 0)
+        )
         over = dict(sorted(books.lengths.get(i, Counter()).items()))
-        read = {"read": books.rows[i], **({"pieces": over.pop("pieces")} if "pieces" in over else {})}
+        read = {
+            "read": books.rows[i],
+            **({"pieces": over.pop("pieces")} if "pieces" in over else {}),
+        }
         over.pop("overlap", None)  # tokens are counted when they are drawn
         for unit, left in sorted(books.unread(i).items()):
             known_left = books.shares_left.get(i, Counter())[unit]
@@ -116,14 +136,28 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
                     "unread so far": left - known_left,
                 },
             )
-        ledger.add("stream", name, "rows", into=read, out={"documents": books.docs[i], **dict(sorted(rejects.items()))})
+        ledger.add(
+            "stream",
+            name,
+            "rows",
+            into=read,
+            out={"documents": books.docs[i], **dict(sorted(rejects.items()))},
+        )
         if over:
-            ledger.add("lengths", name, "documents", into={"over max_length": sum(over.values())}, out=over)
+            ledger.add(
+                "lengths", name, "documents", into={"over max_length": sum(over.values())}, out=over
+            )
         strings = +books.strings.get(i, Counter())
         if lost := strings.pop(LOST, 0):
             ledger.add("stream", name, "lost characters", into={"in texts": lost}, out={LOST: lost})
         if strings:
-            ledger.add("stream", name, "special strings", into={"in texts": strings.total()}, out=dict(sorted(strings.items())))
+            ledger.add(
+                "stream",
+                name,
+                "special strings",
+                into={"in texts": strings.total()},
+                out=dict(sorted(strings.items())),
+            )
         ledger.add(
             "mix",
             name,
@@ -162,13 +196,29 @@ def ledger_of(books: Books, names: Sequence[str], spec: StreamSpec) -> Ledger:
             },
         )
         placed, starts = known["tokens_placed"], known["segments"]
-        ledger.add("labels", name, "tokens", into={"placed": placed}, out={"targets or masked": placed - starts, "segment starts": starts})
+        ledger.add(
+            "labels",
+            name,
+            "tokens",
+            into={"placed": placed},
+            out={"targets or masked": placed - starts, "segment starts": starts},
+        )
     placed = int(books.table[:, FIELDS.index("tokens_placed")].sum()) if books.table.shape[0] else 0
     if spec.pack is not None:
         slots = books.packed_rows * spec.pack.seq_length
-        ledger.add("pack", "stream", "slots", into={"slots": slots}, out={"tokens": placed, "padding": slots - placed})
+        ledger.add(
+            "pack",
+            "stream",
+            "slots",
+            into={"slots": slots},
+            out={"tokens": placed, "padding": slots - placed},
+        )
         ledger.facts["pack.stream.fill"] = placed / slots if slots else 1.0
-    known_rows = {"in batches": books.rows_given, "before the state": books.rows_before, LEFT_OUT: books.rows_left_out}
+    known_rows = {
+        "in batches": books.rows_given,
+        "before the state": books.rows_before,
+        LEFT_OUT: books.rows_left_out,
+    }
     out = {**known_rows, "waiting": books.packed_rows - sum(known_rows.values())}
     ledger.add("load", "stream", "rows", into={"made": books.packed_rows}, out=out)
     ledger.facts |= {"stream.rows": books.packed_rows, "stream.rows of padding": books.padding_rows}

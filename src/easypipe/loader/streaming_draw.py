@@ -1,7 +1,8 @@
-"""Which datasets the next documents of a stream come from, where nobody knows how many each still has, or how long they are.
+"""Which datasets the next documents of a stream come from, where nobody knows how many each still
+has, or how long they are.
 
-A draw is made as if every dataset had documents without end. Then one document beyond those that it takes is looked for in each; one that
-has no more is known by then, and the draw is made anew.
+A draw is made as if every dataset had documents without end. Then one document beyond those that it
+takes is looked for in each; one that has no more is known by then, and the draw is made anew.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from easypipe.plan.spec import Unit
 
 
 class Drawn(NamedTuple):
-    """dataset: Int32[draws]. taken: of each dataset, ranges of what was loaded. deficits, active, ended: of the mixture behind them.
+    """dataset: Int32[draws]. taken: of each dataset, ranges of what was loaded. deficits, active,
+    ended: of the mixture behind them.
 
-    Of a run: start, tokens of the first document that stand in rows before these; rows, how many there are; cut, as in StreamState.
+    Of a run: start, tokens of the first document that stand in rows before these; rows, how many
+    there are; cut, as in StreamState.
     """
 
     dataset: NDArray[np.int32]
@@ -43,9 +46,11 @@ class Drawn(NamedTuple):
 
 
 class Drawer:
-    """Draws from the cursors of one stream. weights: Int64[k], of documents, where no shares are given with the call.
+    """Draws from the cursors of one stream. weights: Int64[k], of documents, where no shares are
+    given with the call.
 
-    eos: documents without EOS are one token longer. Raises SourceError for a document that is too long to be weighed by tokens.
+    eos: documents without EOS are one token longer. Raises SourceError for a document that is too
+    long to be weighed by tokens.
     """
 
     def __init__(
@@ -64,8 +69,16 @@ class Drawer:
         self._stop: mix.Stop = stop
         self._unit, self._block, self._pack, self._eos = unit, block, pack, eos
 
-    def draw(self, count: int, deficits: NDArray[np.int64], active: NDArray[np.bool_], shares: Sequence[Fraction] | None) -> mix.Draws:
-        """The next draws, at most `count`, with every document that they need waiting. shares: None draws by the static weights."""
+    def draw(
+        self,
+        count: int,
+        deficits: NDArray[np.int64],
+        active: NDArray[np.bool_],
+        shares: Sequence[Fraction] | None,
+    ) -> mix.Draws:
+        """The next draws, at most `count`, with every document that they need waiting. shares: None
+        draws by the static weights.
+        """
         remaining = np.full(len(self._cursors), mix.NEVER)
         while True:
             try:
@@ -80,7 +93,8 @@ class Drawer:
                     if waiting <= wanted:
                         remaining[i] = waiting
                         short = True
-                        if not waiting and shares is None and self._stop != "first_exhausted":  # it leaves before it came
+                        # it leaves before it came
+                        if not waiting and shares is None and self._stop != "first_exhausted":
                             active = active & (np.arange(len(active)) != i)
                             deficits = np.zeros_like(deficits)
             if not short:
@@ -95,15 +109,21 @@ class Drawer:
         shares: Sequence[Fraction] | None,
     ) -> mix.Draws:
         if shares is None:
-            return mix.draw(count, self._weights, remaining, deficits, active, self._stop, capped=True)
+            return mix.draw(
+                count, self._weights, remaining, deficits, active, self._stop, capped=True
+            )
         leave = self._stop != "first_exhausted"
         if self._unit == "rows":
             return draw_owed_most(count, shares, self._block, remaining, deficits, active, leave)
         expected = [1 + count // len(self._cursors)] * len(self._cursors)
-        return draw_owed_most(count, shares, None, remaining, deficits, active, leave, self._sizes, expected)
+        return draw_owed_most(
+            count, shares, None, remaining, deficits, active, leave, self._sizes, expected
+        )
 
     def _sizes(self, i: int, start: int, stop: int) -> NDArray[np.int64]:
-        """As `plan.deficit.Sizes`: the tokens that get a place in a row, at least 1 each, so that all count."""
+        """As `plan.deficit.Sizes`: the tokens that get a place in a row, at least 1 each, so that
+        all count.
+        """
         waiting = self._cursors[i].fill(stop)
         if waiting < stop:
             raise _NoMore(i, waiting)

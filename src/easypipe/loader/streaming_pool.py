@@ -1,4 +1,6 @@
-"""Threads that read ahead. Daemons, as those of the prefetcher: a read that hangs for ever keeps no process from ending."""
+"""Threads that read ahead. Daemons, as those of the prefetcher: a read that hangs for ever keeps no
+process from ending.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,20 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class ReadPool:
-    """`workers` threads that do what is submitted, in that order. They start with the first call."""
+    """`workers` threads that do what is submitted, in that order. They start with the first
+    call.
+    """
 
     def __init__(self, workers: int, name: str) -> None:
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(workers)]
-        self._lock = threading.RLock()  # between the first call and the end, which garbage collection may bring in the midst of it
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = (
+            SimpleQueue()
+        )
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True)
+            for i in range(workers)
+        ]
+        # between the first call and the end, which garbage collection may bring in the midst of it
+        self._lock = threading.RLock()
         self._started = self._closed = False
 
     def submit(self, call: Callable[[A], T], argument: A) -> Future[T]:
@@ -38,7 +48,9 @@ class ReadPool:
         return future
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the threads; what has not begun is cancelled. Waits for reads at hand, at most JOIN_TIMEOUT_S. Safe to call twice."""
+        """Ends the threads; what has not begun is cancelled. Waits for reads at hand, at most
+        JOIN_TIMEOUT_S. Safe to call twice.
+        """
         with self._lock:
             self._closed = True
             if not self._started:
@@ -47,7 +59,8 @@ class ReadPool:
             self._tasks.put(None)
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads if wait else ():
-            if thread is not threading.current_thread() and thread.ident is not None:  # garbage is collected on any thread
+            # garbage is collected on any thread
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:

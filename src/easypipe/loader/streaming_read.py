@@ -1,8 +1,9 @@
-"""Documents of one dataset, read forward by one stream: which ranges are its share, and where it stands in them.
+"""Documents of one dataset, read forward by one stream: which ranges are its share, and where it
+stands in them.
 
-entry   a range of rows of one shard, or a whole file whose rows can only be found by reading on; every pass permutes the entries anew
-chunk   what is read and tokenized at a time: a range, or the c-th piece of such a file
-deal    every entry of a pass goes to the stream with the fewest bytes so far, large ones first; of a whole file, chunk c goes to the
+entry   a range of rows of one shard, or a whole file whose rows can only be found by reading on;
+every pass permutes the entries anew chunk   what is read and tokenized at a time: a range, or the
+c-th piece of such a file deal    every entry of a pass goes to the stream with the fewest bytes so far, large ones first; of a whole file, chunk c goes to the
         c-th stream behind that one
 """
 
@@ -28,25 +29,32 @@ from easypipe.loader.streaming_pool import ReadPool
 from easypipe.plan.order import permute
 
 CHUNK_BYTES = 1 << 20  # at rest, at most, unless a dataset has more than MAX_ENTRIES of them
-CHUNKS_A_STREAM = 16  # at least, of a dataset, where its rows allow it: streams then end at about the same time
+# at least, of a dataset, where its rows allow it: streams then end at about the same time
+CHUNKS_A_STREAM = 16
 MAX_ENTRIES = 1 << 20
 LEAST_PIECE_BYTES = 256  # of a compressed file
 UNPACKED = 4  # plain bytes that a compressed byte is taken for
 ROWS_OF_UNKNOWN_SIZE = 1 << 10
 FIRST_AHEAD = 2  # before it is known how many documents a chunk holds
-EMPTY_PASSES = 64  # in a row, before a stream takes it that no pass will bring it a document: each deals anew
-KEPT_BYTES = 16 << 20  # of documents of a dataset that is read again and again; a larger one is read anew in every pass
+# in a row, before a stream takes it that no pass will bring it a document: each deals anew
+EMPTY_PASSES = 64
+# of documents of a dataset that is read again and again; a larger one is read anew in every pass
+KEPT_BYTES = 16 << 20
 KEPT_ENTRIES = 1 << 16  # of passes whose dealing is kept; streams may stand in different ones
 MOST_AHEAD = 32  # chunks of one stream and dataset that are read or being read ahead
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos: Bool[n]. mask: UInt8, one for each id.
+    """Documents of a chunk: `ids[offsets[i] : offsets[i + 1]]`. ids: UInt16 or UInt32. has_eos:
+    Bool[n]. mask: UInt8, one for each id.
 
-    ended: nothing of its entry stands behind the chunk. rows: physical rows that were read; rejects: how many of them by reason.
-    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what became of special strings in the texts.
-    lengths: documents over max_length by policy; `pieces`: documents more than rows that became some.
+    ended: nothing of its entry stands behind the chunk. rows: physical rows that were read;
+    rejects: how many of them by reason.
+    num_bad: rejects that a limit counts; bad: (place, reason) of the first of them. strings: what
+    became of special strings in the texts.
+    lengths: documents over max_length by policy; `pieces`: documents more than rows that became
+    some.
     """
 
     ids: NDArray[np.unsignedinteger]
@@ -67,7 +75,8 @@ class Loaded:
 
 
 class Forward(Protocol):
-    """A dataset as documents that are read in order. `load` is called from several threads; `shards` are listed without reading rows.
+    """A dataset as documents that are read in order. `load` is called from several threads;
+    `shards` are listed without reading rows.
 
     max_bad_rows: of the whole dataset, None for any number.
     """
@@ -88,7 +97,9 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stream stands in a dataset: `taken` documents of the chunk (entry position, chunk number); `epoch` counts passes."""
+    """Where a stream stands in a dataset: `taken` documents of the chunk (entry position, chunk
+    number); `epoch` counts passes.
+    """
 
     epoch: int = 0
     entry: int = 0
@@ -97,7 +108,9 @@ class Place:
 
 
 class Deal:
-    """The entries of a dataset and whose they are. Follows from the files' sizes, the number of streams and the seed alone."""
+    """The entries of a dataset and whose they are. Follows from the files' sizes, the number of
+    streams and the seed alone.
+    """
 
     def __init__(self, source: Forward, num_streams: int, *, seed: int, shuffle: bool) -> None:
         self.source = source
@@ -105,14 +118,17 @@ class Deal:
         self._key = fold(seed, "stream order", source.name) if shuffle else None
         shards = source.shards
         total = sum(shard.num_bytes for shard in shards)
-        self.step = max(1, min(CHUNK_BYTES, total // (CHUNKS_A_STREAM * num_streams)), total // MAX_ENTRIES)
+        self.step = max(
+            1, min(CHUNK_BYTES, total // (CHUNKS_A_STREAM * num_streams)), total // MAX_ENTRIES
+        )
         self.piece = min(CHUNK_BYTES, max(LEAST_PIECE_BYTES, UNPACKED * self.step))
         entries = list(self._entries(shards))
         self._entries_at = np.array(entries, np.int64).reshape(-1, 3)
         self._forward = self._entries_at[:, 2] < 0
         self._num_bytes = self._sizes(shards)
         self._passes: OrderedDict[int, _Pass] = OrderedDict()
-        # A small dataset with a large weight is gone through thousands of times, a few documents at a time.
+        # A small dataset with a large weight is gone through thousands of times, a few documents at
+        # a time.
         self._room = KEPT_BYTES if total * UNPACKED <= KEPT_BYTES else 0
         self._kept: dict[tuple[int, int, int], Loaded] = {}
         self._lock = threading.Lock()
@@ -141,11 +157,16 @@ class Deal:
         entry, chunk = here[0], place.chunk if here[0] == place.entry else 0
         if self._forward[dealt.entries[entry]]:
             chunk += (stream - int(dealt.owners[entry]) - chunk) % self.num_streams
-        return Place(place.epoch, entry, chunk, place.taken if (entry, chunk) == (place.entry, place.chunk) else 0)
+        return Place(
+            place.epoch,
+            entry,
+            chunk,
+            place.taken if (entry, chunk) == (place.entry, place.chunk) else 0,
+        )
 
     def share(self, stream: int, place: Place, *, before: bool = False) -> dict[str, int]:
-        """What the share of `stream` holds in the pass of `place`, or in front of it: so many records, or bytes of lines; and of files
-        whose content nobody counts, so many."""
+        """What the share of `stream` holds in the pass of `place`, or in front of it: so many
+        records, or bytes of lines; and of files whose content nobody counts, so many."""
         dealt = self._dealt(place.epoch)
         mine = dealt.of(stream)
         entries = dealt.entries[mine[: np.searchsorted(mine, place.entry)] if before else mine]
@@ -160,7 +181,9 @@ class Deal:
 
     def _share(self, counted: int, files: int) -> dict[str, int]:
         unit = "bytes" if self.source.rows_are_bytes else "records"
-        return ({unit: counted} if counted else {}) | ({"files to each stream": files} if files else {})
+        return ({unit: counted} if counted else {}) | (
+            {"files to each stream": files} if files else {}
+        )
 
     def _dealt(self, epoch: int) -> _Pass:
         with self._lock:
@@ -169,7 +192,9 @@ class Deal:
                 entries = np.arange(self.num_entries)
                 if self._key is not None:
                     entries = permute(entries, self.num_entries, child(self._key, epoch))
-                owners = deal(self._num_bytes[entries], self._forward[entries], self.num_streams, self.piece)
+                owners = deal(
+                    self._num_bytes[entries], self._forward[entries], self.num_streams, self.piece
+                )
                 found = self._passes[epoch] = _Pass(entries, owners, self._forward[entries])
                 while len(self._passes) > max(2, KEPT_ENTRIES // max(1, self.num_entries)):
                     self._passes.popitem(last=False)
@@ -178,11 +203,17 @@ class Deal:
             return found
 
     def _sizes(self, shards: Sequence[Shard]) -> NDArray[np.int64]:
-        """Bytes of every entry, as far as the sizes of files tell: Int64[entries]. Of a whole file, what it may hold unpacked."""
+        """Bytes of every entry, as far as the sizes of files tell: Int64[entries]. Of a whole file,
+        what it may hold unpacked.
+        """
         packed = np.array([shard.num_bytes for shard in shards], np.int64)
         rows = np.array([shard.num_rows or 0 for shard in shards], np.int64)
         shard, start, stop = self._entries_at.T
-        counted = np.where(packed[shard] > 0, packed[shard] * (stop - start) // np.maximum(1, rows[shard]), stop - start)
+        counted = np.where(
+            packed[shard] > 0,
+            packed[shard] * (stop - start) // np.maximum(1, rows[shard]),
+            stop - start,
+        )
         return np.maximum(1, np.where(self._forward, UNPACKED * packed[shard], counted))
 
     def ask(self, place: Place, pool: ReadPool) -> Future[Loaded]:
@@ -199,7 +230,12 @@ class Deal:
 
     def _load(self, chunk: tuple[int, int, int]) -> Loaded:
         loaded = self.source.load(*chunk)
-        num_bytes = loaded.ids.nbytes + loaded.offsets.nbytes + loaded.has_eos.nbytes + (0 if loaded.mask is None else loaded.mask.nbytes)
+        num_bytes = (
+            loaded.ids.nbytes
+            + loaded.offsets.nbytes
+            + loaded.has_eos.nbytes
+            + (0 if loaded.mask is None else loaded.mask.nbytes)
+        )
         with self._lock:
             if num_bytes <= self._room and chunk not in self._kept:
                 self._room -= num_bytes
@@ -213,10 +249,15 @@ class Deal:
                 yield number, 0, -1
                 continue
             rows = shard.num_rows
-            step = max(1, self.step * rows // shard.num_bytes) if shard.num_bytes else ROWS_OF_UNKNOWN_SIZE
+            step = (
+                max(1, self.step * rows // shard.num_bytes)
+                if shard.num_bytes
+                else ROWS_OF_UNKNOWN_SIZE
+            )
             step = max(1, min(step, rows))
             edges = range(0, rows, step)
-            if cuts >= 4 * self.num_streams and len(shard.cuts) > 1:  # pieces that can be entered cheaply, and enough of them for all
+            # pieces that can be entered cheaply, and enough of them for all
+            if cuts >= 4 * self.num_streams and len(shard.cuts) > 1:
                 edges = [0]
                 for cut in shard.cuts[1:]:
                     if cut - edges[-1] >= step:
@@ -227,9 +268,13 @@ class Deal:
 
 
 class _Pass:
-    """How the entries of a pass are dealt. entries: Int64[n], which stands at every position. owners: Int64[n], as `deal` gives them."""
+    """How the entries of a pass are dealt. entries: Int64[n], which stands at every position.
+    owners: Int64[n], as `deal` gives them.
+    """
 
-    def __init__(self, entries: NDArray[np.int64], owners: NDArray[np.int64], forward: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, entries: NDArray[np.int64], owners: NDArray[np.int64], forward: NDArray[np.bool_]
+    ) -> None:
         self.entries, self.owners, self._forward = entries, owners, forward
         self._of: dict[int, NDArray[np.int64]] = {}
 
@@ -240,17 +285,22 @@ class _Pass:
         return self._of[stream]
 
 
-def deal(num_bytes: NDArray[np.int64], forward: NDArray[np.bool_], num_streams: int, piece: int) -> NDArray[np.int64]:
-    """Which stream has each entry, so that all have about equally many bytes: Int64[n]. Of a whole file, the one that has its first chunk.
+def deal(
+    num_bytes: NDArray[np.int64], forward: NDArray[np.bool_], num_streams: int, piece: int
+) -> NDArray[np.int64]:
+    """Which stream has each entry, so that all have about equally many bytes: Int64[n]. Of a whole
+    file, the one that has its first chunk.
 
-    num_bytes, forward: of the entries, in the order of the pass. Large ones are dealt first, each to whoever has least; among those of
-    similar size (within a power of two) the order of the pass decides, so that a new one brings others together.
+    num_bytes, forward: of the entries, in the order of the pass. Large ones are dealt first, each
+    to whoever has least; among those of similar size (within a power of two) the order of the pass
+    decides, so that a new one brings others together.
     """
     classes = np.frexp(num_bytes.astype(np.float64))[1]
     owners = np.zeros(len(num_bytes), np.int64)
     loads = np.zeros(num_streams, np.int64)
     order = np.argsort(-classes, kind="stable")
-    for i in order[forward[order]].tolist():  # files: their chunks go round, and what is left beyond full rounds counts
+    # files: their chunks go round, and what is left beyond full rounds counts
+    for i in order[forward[order]].tolist():
         starts = np.arange(0, int(num_bytes[i]) % (num_streams * piece), piece)
         added = np.minimum(piece, int(num_bytes[i]) % (num_streams * piece) - starts)
         whose = (np.arange(num_streams)[:, None] + np.arange(len(starts))) % num_streams
@@ -268,10 +318,13 @@ def deal(num_bytes: NDArray[np.int64], forward: NDArray[np.bool_], num_streams: 
 
 
 class Cursor:
-    """The documents of one stream's share of one dataset, pass after pass. Not thread safe: a stream owns it.
+    """The documents of one stream's share of one dataset, pass after pass. Not thread safe: a
+    stream owns it.
 
-    Chunks are read ahead on the pool, as many as the next window is thought to take (`wish`); what is read never depends on it.
-    bad: bad rows of the first pass in front of `place`, in the chunks that documents were taken of and those before them.
+    Chunks are read ahead on the pool, as many as the next window is thought to take (`wish`); what
+    is read never depends on it.
+    bad: bad rows of the first pass in front of `place`, in the chunks that documents were taken of
+    and those before them.
     """
 
     def __init__(
@@ -289,17 +342,26 @@ class Cursor:
     ) -> None:
         """endless: a new pass begins behind the last document, until there were `passes` of them.
 
-        count: called for every chunk, in order, with how many of its documents were taken before `place`, and what of its share it is.
-        begun: called for every pass with the share of this stream, and what of that lies in front of `place`.
+        count: called for every chunk, in order, with how many of its documents were taken before
+        `place`, and what of its share it is.
+        begun: called for every pass with the share of this stream, and what of that lies in front
+        of `place`.
         """
-        self._deal, self._stream, self._pool, self._count, self._endless = deal, stream, pool, count, endless
+        self._deal, self._stream, self._pool, self._count, self._endless = (
+            deal,
+            stream,
+            pool,
+            count,
+            endless,
+        )
         self._begun = begun
         begun(deal.share(stream, place), deal.share(stream, place, before=True))
         self._passes = passes
         self.bad = bad
         self._bad_chunks: list[Loaded] = []  # those that were counted since `bad_chunks` was asked
         self._held: deque[tuple[Place, Loaded]] = deque()
-        self._mark: tuple[list[tuple[Place, Loaded]], int] | None = None  # all chunks that there were since `mark`, and `bad` at it
+        # all chunks that there were since `mark`, and `bad` at it
+        self._mark: tuple[list[tuple[Place, Loaded]], int] | None = None
         self._start = place  # where the pass, or this cursor, began
         self._next = deal.first(stream, place)  # the chunk behind those that are held
         self._ahead: deque[tuple[Place, Future[Loaded]]] = deque()  # that chunk and more
@@ -313,7 +375,9 @@ class Cursor:
         """Behind the document that was taken last."""
         if self._held:
             return self._held[0][0]
-        return Place(self._start.epoch, self._deal.num_entries) if self._next is None else self._next
+        return (
+            Place(self._start.epoch, self._deal.num_entries) if self._next is None else self._next
+        )
 
     def fill(self, count: int) -> int:
         """Reads on until `count` documents wait, or the pass has no more. Returns how many wait."""
@@ -333,19 +397,26 @@ class Cursor:
             taken.append((loaded, place.taken, place.taken + here))
             count -= here
             if place.taken + here < loaded.num_docs:
-                self._held[0] = (Place(place.epoch, place.entry, place.chunk, place.taken + here), loaded)
+                self._held[0] = (
+                    Place(place.epoch, place.entry, place.chunk, place.taken + here),
+                    loaded,
+                )
                 continue
             self._held.popleft()
             self._pass_empty()
         return taken
 
     def look(self) -> tuple[Loaded, int, int]:
-        """The next document as `take(1)` gives it, but it goes on waiting. It must have been filled."""
+        """The next document as `take(1)` gives it, but it goes on waiting. It must have been
+        filled.
+        """
         place, loaded = self._held[0]
         return loaded, place.taken, place.taken + 1
 
     def lengths(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(tokens, whether it ends with EOS) of the documents `start` to `stop` of those that wait. They must have been filled."""
+        """(tokens, whether it ends with EOS) of the documents `start` to `stop` of those that wait.
+        They must have been filled.
+        """
         lengths, ends, at = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], 0
         for place, loaded in self._held:
             a, b = max(start, at), min(stop, at + loaded.num_docs - place.taken)
@@ -376,7 +447,9 @@ class Cursor:
         return found
 
     def wish(self, count: int, tokens: int | None = None) -> None:
-        """About so many documents will be taken next, or those that hold so many tokens where they are fewer."""
+        """About so many documents will be taken next, or those that hold so many tokens where they
+        are fewer.
+        """
         self._wish, self._wish_tokens = count, tokens
         self._read_ahead()
 
@@ -406,7 +479,9 @@ class Cursor:
     def _read(self) -> bool:
         """Takes in the next chunk; False where the pass has no more."""
         if self._next is None:
-            if not self._endless or (self._passes is not None and self._start.epoch + 1 >= self._passes):
+            if not self._endless or (
+                self._passes is not None and self._start.epoch + 1 >= self._passes
+            ):
                 return False
             nothing = self._start == Place(self._start.epoch) and not self._pass_docs
             self._empty_passes = self._empty_passes + 1 if nothing else 0
@@ -422,10 +497,16 @@ class Cursor:
         self._read_ahead()
         place, future = self._ahead.popleft()
         loaded = future.result()
-        self._count(loaded, min(place.taken, loaded.num_docs), self._deal.share_of(place, ended=loaded.ended))
+        self._count(
+            loaded,
+            min(place.taken, loaded.num_docs),
+            self._deal.share_of(place, ended=loaded.ended),
+        )
         self._pass_docs += loaded.num_docs
         num_tokens = int(loaded.offsets[-1])
-        self._chunk_docs = max(1.0, (self._chunk_docs or loaded.num_docs) * 0.75 + loaded.num_docs * 0.25)
+        self._chunk_docs = max(
+            1.0, (self._chunk_docs or loaded.num_docs) * 0.75 + loaded.num_docs * 0.25
+        )
         self._chunk_tokens = max(1.0, (self._chunk_tokens or num_tokens) * 0.75 + num_tokens * 0.25)
         if loaded.num_docs or loaded.num_bad:
             self._held.append((place, loaded))
@@ -451,20 +532,33 @@ class Cursor:
             self._bad_chunks.append(loaded)
 
     def _behind(self, place: Place, ended: bool) -> Place:
-        return Place(place.epoch, place.entry + 1) if ended else Place(place.epoch, place.entry, place.chunk + 1)
+        return (
+            Place(place.epoch, place.entry + 1)
+            if ended
+            else Place(place.epoch, place.entry, place.chunk + 1)
+        )
 
     def _read_ahead(self) -> None:
-        """Asks for the next chunk, and for as many behind it as the wish takes. A file whose end is unknown is thought to go on."""
+        """Asks for the next chunk, and for as many behind it as the wish takes. A file whose end is
+        unknown is thought to go on.
+        """
         wanted = FIRST_AHEAD
         if self._chunk_docs:
             wish = self._wish / self._chunk_docs
-            wish = wish if self._wish_tokens is None else min(wish, self._wish_tokens / self._chunk_tokens)
+            wish = (
+                wish
+                if self._wish_tokens is None
+                else min(wish, self._wish_tokens / self._chunk_tokens)
+            )
             wanted = math.ceil(wish - self._available / self._chunk_docs)
         wanted = max(1, min(MOST_AHEAD, wanted))
         while len(self._ahead) < wanted:
             if self._ahead:
                 last = self._ahead[-1][0]
-                place = self._deal.first(self._stream, self._behind(last, self._deal.entry(last.epoch, last.entry)[2] >= 0))
+                place = self._deal.first(
+                    self._stream,
+                    self._behind(last, self._deal.entry(last.epoch, last.entry)[2] >= 0),
+                )
             else:
                 place = self._next
             if place is None:

@@ -14,18 +14,21 @@ from easypipe.plan.spec import Unit
 STREAM_VERSION = 2  # raise it with every change that moves a document to another row
 
 WINDOW_DOCS = 4096  # of a stream, where shuffle_buffer_size says nothing else: so many, ...
-WINDOW_TOKENS = 1 << 20  # ... or so many tokens, or WINDOW_ROWS rows' worth where that is more, whichever comes first
+# ... or so many tokens, or WINDOW_ROWS rows' worth where that is more, whichever comes first
+WINDOW_TOKENS = 1 << 20
 WINDOW_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSpec:
-    """The choices that, with the datasets, decide what stands in every row. weights, stop, num_epochs, pack, schedule, unit, block: as in
-    plan.spec.PlanSpec, but the schedule's batches are a stream's rows of them. max_epochs: most passes of each stream over each dataset.
+    """The choices that, with the datasets, decide what stands in every row. weights, stop,
+    num_epochs, pack, schedule, unit, block: as in plan.spec.PlanSpec, but the schedule's batches
+    are a stream's rows of them. max_epochs: most passes of each stream over each dataset.
 
-    num_streams: canonical streams; each gives `batch_size // num_streams` rows of every batch. shuffle: ranges per pass, and documents
-    within a window. window_docs: of a window; None takes WINDOW_DOCS, or fewer long ones. eos: id that ends documents,
-    or one for each dataset where they differ; None adds none.
+    num_streams: canonical streams; each gives `batch_size // num_streams` rows of every batch.
+    shuffle: ranges per pass, and documents within a window. window_docs: of a window; None takes
+    WINDOW_DOCS, or fewer long ones. eos: id that ends documents, or one for each dataset where they
+    differ; None adds none.
     joined: rows of pack strategy "stream" are one segment each, over the ends of documents.
     train_continued: as of loader.rows.PlannedRows.
     """
@@ -62,19 +65,36 @@ class StreamSpec:
         ends = None if None in self.caps else max(cap for cap in self.caps if cap is not None)
         if self.endless_parts:
             return None if ends is None else 1
-        return ends if self.num_epochs is None else self.num_epochs if ends is None else min(ends, self.num_epochs)
+        return (
+            ends
+            if self.num_epochs is None
+            else self.num_epochs
+            if ends is None
+            else min(ends, self.num_epochs)
+        )
 
     @property
     def window_tokens(self) -> int:
-        return max(WINDOW_TOKENS, WINDOW_ROWS * (self.pack.seq_length if self.pack is not None else 0))
+        return max(
+            WINDOW_TOKENS, WINDOW_ROWS * (self.pack.seq_length if self.pack is not None else 0)
+        )
 
     def choices(self) -> dict[str, Any]:
         """What decides the rows. Not num_epochs: more epochs only add rows behind the last."""
         choices = {key: value for key, value in to_dict(self).items() if key != "num_epochs"}
-        defaults = {"schedule": None, "unit": "rows", "block": None, "max_epochs": None, "joined": False, "train_continued": False}
+        defaults = {
+            "schedule": None,
+            "unit": "rows",
+            "block": None,
+            "max_epochs": None,
+            "joined": False,
+            "train_continued": False,
+        }
         for key, default in defaults.items():
             if choices[key] == default:
-                del choices[key]  # streams without them keep the fingerprints that they had before these choices existed
+                # streams without them keep the fingerprints that they had before these choices
+                # existed
+                del choices[key]
         return choices
 
     def fingerprint(self) -> str:

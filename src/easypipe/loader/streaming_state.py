@@ -1,8 +1,10 @@
-"""What a stream depends on between two windows, and its form in a saved state: at most 48 characters for each of its datasets.
+"""What a stream depends on between two windows, and its form in a saved state: at most 48
+characters for each of its datasets.
 
-Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first, the whole in base64 without padding:
-first_row, epoch, then for every dataset: deficit, active, and its place (epoch, entry, chunk, taken); then, where there are any, the
-bad rows of every dataset; and behind those, even where there are none, the document that is cut.
+Integers as LEB128 (7 bits a byte, the highest bit says that more follow), deficits zigzag first,
+the whole in base64 without padding: first_row, epoch, then for every dataset: deficit, active, and
+its place (epoch, entry, chunk, taken); then, where there are any, the bad rows of every dataset;
+and behind those, even where there are none, the document that is cut.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from easypipe.loader.streaming_read import Place
 
 @dataclass(frozen=True)
 class StreamState:
-    """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits, active: of the mixture (`plan.mix`).
+    """first_row: rows of the stream before the window. epoch: of the mixture, 0 first. deficits,
+    active: of the mixture (`plan.mix`).
 
     bad: bad rows of every dataset before its place, in the first pass; none where it is empty.
-    cut: under pack strategy "stream", the dataset whose next document the window begins with, and how many of its tokens stand before.
+    cut: under pack strategy "stream", the dataset whose next document the window begins with, and
+    how many of its tokens stand before.
     """
 
     first_row: int
@@ -35,12 +39,21 @@ class StreamState:
     def to_text(self) -> str:
         numbers = [self.first_row, self.epoch]
         for deficit, active, place in zip(self.deficits, self.active, self.places, strict=True):
-            numbers += [2 * deficit if deficit >= 0 else -2 * deficit - 1, int(active), place.epoch, place.entry, place.chunk, place.taken]
+            numbers += [
+                2 * deficit if deficit >= 0 else -2 * deficit - 1,
+                int(active),
+                place.epoch,
+                place.entry,
+                place.chunk,
+                place.taken,
+            ]
         if self.cut is not None:
             numbers += [*(self.bad or (0,) * len(self.places)), *self.cut]
         elif any(self.bad):
             numbers += self.bad
-        return base64.b64encode(b"".join(_leb128(number) for number in numbers)).decode().rstrip("=")
+        return (
+            base64.b64encode(b"".join(_leb128(number) for number in numbers)).decode().rstrip("=")
+        )
 
     @classmethod
     def from_text(cls, text: str, num_datasets: int) -> StreamState:
@@ -54,7 +67,9 @@ class StreamState:
             if cut and cut[0] >= num_datasets:
                 raise ValueError(f"a document of dataset {cut[0]} of {num_datasets}")
         except (binascii.Error, TypeError, ValueError) as error:
-            raise StateError(at="loader state", problem=f"{text!r} is no state of a stream: {error}") from None
+            raise StateError(
+                at="loader state", problem=f"{text!r} is no state of a stream: {error}"
+            ) from None
         parts = [rest[i : i + 6] for i in range(0, 6 * num_datasets, 6)]
         return cls(
             first_row=first_row,

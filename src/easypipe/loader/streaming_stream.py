@@ -1,4 +1,6 @@
-"""One canonical stream: the windows that it stands in, made when a row of them is asked for, or one ahead."""
+"""One canonical stream: the windows that it stands in, made when a row of them is asked for, or one
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from easypipe.loader.streaming_window import Window, Windows
 
 
 class Stream:
-    """The rows of one canonical stream, in order. `windows` are those that were made and not yet forgotten. Not thread safe.
+    """The rows of one canonical stream, in order. `windows` are those that were made and not yet
+    forgotten. Not thread safe.
 
-    state, ended, books: behind the last of them, whatever was made ahead. version: how many there were.
+    state, ended, books: behind the last of them, whatever was made ahead. version: how many there
+    were.
     """
 
     def __init__(self, made: Windows, ahead: ReadPool | None = None) -> None:
-        """ahead: makes the next window while rows of this one are taken; None makes each when it is asked for."""
+        """ahead: makes the next window while rows of this one are taken; None makes each when it is
+        asked for.
+        """
         self._made, self._ahead = made, ahead
         self._next: Future[Window] | None = None
         self.state, self.ended, self.books, self.version = made.state, made.ended, Books(), 0

@@ -1,4 +1,6 @@
-"""The windows of one canonical stream: documents drawn, shuffled and packed together, each from the state that the last one left."""
+"""The windows of one canonical stream: documents drawn, shuffled and packed together, each from the
+state that the last one left.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from easypipe.loader.streaming_spec import WINDOW_DOCS, StreamSpec
 from easypipe.loader.streaming_state import StreamState
 from easypipe.plan import mix, tally, turns
 from easypipe.plan.order import permute
-from easypipe.plan.pack import OVERSIZE, Layout, PackSpec, cut_stream, nothing_fits, one_row_each, pack_window
+from easypipe.plan.pack import (
+    OVERSIZE,
+    Layout,
+    PackSpec,
+    cut_stream,
+    nothing_fits,
+    one_row_each,
+    pack_window,
+)
 from easypipe.plan.schedule import normalized
 from easypipe.plan.stairs import fit
 
@@ -29,7 +39,9 @@ BLOCK_DOCS = 256  # drawn at a time; a window ends between two blocks
 
 
 class Window(NamedTuple):
-    """Rows `first_row` to `first_row + layout.num_rows` of a stream. `kept` owns the memory that `tables` points to."""
+    """Rows `first_row` to `first_row + layout.num_rows` of a stream. `kept` owns the memory that
+    `tables` points to.
+    """
 
     first_row: int
     layout: Layout
@@ -41,7 +53,8 @@ class Window(NamedTuple):
     before: StreamState
     after: StreamState
     books: Books  # of the stream behind it
-    bad: tuple[tuple[Loaded, ...], ...]  # for each dataset, chunks with bad rows that count from here on
+    # for each dataset, chunks with bad rows that count from here on
+    bad: tuple[tuple[Loaded, ...], ...]
 
     @property
     def stop(self) -> int:
@@ -55,8 +68,9 @@ class Window(NamedTuple):
 class Windows:
     """The windows of one stream, in order. Not thread safe, but any thread may ask for the next.
 
-    Law: from equal states come equal windows, whatever other streams there are. Only where weights follow the training step does a window
-    also depend on which of the others ended before its first row comes (plan/turns.py): `ends`, kept by whoever makes the windows in order.
+    Law: from equal states come equal windows, whatever other streams there are. Only where weights
+    follow the training step does a window also depend on which of the others ended before its first
+    row comes (plan/turns.py): `ends`, kept by whoever makes the windows in order.
     state: behind the window that was made last. ended: there is no further one.
     """
 
@@ -103,12 +117,18 @@ class Windows:
             eos=spec.eos is not None,
         )
         if not self.ended:
-            for cursor, weight, active in zip(self._cursors, spec.weights, self.state.active, strict=True):
-                docs, tokens = spec.window_docs or WINDOW_DOCS, spec.window_tokens if spec.window_docs is None else None
+            for cursor, weight, active in zip(
+                self._cursors, spec.weights, self.state.active, strict=True
+            ):
+                docs, tokens = (
+                    spec.window_docs or WINDOW_DOCS,
+                    spec.window_tokens if spec.window_docs is None else None,
+                )
                 cursor.wish(docs * weight // sum(spec.weights) if active else 0, tokens)
         self._first_epoch = self.state.epoch
         self._end_row = -1  # where the last epoch ended that was seen to
-        # Tokens of the document that is cut where this begins, which whoever saved the state has placed.
+        # Tokens of the document that is cut where this begins, which whoever saved the state has
+        # placed.
         self._placed_before = self.state.cut[1] if self.state.cut is not None else 0
 
     def make(self) -> Window:
@@ -124,7 +144,10 @@ class Windows:
     def _window(self) -> Window:
         before, spec = self.state, self.spec
         shares, rows = self._shares(before.first_row)
-        limit, enough = spec.window_docs or WINDOW_DOCS, spec.window_tokens if spec.window_docs is None else None
+        limit, enough = (
+            spec.window_docs or WINDOW_DOCS,
+            spec.window_tokens if spec.window_docs is None else None,
+        )
         if spec.pack is not None and spec.pack.strategy == "stream":
             drawn = self._draw_run(rows, spec.pack, limit, enough, shares)
         elif rows is None:
@@ -140,8 +163,11 @@ class Windows:
         bad = tuple(tuple(cursor.bad_chunks()) for cursor in self._cursors)
         self._enter(drawn, lengths, layout)
         after = self._after(before, layout.num_rows, drawn)
-        for i, cursor in enumerate(self._cursors):  # a document that is cut was counted as drawn, and waits to be read again
-            self._books.waiting[i] = cursor.waiting - (drawn.cut is not None and drawn.cut[1] > 0 and drawn.cut[0] == i)
+        # a document that is cut was counted as drawn, and waits to be read again
+        for i, cursor in enumerate(self._cursors):
+            self._books.waiting[i] = cursor.waiting - (
+                drawn.cut is not None and drawn.cut[1] > 0 and drawn.cut[0] == i
+            )
         return Window(
             first_row=before.first_row,
             layout=layout,
@@ -157,9 +183,12 @@ class Windows:
         )
 
     def _shares(self, row: int) -> tuple[tuple[Fraction, ...] | None, int | None]:
-        """(the shares of a window that begins at `row`, None for the static weights of documents; rows until they change)."""
+        """(the shares of a window that begins at `row`, None for the static weights of documents;
+        rows until they change).
+        """
         spec = self.spec
-        if spec.schedule is not None:  # which counts the rows of one stream among streams that all live
+        # which counts the rows of one stream among streams that all live
+        if spec.schedule is not None:
             streams, known = spec.num_streams, turns.known_before(self._ends, row, self.number)
             there = turns.rows_before(known, row, self.number) // streams
             left = spec.schedule.rows_left(there)
@@ -168,10 +197,19 @@ class Windows:
             return spec.schedule.shares(spec.schedule.step_of(there)), left
         return (normalized(spec.weights) if spec.unit == "tokens" else None), None
 
-    def _draw(self, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None, *, leave_last: bool = False) -> Drawn:
-        """The next documents, taken: at most `limit`, or those of the first blocks that hold `enough` tokens.
+    def _draw(
+        self,
+        limit: int,
+        enough: int | None,
+        shares: tuple[Fraction, ...] | None,
+        *,
+        leave_last: bool = False,
+    ) -> Drawn:
+        """The next documents, taken: at most `limit`, or those of the first blocks that hold
+        `enough` tokens.
 
-        Before them the one that is cut where the window begins. leave_last: document number `limit` is looked at, and waits.
+        Before them the one that is cut where the window begins. leave_last: document number `limit`
+        is looked at, and waits.
         """
         before = self.state
         deficits, active = np.array(before.deficits, np.int64), np.array(before.active, np.bool_)
@@ -198,10 +236,19 @@ class Windows:
             deficits, active, ended = draws.deficits, draws.active, draws.ended
         return Drawn(np.concatenate(drawn), taken, deficits, active, ended)
 
-    def _draw_run(self, left: int | None, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> Drawn:
-        """The next documents of one continuous run, as many as end in a row's last slot or behind it; at the end of an epoch all.
+    def _draw_run(
+        self,
+        left: int | None,
+        pack: PackSpec,
+        limit: int,
+        enough: int | None,
+        shares: tuple[Fraction, ...] | None,
+    ) -> Drawn:
+        """The next documents of one continuous run, as many as end in a row's last slot or behind
+        it; at the end of an epoch all.
 
-        left: rows until the shares change. A token behind the last row has to be known, as its last label, unless the epoch ends.
+        left: rows until the shares change. A token behind the last row has to be known, as its last
+        label, unless the epoch ends.
         """
         cut, length = self.state.cut, pack.seq_length
         start = 0 if cut is None else cut[1]
@@ -212,30 +259,47 @@ class Windows:
         while True:
             drawn = self._draw(limit, enough, shares)
             lengths = self._lengths(drawn, shuffle=False)[0]
-            ends = np.cumsum(lengths, dtype=np.int64) - start  # tokens behind the window's first, up to the end of each document
+            # tokens behind the window's first, up to the end of each document
+            ends = np.cumsum(lengths, dtype=np.int64) - start
             tokens = int(ends[-1]) if ends.size else 0
             rows = -(-tokens // length) if drawn.ended else max(0, tokens - 1) // length
             if rows or drawn.ended:
                 break
             if limit >= mix.MAX_DRAWS:
                 problem = f"{len(drawn.dataset)} documents do not fill a row of {length} tokens"
-                raise PlanError(at="pack.seq_length", problem=problem, fix="Lower it, or leave datasets without tokens out.")
+                raise PlanError(
+                    at="pack.seq_length",
+                    problem=problem,
+                    fix="Lower it, or leave datasets without tokens out.",
+                )
             limit, enough = 2 * limit, None if enough is None else 2 * enough
             for cursor in self._cursors:
                 cursor.give_back()
         if drawn.ended and (left is None or rows <= left):
             return drawn._replace(start=start, rows=rows)
         rows = rows if left is None else min(rows, left)
-        last = int(np.searchsorted(ends, rows * length, side="right"))  # the document that the next row begins in, and where
+        # the document that the next row begins in, and where
+        last = int(np.searchsorted(ends, rows * length, side="right"))
         at = rows * length - int(ends[last] - lengths[last])
         goes_on = at > 0 or self.spec.joined
         for cursor in self._cursors:
             cursor.give_back()
         chosen = self._draw(last + goes_on - (cut is not None), None, shares, leave_last=goes_on)
-        return chosen._replace(start=start, rows=rows, cut=(int(drawn.dataset[last]), at) if goes_on else None)
+        return chosen._replace(
+            start=start, rows=rows, cut=(int(drawn.dataset[last]), at) if goes_on else None
+        )
 
-    def _draw_rows(self, rows: int, pack: PackSpec, limit: int, enough: int | None, shares: tuple[Fraction, ...] | None) -> Drawn:
-        """The next documents, as many as fill up to `rows` rows, and not more. Some more are drawn, and given back."""
+    def _draw_rows(
+        self,
+        rows: int,
+        pack: PackSpec,
+        limit: int,
+        enough: int | None,
+        shares: tuple[Fraction, ...] | None,
+    ) -> Drawn:
+        """The next documents, as many as fill up to `rows` rows, and not more. Some more are drawn,
+        and given back.
+        """
         for cursor in self._cursors:
             cursor.mark()
         full = rows * pack.seq_length
@@ -251,7 +315,9 @@ class Windows:
             fewer = drawn._replace(dataset=drawn.dataset[:count], taken=taken)
             return self._layout(self._lengths(fewer)[0], self.state, fewer).num_rows
 
-        lengths = [np.diff(loaded.offsets[a : b + 1]) for part in drawn.taken for loaded, a, b in part]
+        lengths = [
+            np.diff(loaded.offsets[a : b + 1]) for part in drawn.taken for loaded, a, b in part
+        ]
         tokens = int(placed_tokens(np.concatenate(lengths), pack).sum())
         chosen = fit(full * made // max(1, tokens), made, rows, rows_of)
         if chosen == made:
@@ -270,7 +336,9 @@ class Windows:
             else cut_stream(lengths, pack, key, start=drawn.start, num_rows=drawn.rows)
         )
 
-    def _lay(self, drawn: Drawn) -> tuple[NDArray[np.int32], NDArray[np.int64], Tables, tuple[NDArray, ...]]:
+    def _lay(
+        self, drawn: Drawn
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], Tables, tuple[NDArray, ...]]:
         """All documents of the window side by side, and which of them each draw is."""
         lengths, doc, offsets, lacks = self._lengths(drawn)
         pieces = [piece for part in drawn.taken for piece in part]
@@ -280,15 +348,21 @@ class Windows:
             first, last = int(loaded.offsets[a]), int(loaded.offsets[b])
             ids.append(loaded.ids[first:last])
             if masked:
-                masks.append(np.ones(last - first, np.uint8) if loaded.mask is None else loaded.mask[first:last])
+                masks.append(
+                    np.ones(last - first, np.uint8)
+                    if loaded.mask is None
+                    else loaded.mask[first:last]
+                )
         flat = np.concatenate(ids) if ids else np.zeros(1, np.uint16)
         mask = np.concatenate(masks) if masks else np.zeros(0, np.uint8)
         if self.spec.eos is not None:
-            again = int(drawn.start > self._placed_before)  # a first document that was counted when it was drawn
+            # a first document that was counted when it was drawn
+            again = int(drawn.start > self._placed_before)
             added = lacks[doc[again : drawn.counted]]
             for i in range(len(drawn.taken)):
                 self._books.added[i] += int(added[drawn.dataset[again : drawn.counted] == i].sum())
-        count = len(drawn.taken)  # the part of each dataset is the documents of all, so that `doc` numbers them as they lie
+        # the part of each dataset is the documents of all, so that `doc` numbers them as they lie
+        count = len(drawn.taken)
         tables = Tables(
             first_part=np.arange(count + 1, dtype=np.int64),
             first_doc=np.tile(np.array([0, len(drawn.dataset)], np.int64), count),
@@ -304,9 +378,11 @@ class Windows:
     def _lengths(
         self, drawn: Drawn, *, shuffle: bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Of each draw its length and its document; of all documents side by side their offsets, and which lack EOS.
+        """Of each draw its length and its document; of all documents side by side their offsets,
+        and which lack EOS.
 
-        Documents of a dataset are permuted, but the one that is cut where the window begins stays first, the one where it ends last.
+        Documents of a dataset are permuted, but the one that is cut where the window begins stays
+        first, the one where it ends last.
         """
         dataset, taken, before = drawn.dataset, drawn.taken, self.state
         doc = np.empty(dataset.shape[0], np.int64)
@@ -314,7 +390,9 @@ class Windows:
         lacks = np.zeros(len(dataset), np.bool_)
         at = 0
         for loaded, a, b in (piece for part in taken for piece in part):
-            offsets[at + 1 : at + 1 + b - a] = loaded.offsets[a + 1 : b + 1] - int(loaded.offsets[a]) + offsets[at]
+            offsets[at + 1 : at + 1 + b - a] = (
+                loaded.offsets[a + 1 : b + 1] - int(loaded.offsets[a]) + offsets[at]
+            )
             lacks[at : at + b - a] = ~loaded.has_eos[a:b]
             at += b - a
         base = 0
@@ -324,7 +402,9 @@ class Windows:
             first = int(before.cut is not None and before.cut[0] == i)
             free = len(here) - first - (drawn.cut is not None and drawn.cut[0] == i)
             if shuffle and self.spec.shuffle_window and free > 1:
-                order[first : first + free] = first + permute(order[:free], free, child(self._keys[i], before.first_row + before.epoch))
+                order[first : first + free] = first + permute(
+                    order[:free], free, child(self._keys[i], before.first_row + before.epoch)
+                )
             doc[here] = base + order
             base += sum(b - a for _, a, b in part)
         extra = lacks.astype(np.int64) if self.spec.eos is not None else 0
@@ -344,7 +424,12 @@ class Windows:
                 cut=drawn.cut,
             )
         last = self.spec.last_epoch
-        if first_row == self._end_row and last is None and self.spec.pack is not None and self._books.all_dropped:
+        if (
+            first_row == self._end_row
+            and last is None
+            and self.spec.pack is not None
+            and self._books.all_dropped
+        ):
             passes = before.epoch + 1 - self._first_epoch
             raise nothing_fits(self._books.all_dropped // passes, self.spec.pack)
         if first_row == self._end_row and last is None:
@@ -370,7 +455,9 @@ class Windows:
         if not self.spec.endless_parts:
             active &= np.array([cap is None or epoch < cap for cap in self.spec.caps])
         places = (Place(epoch),) * len(self._names)
-        return StreamState(first_row, epoch, tuple(deficits.tolist()), tuple(active.tolist()), places, bad)
+        return StreamState(
+            first_row, epoch, tuple(deficits.tolist()), tuple(active.tolist()), places, bad
+        )
 
     def at_end(self, state: StreamState) -> bool:
         last = self.spec.last_epoch
@@ -380,16 +467,34 @@ class Windows:
         books, pack = self._books, self.spec.pack
         if not books.table.shape[0]:
             books.table = np.zeros((len(self._cursors), tally.COUNTERS), np.int64)
-        rule = tally.WHOLE if pack is None else (tally.SPLIT, tally.TRUNCATE, tally.DROP, tally.SPLIT)[OVERSIZE.index(pack.oversize)]
+        rule = (
+            tally.WHOLE
+            if pack is None
+            else (tally.SPLIT, tally.TRUNCATE, tally.DROP, tally.SPLIT)[
+                OVERSIZE.index(pack.oversize)
+            ]
+        )
         seq_length = 0 if pack is None else pack.seq_length
         num_pieces, segments = layout.table.shape[1], books.table[:, tally.SEGMENTS].copy()
         dataset, lengths = drawn.dataset[: drawn.counted], lengths[: drawn.counted].copy()
         lengths[:1] -= self._placed_before
         cut = None if drawn.rows is None else drawn.start - self._placed_before
-        tally.count(dataset, lengths, layout.table, num_pieces, layout.num_rows, seq_length, rule, books.table, cut)
+        tally.count(
+            dataset,
+            lengths,
+            layout.table,
+            num_pieces,
+            layout.num_rows,
+            seq_length,
+            rule,
+            books.table,
+            cut,
+        )
         if self.spec.joined:  # only the first token of an epoch is nobody's next
             books.table[:, tally.SEGMENTS] = segments
-            if self.state.cut is None and self.state.places == (Place(self.state.epoch),) * len(segments):
+            if self.state.cut is None and self.state.places == (Place(self.state.epoch),) * len(
+                segments
+            ):
                 books.table[dataset[np.flatnonzero(lengths)[:1]], tally.SEGMENTS] += 1
         if drawn.cut is None or len(drawn.dataset) > 1:
             self._placed_before = 0  # that document is through

@@ -1,4 +1,6 @@
-"""How many labels of a plan are trained: its loss masks counted where they lie, in one compiled pass over a byte a token."""
+"""How many labels of a plan are trained: its loss masks counted where they lie, in one compiled
+pass over a byte a token.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ from easypipe.sources.cache import TokenCache
 
 
 def count_targets(
-    plan: Plan, caches: Sequence[TokenCache], num_rows: int, *, joined: bool = False, hold: bool = False
+    plan: Plan,
+    caches: Sequence[TokenCache],
+    num_rows: int,
+    *,
+    joined: bool = False,
+    hold: bool = False,
 ) -> NDArray[np.int64]:
-    """Int64[2, datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS tokens included; and those that
-    are none, although their mask says so, because they stand in a held piece (see loader/gather.py).
+    """Int64[2, datasets]: tokens of the first `num_rows` rows that are somebody's label, added EOS
+    tokens included; and those that are none, although their mask says so, because they stand in a
+    held piece (see loader/gather.py).
 
-    joined: the rows are those of one epoch of a stream whose documents are one segment. hold: held pieces have no targets.
+    joined: the rows are those of one epoch of a stream whose documents are one segment. hold: held
+    pieces have no targets.
     """
     found = np.zeros((2, len(caches)), np.int64)
     where = tables([cache.buffers() for cache in caches])
-    masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()  # else no token is looked at
+    # else no token is looked at
+    masked = caches if any(LOSS_MASK in cache.schema.names for cache in caches) else ()
     goes_on = plan.spec.pack is not None and plan.spec.pack.strategy == "stream"
     row = 0
     while row < num_rows:
@@ -34,7 +44,18 @@ def count_targets(
         last = window.layout.first_piece[min(num_rows - window.first_row, window.num_rows)]
         begins = _first_draw(window) if joined and row == 0 else -1
         with staged(masked, window.dataset, window.doc):
-            _count(last, window.layout.table, window.dataset, window.doc, goes_on, joined, begins, hold, *where[:5], found)
+            _count(
+                last,
+                window.layout.table,
+                window.dataset,
+                window.doc,
+                goes_on,
+                joined,
+                begins,
+                hold,
+                *where[:5],
+                found,
+            )
         row = window.after.first_row
     return found
 
@@ -50,7 +71,22 @@ def _first_draw(window: Window) -> int:
 
 
 @jit
-def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, hold, first_part, first_doc, ids_at, offsets_at, mask_at, found):
+def _count(
+    pieces,
+    table,
+    dataset_of,
+    doc_of,
+    goes_on,
+    joined,
+    begins,
+    hold,
+    first_part,
+    first_doc,
+    ids_at,
+    offsets_at,
+    mask_at,
+    found,
+):
     for n in range(pieces):
         draw, start, length = table[2, n], np.int64(table[3, n]), np.int64(table[4, n])
         d, doc = dataset_of[draw], doc_of[draw]
@@ -66,6 +102,7 @@ def _count(pieces, table, dataset_of, doc_of, goes_on, joined, begins, hold, fir
         count = np.int64(0)
         for t in range(begin + skipped, min(begin + length, end)):
             count += flags[t] == 1
-        if begin + length > end and length > skipped:  # an added EOS is a target where the token before it is one
+        # an added EOS is a target where the token before it is one
+        if begin + length > end and length > skipped:
             count += flags[end - 1] if end > offsets[local] else 1
         found[1 if hold and goes_on_masked(mask_at[part], offsets[local], start) else 0, d] += count

@@ -21,12 +21,14 @@ def length_counts(lengths: Iterable[NDArray[np.integer]]) -> NDArray[np.int64]:
 
 
 def bucket_widths(counts: NDArray[np.int64], buckets: int) -> tuple[int, ...]:
-    """At most `buckets` widths, ascending, the last one the longest length: those with the fewest slots in all, where each row takes the
-    first width that holds it. `()` where there is no row with a token.
+    """At most `buckets` widths, ascending, the last one the longest length: those with the fewest
+    slots in all, where each row takes the first width that holds it. `()` where there is no row
+    with a token.
 
-    counts: Int64[longest + 1], how many rows have each length. Law: of all sets of so many widths none has fewer slots (dynamic programming
-    over the lengths that occur; where more than CANDIDATES do, over every so many-th of them and the last). Integers only, so that every
-    process chooses the same.
+    counts: Int64[longest + 1], how many rows have each length. Law: of all sets of so many widths
+    none has fewer slots (dynamic programming over the lengths that occur; where more than
+    CANDIDATES do, over every so many-th of them and the last). Integers only, so that every process
+    chooses the same.
     """
     lengths = np.flatnonzero(counts)
     lengths = lengths[lengths > 0]
@@ -34,13 +36,17 @@ def bucket_widths(counts: NDArray[np.int64], buckets: int) -> tuple[int, ...]:
         return ()
     if lengths.size > CANDIDATES:
         lengths = lengths[np.linspace(0, lengths.size - 1, CANDIDATES).astype(np.int64)]
-    rows = np.concatenate([[0], np.cumsum(counts)[lengths] - counts[0]])  # Int64[L + 1]: rows that the first i widths hold
+    # Int64[L + 1]: rows that the first i widths hold
+    rows = np.concatenate([[0], np.cumsum(counts)[lengths] - counts[0]])
     n = lengths.size
     best = lengths * rows[1:]  # slots of all rows up to each length, with one width
     chosen: list[NDArray[np.int64]] = []
     for _ in range(min(buckets, n) - 1):
-        # With one width more: the last takes the rows behind j, those before it what they took with the widths so far.
-        slots = np.concatenate([[0], best])[None, :] + lengths[:, None] * (rows[1:, None] - rows[None, :])
+        # With one width more: the last takes the rows behind j, those before it what they took with
+        # the widths so far.
+        slots = np.concatenate([[0], best])[None, :] + lengths[:, None] * (
+            rows[1:, None] - rows[None, :]
+        )
         slots[np.arange(n + 1)[None, :] > np.arange(n)[:, None]] = np.iinfo(np.int64).max
         before = np.argmin(slots, axis=1)
         best = slots[np.arange(n), before]

@@ -1,8 +1,10 @@
-"""Mix with weights that change, or that count tokens: every draw goes to the dataset that is owed most.
+"""Mix with weights that change, or that count tokens: every draw goes to the dataset that is owed
+most.
 
-Deficits are integers, `sum over draws of weight * size of the draw` less `total * sizes of what was drawn`, where the weights of the
-datasets in the mixture always sum to `total`, and a draw has size 1, or that of its document in tokens. So they sum to 0 and stay what
-they are when the weights change. docs/mixing.md proves the bounds; `easypipe.plan.reference.owed_most` is the short oracle.
+Deficits are integers, `sum over draws of weight * size of the draw` less `total * sizes of what was
+drawn`, where the weights of the datasets in the mixture always sum to `total`, and a draw has size
+1, or that of its document in tokens. So they sum to 0 and stay what they are when the weights
+change. docs/mixing.md proves the bounds; `easypipe.plan.reference.owed_most` is the short oracle.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from easypipe.core.jit import jit
 from easypipe.plan.mix import MAX_DRAWS, Draws
 from easypipe.plan.schedule import apportion
 
-# A deficit is below 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS is 11.7), and stays in an Int64.
+# A deficit is below 12 times `total` times the largest size (the sum of 1/n up to MAX_DATASETS is
+# 11.7), and stays in an Int64.
 ROWS_TOTAL = 1 << 40
 TOKENS_TOTAL = 1 << 30
 MAX_SIZE = 1 << 27
@@ -27,11 +30,13 @@ Sizes = Callable[[int, int, int], NDArray[np.int64]]
 _FULL, _EXHAUSTED, _UNKNOWN = 0, 1, 2
 
 
-def weights_of(shares: Sequence[Fraction], active: Sequence[bool], total: int, block: int | None = None) -> tuple[int, ...]:
+def weights_of(
+    shares: Sequence[Fraction], active: Sequence[bool], total: int, block: int | None = None
+) -> tuple[int, ...]:
     """Integer weights of the datasets in the mixture, 0 for the others. They sum to `total`.
 
-    block: round the shares to whole documents of a block; the sum is then the largest multiple of it up to `total`.
-    Where the datasets that are left have no share, they share alike.
+    block: round the shares to whole documents of a block; the sum is then the largest multiple of
+    it up to `total`. Where the datasets that are left have no share, they share alike.
     """
     mine = [share if alive else Fraction(0) for share, alive in zip(shares, active, strict=True)]
     if not any(mine):
@@ -54,10 +59,12 @@ def draw_owed_most(
 ) -> Draws:
     """The next draws, at most `num_draws` of them.
 
-    left: Int64[k], documents that each dataset may still give. leave: a dataset leaves with its last one, and the others go on by their
-    shares and without deficits; False ends before the first draw that needs a dataset which has none.
-    sizes: None counts draws. Else `sizes(i, start, stop)` gives Int64[stop - start] in [1, MAX_SIZE], the tokens of the next documents of
-    dataset i, counted from the first of this call; `expected[i]` of them are asked for at once. It changes speed, never a draw.
+    left: Int64[k], documents that each dataset may still give. leave: a dataset leaves with its
+    last one, and the others go on by their shares and without deficits; False ends before the first
+    draw that needs a dataset which has none.
+    sizes: None counts draws. Else `sizes(i, start, stop)` gives Int64[stop - start] in [1,
+    MAX_SIZE], the tokens of the next documents of dataset i, counted from the first of this call;
+    `expected[i]` of them are asked for at once. It changes speed, never a draw.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
@@ -72,7 +79,20 @@ def draw_owed_most(
             total = ROWS_TOTAL if ahead is None else TOKENS_TOTAL
             weights = np.array(weights_of(shares, active.tolist(), total, block), dtype=np.int64)
         table, first, known = (_NONE, _NONE, _NONE) if ahead is None else ahead.known(left, counts)
-        made, why, which = _draw_into(weights, left, deficits, active, leave, ahead is not None, table, first, known, made, dataset, counts)
+        made, why, which = _draw_into(
+            weights,
+            left,
+            deficits,
+            active,
+            leave,
+            ahead is not None,
+            table,
+            first,
+            known,
+            made,
+            dataset,
+            counts,
+        )
         if why == _UNKNOWN:
             assert ahead is not None
             ahead.extend(int(which))
@@ -82,7 +102,9 @@ def draw_owed_most(
             ended, weights = not active.any(), _NONE
         elif why == _EXHAUSTED:
             ended = True
-    return Draws(dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=ended)
+    return Draws(
+        dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=ended
+    )
 
 
 def first_draws(
@@ -93,17 +115,22 @@ def first_draws(
     deficits: NDArray[np.int64],
     sizes: NDArray[np.int64] | None,
 ) -> Draws:
-    """The first `num_draws` of `draws`, among which no dataset left: what `draw_owed_most` gives if no more are asked for.
+    """The first `num_draws` of `draws`, among which no dataset left: what `draw_owed_most` gives if
+    no more are asked for.
 
-    deficits: Int64[k], before the first of them. sizes: Int64[n] of every draw in tokens; None counts draws.
+    deficits: Int64[k], before the first of them. sizes: Int64[n] of every draw in tokens; None
+    counts draws.
     """
     total = ROWS_TOTAL if sizes is None else TOKENS_TOTAL
     weights = np.array(weights_of(shares, draws.active.tolist(), total, block), dtype=np.int64)
     counts, tokens = np.zeros_like(deficits), np.zeros_like(deficits)
     dataset = draws.dataset[:num_draws]
     _count(dataset, _NONE if sizes is None else sizes, counts, tokens)
-    deficits = deficits + weights * tokens.sum() - weights.sum() * tokens  # the products may wrap around, their difference does not
-    return Draws(dataset=dataset, counts=counts, deficits=deficits, active=draws.active, ended=False)
+    # the products may wrap around, their difference does not
+    deficits = deficits + weights * tokens.sum() - weights.sum() * tokens
+    return Draws(
+        dataset=dataset, counts=counts, deficits=deficits, active=draws.active, ended=False
+    )
 
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -124,8 +151,12 @@ class _Ahead:
         self._table = _NONE, _NONE, _NONE
         self._stale = True
 
-    def known(self, left: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(sizes of all datasets, Int64[n]; where each dataset's begin and how many there are, both Int64[k])."""
+    def known(
+        self, left: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(sizes of all datasets, Int64[n]; where each dataset's begin and how many there are, both
+        Int64[k]).
+        """
         if self._stale:
             for i, part in enumerate(self._parts):
                 wanted = min(self._wanted[i], int(counts[i] + left[i]))
@@ -142,16 +173,22 @@ class _Ahead:
 
 
 @jit
-def _draw_into(weights, left, deficits, active, leave, by_size, table, first, known, made, dataset, counts):
-    """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, dataset and counts in place."""
+def _draw_into(
+    weights, left, deficits, active, leave, by_size, table, first, known, made, dataset, counts
+):
+    """Returns (draws made, why it stopped, the dataset to blame). Changes left, deficits, dataset
+    and counts in place.
+    """
     limit = dataset.shape[0]
-    # The datasets in the mixture without gaps, heavy ones first: of equals the first is taken, and is found soon.
+    # The datasets in the mixture without gaps, heavy ones first: of equals the first is taken, and
+    # is found soon.
     alive = np.flatnonzero(active)
     alive = alive[np.argsort(-weights[alive], kind="mergesort")]
     size = alive.shape[0]
     weight, owed = weights[alive], deficits[alive]
     total = weight.sum()
-    # A draw of size 1 is granted to all before it is made; how large another is shows only when it is chosen.
+    # A draw of size 1 is granted to all before it is made; how large another is shows only when it
+    # is chosen.
     grant = np.int64(0) if by_size else np.int64(1)
     why, which = _FULL, np.int64(0)
     while made < limit:

@@ -8,7 +8,9 @@ from easypipe.plan.windows import Plan
 
 
 class PlannedPiece(NamedTuple):
-    """Tokens `start` to `stop` of document `doc` of dataset number `dataset`, at slots `slot` onward, as segment `segment` (from 1)."""
+    """Tokens `start` to `stop` of document `doc` of dataset number `dataset`, at slots `slot`
+    onward, as segment `segment` (from 1).
+    """
 
     slot: int
     segment: int
@@ -28,12 +30,23 @@ class PlannedRow(NamedTuple):
 
 
 def explain_row(plan: Plan, row: int) -> PlannedRow:
-    """Costs what the plan needs to find the row: a few windows where a checkpoint stands near, else the scan up to it, once.
+    """Costs what the plan needs to find the row: a few windows where a checkpoint stands near, else
+    the scan up to it, once.
 
     Raises PlanError for a row behind the last.
     """
     address = plan.locate(row)
     found = address.pieces
-    columns = (found.slot, found.segment, found.dataset, found.doc, found.start, found.start + found.length)
-    pieces = tuple(PlannedPiece(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True))
+    columns = (
+        found.slot,
+        found.segment,
+        found.dataset,
+        found.doc,
+        found.start,
+        found.start + found.length,
+    )
+    pieces = tuple(
+        PlannedPiece(*numbers)
+        for numbers in zip(*(column.tolist() for column in columns), strict=True)
+    )
     return PlannedRow(row, address.epoch, address.window, pieces)

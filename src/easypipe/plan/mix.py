@@ -1,11 +1,14 @@
-"""Mix: which dataset the n-th draw of the mixture comes from (Tijdeman's chairman assignment, in integers).
+"""Mix: which dataset the n-th draw of the mixture comes from (Tijdeman's chairman assignment, in
+integers).
 
-Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, for k datasets however small their weights; docs/mixing.md
-has the proof. `easypipe.plan.reference.assign` is the short oracle.
+Every dataset's count stays within 1 - 1/(2k - 2) of its share at every prefix, for k datasets
+however small their weights; docs/mixing.md has the proof. `easypipe.plan.reference.assign` is the
+short oracle.
 
-deficit  draws owed: after n draws with integer weights w (sum W), `deficits[i] = n * w[i] - count[i] * W`, always in (-W, W)
-release  the first draw at which a dataset may be chosen: the smallest n with n·w - count·W ≥ W / (2k - 2)
-deadline the last draw at which it must have been chosen, so that it never owes more than W - W / (2k - 2)
+deficit  draws owed: after n draws with integer weights w (sum W), `deficits[i] = n * w[i] -
+count[i] * W`, always in (-W, W) release  the first draw at which a dataset may be chosen: the
+smallest n with n·w - count·W ≥ W / (2k - 2) deadline the last draw at which it must have been
+chosen, so that it never owes more than W - W / (2k - 2)
 """
 
 from __future__ import annotations
@@ -30,18 +33,22 @@ MAX_DATASETS = 1 << 16
 MAX_DRAWS = 1 << 20  # of one call: draws times weights stays in an Int64
 
 NEVER = 1 << 62  # documents of a dataset that begins again without end
-_NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)  # deadlines are below 2^43, so both fit a word
+# deadlines are below 2^43, so both fit a word
+_NUMBER_BITS, _NUMBER = np.int64(16), np.int64(MAX_DATASETS - 1)
 
 
 def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
     """Positive integers in the ratio of `weights`, summing to at most 2^40, in the mapping's order.
 
-    Weights are read as the decimal numbers they are written as, so {0.7, 0.3} is exactly 7 to 3 on every machine. Where the exact ratio
-    needs larger integers, each share is rounded to the nearest 2^-40. Raises PlanError for a weight that is not positive and finite, or
-    so small beside the others that it would round to nothing.
+    Weights are read as the decimal numbers they are written as, so {0.7, 0.3} is exactly 7 to 3 on
+    every machine. Where the exact ratio needs larger integers, each share is rounded to the nearest
+    2^-40. Raises PlanError for a weight that is not positive and finite, or so small beside the
+    others that it would round to nothing.
     """
     if not weights:
-        raise PlanError(at="weights", problem="there is nothing to mix", fix="Give at least one dataset.")
+        raise PlanError(
+            at="weights", problem="there is nothing to mix", fix="Give at least one dataset."
+        )
     exact: list[Fraction] = []
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight <= 0:
@@ -50,7 +57,9 @@ def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
                 problem=f"{weight!r} is no weight",
                 fix="Give a positive finite number, or leave the dataset out.",
             )
-        exact.append(Fraction(Decimal(repr(weight))) if isinstance(weight, float) else Fraction(weight))
+        exact.append(
+            Fraction(Decimal(repr(weight))) if isinstance(weight, float) else Fraction(weight)
+        )
     scale = math.lcm(*(part.denominator for part in exact))
     whole = [int(part * scale) for part in exact]
     common = math.gcd(*whole)
@@ -73,7 +82,8 @@ def integer_weights(weights: Mapping[str, float]) -> tuple[int, ...]:
 class Draws:
     """The next draws of a mixture.
 
-    dataset: Int32[n], the dataset of every draw. counts: Int64[k], draws per dataset. deficits: Int64[k] and active: Bool[k] after them.
+    dataset: Int32[n], the dataset of every draw. counts: Int64[k], draws per dataset. deficits:
+    Int64[k] and active: Bool[k] after them.
     ended: no further draw exists before the next epoch.
     """
 
@@ -96,10 +106,11 @@ def draw(
 ) -> Draws:
     """The next draws, at most `num_draws` of them.
 
-    weights, remaining (documents each dataset may still give), deficits: Int64[k]; active: Bool[k]. capped: "restart" looks at `remaining`
-    too, because some datasets may not begin again; else it gives all draws. "first_exhausted" ends before the first draw that would need
-    an exhausted dataset. "all_exhausted" (and "restart" where capped): a dataset leaves with its last document, and the others go on with
-    their weights and no deficits; ends with the last document of all.
+    weights, remaining (documents each dataset may still give), deficits: Int64[k]; active: Bool[k].
+    capped: "restart" looks at `remaining` too, because some datasets may not begin again; else it
+    gives all draws. "first_exhausted" ends before the first draw that would need an exhausted
+    dataset. "all_exhausted" (and "restart" where capped): a dataset leaves with its last document,
+    and the others go on with their weights and no deficits; ends with the last document of all.
     """
     if not 0 < num_draws <= MAX_DRAWS:
         raise ValueError(f"between 1 and {MAX_DRAWS} draws can be made at once, not {num_draws}")
@@ -107,32 +118,61 @@ def draw(
     dataset = np.empty(num_draws, dtype=np.int32)
     counts = np.zeros(weights.shape[0], dtype=np.int64)
     left = remaining.copy() if capped or stop != "restart" else np.full_like(weights, NEVER)
-    made, ended = _draw_into(weights, left, deficits, active, stop != "first_exhausted", dataset, counts)
-    return Draws(dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=bool(ended))
+    made, ended = _draw_into(
+        weights, left, deficits, active, stop != "first_exhausted", dataset, counts
+    )
+    return Draws(
+        dataset=dataset[:made], counts=counts, deficits=deficits, active=active, ended=bool(ended)
+    )
 
 
-def start(num_docs: Sequence[int] | NDArray[np.int64], stop: Stop) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """(deficits, active) at the start of an epoch. Under "all_exhausted" a dataset without documents has left already."""
+def start(
+    num_docs: Sequence[int] | NDArray[np.int64], stop: Stop
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """(deficits, active) at the start of an epoch. Under "all_exhausted" a dataset without
+    documents has left already.
+    """
     counts = np.asarray(num_docs, dtype=np.int64)
-    return np.zeros_like(counts), (counts > 0) if stop == "all_exhausted" else np.ones(counts.shape, dtype=np.bool_)
+    return np.zeros_like(counts), (counts > 0) if stop == "all_exhausted" else np.ones(
+        counts.shape, dtype=np.bool_
+    )
 
 
-def remaining(num_docs: NDArray[np.int64], drawn: NDArray[np.int64], stop: Stop, caps: Sequence[int | None] | None) -> NDArray[np.int64]:
-    """Documents that each dataset may still give in this epoch: Int64[k]. caps: most passes over each dataset, None for no limit."""
+def remaining(
+    num_docs: NDArray[np.int64],
+    drawn: NDArray[np.int64],
+    stop: Stop,
+    caps: Sequence[int | None] | None,
+) -> NDArray[np.int64]:
+    """Documents that each dataset may still give in this epoch: Int64[k]. caps: most passes over
+    each dataset, None for no limit.
+    """
     if stop != "restart":
         return num_docs - drawn
     passes = [None] * num_docs.shape[0] if caps is None else caps
-    give = [NEVER if cap is None else min(NEVER, cap * count) for cap, count in zip(passes, num_docs.tolist(), strict=True)]
-    return np.array([total if total == NEVER else total - done for total, done in zip(give, drawn.tolist(), strict=True)], dtype=np.int64)
+    give = [
+        NEVER if cap is None else min(NEVER, cap * count)
+        for cap, count in zip(passes, num_docs.tolist(), strict=True)
+    ]
+    return np.array(
+        [
+            total if total == NEVER else total - done
+            for total, done in zip(give, drawn.tolist(), strict=True)
+        ],
+        dtype=np.int64,
+    )
 
 
 @jit
 def _draw_into(weights, left, deficits, active, leave, dataset, counts):
-    """Returns (draws made, whether the epoch ended). Changes left, deficits, active, dataset and counts in place."""
+    """Returns (draws made, whether the epoch ended). Changes left, deficits, active, dataset and
+    counts in place.
+    """
     num_datasets, limit = weights.shape[0], dataset.shape[0]
     base = np.empty(num_datasets, np.int64)  # the deficit after n draws is base + n * weight
     deadline = np.empty(num_datasets, np.int64)
-    # A calendar: the datasets that are released at a draw hang in a list that starts at `released[draw]`.
+    # A calendar: the datasets that are released at a draw hang in a list that starts at
+    # `released[draw]`.
     released = np.empty(limit + 2, np.int32)
     behind = np.empty(num_datasets, np.int32)
     # A heap of the datasets that may be chosen, by deadline, then by number.
@@ -188,12 +228,24 @@ def _draw_into(weights, left, deficits, active, leave, dataset, counts):
                 active[chosen] = False
                 deficits[:] = 0
                 break
-            _book(chosen, base[chosen] + n * weights[chosen], n, weights, total, slack, deadline, released, behind)
+            _book(
+                chosen,
+                base[chosen] + n * weights[chosen],
+                n,
+                weights,
+                total,
+                slack,
+                deadline,
+                released,
+                behind,
+            )
 
 
 @jit
 def _book(i, owed, made, weights, total, slack, deadline, released, behind):
-    """The next draw of dataset `i`, that is owed `owed` after `made` draws: when it may come, and when it must have."""
+    """The next draw of dataset `i`, that is owed `owed` after `made` draws: when it may come, and
+    when it must have.
+    """
     unit = slack * weights[i]
     deadline[i] = made + ((slack - 1) * total - slack * owed) // unit + 1
     release = max(made + 1, made - (slack * owed - total) // unit)

@@ -1,7 +1,8 @@
 """Order: the n-th document drawn from a dataset, as arithmetic.
 
-Position `p` of pass `e` over a dataset of `num_docs` documents is document `permutation_e(p)`: a keyed Feistel permutation, a new one for
-every pass, computed for one position at a time. The kernels here are the compiled twins of `easypipe.core.random`.
+Position `p` of pass `e` over a dataset of `num_docs` documents is document `permutation_e(p)`: a
+keyed Feistel permutation, a new one for every pass, computed for one position at a time. The
+kernels here are the compiled twins of `easypipe.core.random`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class OrderSpec:
     """In which order the documents of a dataset are read.
 
     shuffle: a new keyed permutation every pass; False reads documents in the order of their files.
-    block_rows: documents that stay together: blocks of this many neighbours are permuted as one, so that reads from remote storage
+    block_rows: documents that stay together: blocks of this many neighbours are permuted as one, so
+    that reads from remote storage
         stay large. 1 permutes single documents. Without shuffle it must be 1.
     """
 
@@ -30,7 +32,11 @@ class OrderSpec:
 
     def __post_init__(self) -> None:
         if self.block_rows < 1:
-            raise PlanError(at="order.block_rows", problem=f"{self.block_rows} is no block of rows", fix="Give at least 1.")
+            raise PlanError(
+                at="order.block_rows",
+                problem=f"{self.block_rows} is no block of rows",
+                fix="Give at least 1.",
+            )
         if not self.shuffle and self.block_rows != 1:
             raise PlanError(
                 at="order.block_rows",
@@ -40,7 +46,9 @@ class OrderSpec:
 
 
 def permute(indices: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """`core.random.permute`, compiled: equal results, several times as fast. Raises ValueError where that does."""
+    """`core.random.permute`, compiled: equal results, several times as fast. Raises ValueError
+    where that does.
+    """
     if not 0 < size <= MAX_ROWS:
         raise ValueError(f"cannot permute {size} rows: between 1 and 2^48 are possible")
     indices = np.require(indices, dtype=np.int64, requirements=["C", "W"])
@@ -58,9 +66,11 @@ def documents(
     drawn: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """The next `counts[i]` documents of every dataset `i` after `drawn[i]` of them: Int64[sum(counts)], dataset after dataset.
+    """The next `counts[i]` documents of every dataset `i` after `drawn[i]` of them:
+    Int64[sum(counts)], dataset after dataset.
 
-    num_docs, drawn, counts: Int64[k]. keys: UInt64[k], one per dataset. Pass `e` over a dataset permutes by `child(key, epoch + e)`.
+    num_docs, drawn, counts: Int64[k]. keys: UInt64[k], one per dataset. Pass `e` over a dataset
+    permutes by `child(key, epoch + e)`.
     """
     out = np.empty(int(counts.sum()), dtype=np.int64)
     _documents_into(num_docs, keys, epoch, drawn, counts, spec.shuffle, spec.block_rows, out)
@@ -130,7 +140,9 @@ def _permute_into(indices, size, key, out):
 
 @jit
 def _forward_all(indices, size, bits, rounds, out):
-    """Where indices go. A step of the walk for a whole chunk (in vector instructions), then for those that have not landed, and so on."""
+    """Where indices go. A step of the walk for a whole chunk (in vector instructions), then for
+    those that have not landed, and so on.
+    """
     words, places = np.empty(_CHUNK, np.uint64), np.empty(_CHUNK, np.int64)
     top = np.uint64(size)
     for first in range(0, indices.shape[0], _CHUNK):
@@ -152,7 +164,8 @@ def _forward_all(indices, size, bits, rounds, out):
 def _step_all(words, count, bits, rounds):
     shift = np.uint64(bits // 2)
     left_mask, right_mask = (_ONE << np.uint64(bits - bits // 2)) - _ONE, (_ONE << shift) - _ONE
-    a, b, c, d = rounds[0], rounds[1], rounds[2], rounds[3]  # ROUNDS is 8; as an array they would be read again for every word
+    # ROUNDS is 8; as an array they would be read again for every word
+    a, b, c, d = rounds[0], rounds[1], rounds[2], rounds[3]
     e, f, g, h = rounds[4], rounds[5], rounds[6], rounds[7]
     for n in range(count):
         left, right = words[n] >> shift, words[n] & right_mask
@@ -185,7 +198,8 @@ def _documents_into(num_docs, keys, epoch, drawn, counts, shuffle, block, out):
                 _set_round_keys(_child(keys[i], epoch + turn), rounds)
                 blocks, tail = (size + block - 1) // block, size % block
                 bits = _word_bits(blocks)
-                # The last block may be short: every position behind the place where it lands moves up by what it lacks.
+                # The last block may be short: every position behind the place where it lands moves
+                # up by what it lacks.
                 short_at = _backward(blocks - 1, blocks, bits, rounds) * block if tail else size
                 places = np.arange(start, stop)
                 if tail:

@@ -32,12 +32,17 @@ MAX_SEQ_LENGTH = 1 << 24
 class PackSpec:
     """How documents are laid into rows of `seq_length` tokens.
 
-    strategy: "greedy" puts a document into the one open row and opens the next where it does not fit; "pool" keeps `num_packers` rows open
-        and takes the fullest that fits; "first_fit" sees the whole window and takes the fullest row that fits, longest document first.
-        "stream" lays documents one behind the other and begins a row wherever the one before is full.
-    oversize: a document longer than a row is cut into full rows and a remainder ("split"), cut off ("truncate"), left out ("drop"), or
-        refused ("error"). Documents that fit a row are never cut. "stream" cuts where rows end, and knows only "split".
-    shuffle_rows: permute the rows of a window; without it first_fit gives rows of long documents first.
+    strategy: "greedy" puts a document into the one open row and opens the next where it does not
+    fit; "pool" keeps `num_packers` rows open
+        and takes the fullest that fits; "first_fit" sees the whole window and takes the fullest row
+        that fits, longest document first. "stream" lays documents one behind the other and begins a
+        row wherever the one before is full.
+    oversize: a document longer than a row is cut into full rows and a remainder ("split"), cut off
+    ("truncate"), left out ("drop"), or
+        refused ("error"). Documents that fit a row are never cut. "stream" cuts where rows end, and
+        knows only "split".
+    shuffle_rows: permute the rows of a window; without it first_fit gives rows of long documents
+    first.
     """
 
     seq_length: int
@@ -49,25 +54,36 @@ class PackSpec:
     def __post_init__(self) -> None:
         if not 1 <= self.seq_length <= MAX_SEQ_LENGTH:
             problem = f"{self.seq_length} is no row length"
-            raise PlanError(at="pack.seq_length", problem=problem, fix=f"Give 1 to {MAX_SEQ_LENGTH} tokens.")
+            raise PlanError(
+                at="pack.seq_length", problem=problem, fix=f"Give 1 to {MAX_SEQ_LENGTH} tokens."
+            )
         if self.strategy not in STRATEGIES:
-            raise PlanError(at="pack.strategy", problem=f"no strategy {self.strategy!r}", have=STRATEGIES)
+            raise PlanError(
+                at="pack.strategy", problem=f"no strategy {self.strategy!r}", have=STRATEGIES
+            )
         if self.oversize not in OVERSIZE:
             raise PlanError(at="pack.oversize", problem=f"no rule {self.oversize!r}", have=OVERSIZE)
         if self.strategy == "stream" and self.oversize != "split":
             problem = f"{self.oversize!r} has no meaning for strategy 'stream', which cuts documents where rows end"
-            raise PlanError(at="pack.oversize", problem=problem, fix="Leave it at 'split', or truncate when tokenizing.")
+            raise PlanError(
+                at="pack.oversize",
+                problem=problem,
+                fix="Leave it at 'split', or truncate when tokenizing.",
+            )
         if self.num_packers < 1:
             problem = f"{self.num_packers} open rows hold nothing"
-            raise PlanError(at="pack.num_packers", problem=problem, fix="Give at least 1; 16 fill well.")
+            raise PlanError(
+                at="pack.num_packers", problem=problem, fix="Give at least 1; 16 fill well."
+            )
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where the pieces of a window stand, sorted by row, then slot.
 
-    table: Int32[5, pieces], its lines are `row`, `slot`, `draw`, `start` and `length`; a piece is tokens `start` to `start + length` of
-    document `draw` and fills slots `slot` to `slot + length` of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
+    table: Int32[5, pieces], its lines are `row`, `slot`, `draw`, `start` and `length`; a piece is
+    tokens `start` to `start + length` of document `draw` and fills slots `slot` to `slot + length`
+    of `row`. first_piece: Int64[num_rows + 1], where each row's pieces begin.
     """
 
     table: NDArray[np.int32]
@@ -99,9 +115,11 @@ class Layout:
 
 
 def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
-    """Lay documents of `lengths` (Int32[n], tokens, EOS counted) into rows; `key` decides the order of the rows.
+    """Lay documents of `lengths` (Int32[n], tokens, EOS counted) into rows; `key` decides the order
+    of the rows.
 
-    Documents without tokens get no piece. Raises PlanError for a document over `seq_length` under oversize "error".
+    Documents without tokens get no piece. Raises PlanError for a document over `seq_length` under
+    oversize "error".
     """
     lengths = np.require(lengths, dtype=np.int32, requirements=["C", "W"])
     if spec.strategy == "stream":
@@ -113,18 +131,30 @@ def pack_window(lengths: NDArray[np.int32], spec: PackSpec, key: int) -> Layout:
 
 
 def assign(lengths: NDArray[np.int32], spec: PackSpec) -> tuple[NDArray[np.int32], int]:
-    """(the pieces of documents that `spec` does not refuse, like `Layout.table` but in any order of rows; the number of rows).
+    """(the pieces of documents that `spec` does not refuse, like `Layout.table` but in any order of
+    rows; the number of rows).
 
-    "greedy" and "pool" give the pieces in the order of the documents, and those of fewer documents are the first of them.
+    "greedy" and "pool" give the pieces in the order of the documents, and those of fewer documents
+    are the first of them.
     """
     rule = OVERSIZE.index(spec.oversize)
     loose = np.empty((5, _count_pieces(lengths, spec.seq_length, rule)), dtype=np.int32)
-    num_rows = _assign(lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose)
+    num_rows = _assign(
+        lengths, spec.seq_length, STRATEGIES.index(spec.strategy), spec.num_packers, rule, loose
+    )
     return loose, int(num_rows)
 
 
-def cut_stream(lengths: NDArray[np.int32], spec: PackSpec, key: int, *, start: int = 0, num_rows: int | None = None) -> Layout:
-    """Documents of `lengths` (Int32[n]) one behind the other, cut into rows: the first `num_rows`, or all; the last of all may not be full.
+def cut_stream(
+    lengths: NDArray[np.int32],
+    spec: PackSpec,
+    key: int,
+    *,
+    start: int = 0,
+    num_rows: int | None = None,
+) -> Layout:
+    """Documents of `lengths` (Int32[n]) one behind the other, cut into rows: the first `num_rows`,
+    or all; the last of all may not be full.
 
     start: tokens of the first document that stand in rows before these.
     """
@@ -137,7 +167,9 @@ def cut_stream(lengths: NDArray[np.int32], spec: PackSpec, key: int, *, start: i
 
 
 def arrange(loose: NDArray[np.int32], num_rows: int, spec: PackSpec, key: int) -> Layout:
-    """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says so."""
+    """The layout of pieces that stand in any order of rows, the rows permuted where `spec` says
+    so.
+    """
     order = np.arange(num_rows, dtype=np.int64)
     if spec.shuffle_rows and num_rows > 1:
         order = permute(order, num_rows, key)
@@ -150,7 +182,10 @@ def one_row_each(lengths: NDArray[np.int32]) -> Layout:
     """The layout without packing: document n is row n, whole, also where it has no tokens."""
     count = lengths.shape[0]
     rows, zeros = np.arange(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
-    return Layout(table=np.stack([rows, zeros, rows, zeros, lengths]), first_piece=np.arange(count + 1, dtype=np.int64))
+    return Layout(
+        table=np.stack([rows, zeros, rows, zeros, lengths]),
+        first_piece=np.arange(count + 1, dtype=np.int64),
+    )
 
 
 def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
@@ -162,10 +197,14 @@ def oversize_error(document: str, length: int, spec: PackSpec) -> PlanError:
 
 
 def nothing_fits(num_docs: int, spec: PackSpec) -> PlanError:
-    """Under oversize "drop" what leaves no row is the length of rows, not the data; else no document has a token."""
+    """Under oversize "drop" what leaves no row is the length of rows, not the data; else no
+    document has a token.
+    """
     if spec.oversize != "drop":
         return PlanError(
-            at="pack", problem=f"none of {num_docs} documents has a token", fix="Check the columns that are named and the files."
+            at="pack",
+            problem=f"none of {num_docs} documents has a token",
+            fix="Check the columns that are named and the files.",
         )
     return PlanError(
         at="pack.oversize",
@@ -179,7 +218,8 @@ _PLACE_BITS, _PLACES, _NO_ROW = np.int64(32), np.int64((1 << 32) - 1), np.int64(
 _GREEDY, _POOL = STRATEGIES.index("greedy"), STRATEGIES.index("pool")
 
 LEVELS = 4  # words of 64 bits: 64^4 sizes of free room are MAX_SEQ_LENGTH
-_LOWEST_BIT = np.uint64(0x03F79D71B4CB0A89)  # a de Bruijn sequence: the six bits below each place name the place
+# a de Bruijn sequence: the six bits below each place name the place
+_LOWEST_BIT = np.uint64(0x03F79D71B4CB0A89)
 _PLACE = np.argsort([(int(_LOWEST_BIT) << bit) >> 58 & 63 for bit in range(64)])
 _ZERO, _ONE, _S58 = np.uint64(0), np.uint64(1), np.uint64(58)
 
@@ -197,16 +237,25 @@ def _count_pieces(lengths, seq_length, rule):
 
 @jit
 def _put(table, piece, row, slot, draw, start, length):
-    table[0, piece], table[1, piece], table[2, piece], table[3, piece], table[4, piece] = row, slot, draw, start, length
+    table[0, piece], table[1, piece], table[2, piece], table[3, piece], table[4, piece] = (
+        row,
+        slot,
+        draw,
+        start,
+        length,
+    )
 
 
 @jit
 def _assign(lengths, seq_length, strategy, num_packers, rule, table):
-    """Writes every piece to `table` (Int32[5, pieces]: row, slot, draw, start, length), slots of a row ascending. Returns the rows used."""
+    """Writes every piece to `table` (Int32[5, pieces]: row, slot, draw, start, length), slots of a
+    row ascending. Returns the rows used.
+    """
     pieces, rows, rests = 0, 0, 0
     open_rows = 1 if strategy == _GREEDY else num_packers
     row_of = np.zeros(open_rows, np.int64)
-    # An open row is a word of its free room (0: none is open in this place) and its place, so that the fullest that fits is a minimum.
+    # An open row is a word of its free room (0: none is open in this place) and its place, so that
+    # the fullest that fits is a minimum.
     open_row = np.arange(open_rows).astype(np.int64)
     by_length = np.zeros(seq_length + 1, np.int64)
     rest_draw = np.empty(0 if strategy <= _POOL else lengths.shape[0], np.int32)
@@ -241,17 +290,29 @@ def _assign(lengths, seq_length, strategy, num_packers, rule, table):
             row_of[place] = rows
             rows += 1
         place = best & _PLACES
-        _put(table, pieces, row_of[place], seq_length - (best >> _PLACE_BITS), draw, full * seq_length, rest)
+        _put(
+            table,
+            pieces,
+            row_of[place],
+            seq_length - (best >> _PLACE_BITS),
+            draw,
+            full * seq_length,
+            rest,
+        )
         pieces += 1
         open_row[place] = best - need
     if rests:
-        rows = _best_fit_decreasing(lengths, seq_length, rest_draw[:rests], by_length, pieces, rows, table)
+        rows = _best_fit_decreasing(
+            lengths, seq_length, rest_draw[:rests], by_length, pieces, rows, table
+        )
     return rows
 
 
 @jit
 def _cut(lengths, start, seq_length, num_rows, table):
-    """Writes the pieces of the first `num_rows` rows to `table`, unless it is Int32[5, 0]. Returns how many there are."""
+    """Writes the pieces of the first `num_rows` rows to `table`, unless it is Int32[5, 0]. Returns
+    how many there are.
+    """
     pieces, row, filled = 0, 0, np.int64(0)
     for draw in range(lengths.shape[0]):
         at, length = np.int64(start if draw == 0 else 0), np.int64(lengths[draw])
@@ -272,7 +333,9 @@ def _cut(lengths, start, seq_length, num_rows, table):
 
 @jit
 def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows, table):
-    """Longest first, each into the fullest row that has room; of equally full rows, the last one that was touched."""
+    """Longest first, each into the fullest row that has room; of equally full rows, the last one
+    that was touched.
+    """
     rests = rest_draw.shape[0]
     before = 0
     for length in range(seq_length - 1, 0, -1):  # counting sort, descending and stable
@@ -285,7 +348,8 @@ def _best_fit_decreasing(lengths, seq_length, rest_draw, by_length, pieces, rows
         order[by_length[rest]] = rest_draw[i]
         by_length[rest] += 1
 
-    # Open rows hang in a stack for each size of free room. A tree of bits, 64 to a word, tells which stacks hold any.
+    # Open rows hang in a stack for each size of free room. A tree of bits, 64 to a word, tells
+    # which stacks hold any.
     first = np.zeros(LEVELS + 1, np.int64)
     words = seq_length + 1
     for level in range(LEVELS):

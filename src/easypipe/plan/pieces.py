@@ -15,7 +15,8 @@ from easypipe.plan.window import Window
 class Pieces(NamedTuple):
     """The pieces of some rows, in the order the rows were asked for, then by slot.
 
-    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length: Int32[p]. doc: Int64[p].
+    row: Int64[p], index into the rows asked for. slot, segment (from 1), dataset, start, length:
+    Int32[p]. doc: Int64[p].
     """
 
     row: NDArray[np.int64]
@@ -38,7 +39,16 @@ def pieces_of(window: Window, rows: NDArray[np.int64]) -> Pieces | None:
     if total < 0:
         return None
     wide, narrow = np.empty((2, total), dtype=np.int64), np.empty((5, total), dtype=np.int32)
-    _gather_pieces(rows, window.first_row, layout.first_piece, layout.table, window.dataset, window.doc, wide, narrow)
+    _gather_pieces(
+        rows,
+        window.first_row,
+        layout.first_piece,
+        layout.table,
+        window.dataset,
+        window.doc,
+        wide,
+        narrow,
+    )
     return Pieces(wide[0], narrow[0], narrow[1], narrow[2], wide[1], narrow[3], narrow[4])
 
 
@@ -68,6 +78,10 @@ def _gather_pieces(rows, first_row, first_piece, table, dataset, doc, wide, narr
         for piece in range(first, first_piece[row + 1]):
             draw = table[2, piece]
             wide[0, at], wide[1, at] = n, doc[draw]
-            narrow[0, at], narrow[1, at], narrow[2, at] = table[1, piece], piece - first + 1, dataset[draw]
+            narrow[0, at], narrow[1, at], narrow[2, at] = (
+                table[1, piece],
+                piece - first + 1,
+                dataset[draw],
+            )
             narrow[3, at], narrow[4, at] = table[3, piece], table[4, piece]
             at += 1

@@ -1,4 +1,6 @@
-"""Short, obvious and slow: what the kernels of this package are checked against. Plain Python, exact integers, no arrays in the middle."""
+"""Short, obvious and slow: what the kernels of this package are checked against. Plain Python,
+exact integers, no arrays in the middle.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ Piece = tuple[int, int, int, int, int, int]  # slot, segment, dataset, doc, star
 
 
 def assign(weights: Sequence[int]) -> Iterator[int]:
-    """The draws of a mixture without end, straight from Tijdeman's rule (The chairman assignment problem, Discrete Mathematics 32, 1980).
+    """The draws of a mixture without end, straight from Tijdeman's rule (The chairman assignment
+    problem, Discrete Mathematics 32, 1980).
 
-    Among the datasets that are owed at least 1/(2k - 2) of a draw, the one whose debt would first exceed 1 - 1/(2k - 2); of equals,
-    the first.
+    Among the datasets that are owed at least 1/(2k - 2) of a draw, the one whose debt would first
+    exceed 1 - 1/(2k - 2); of equals, the first.
     """
     if len(weights) == 1:
         yield from itertools.repeat(0)
@@ -46,8 +49,12 @@ def assign(weights: Sequence[int]) -> Iterator[int]:
         yield chosen
 
 
-def draws(weights: Sequence[int], left: Sequence[float], stop: Stop, out: Sequence[int] = ()) -> Iterator[int]:
-    """The datasets that one epoch of a mixture draws from, draw by draw. left: documents they may give. out: datasets not in it."""
+def draws(
+    weights: Sequence[int], left: Sequence[float], stop: Stop, out: Sequence[int] = ()
+) -> Iterator[int]:
+    """The datasets that one epoch of a mixture draws from, draw by draw. left: documents they may
+    give. out: datasets not in it.
+    """
     left = list(left)
     active = [i for i in range(len(left)) if i not in out and (left[i] or stop != "all_exhausted")]
     while active:
@@ -64,7 +71,9 @@ def draws(weights: Sequence[int], left: Sequence[float], stop: Stop, out: Sequen
 
 @dataclass
 class Mixing:
-    """Where a mixture stands that gives to whom it owes most. deficits: in units of the weights. left: documents that each may give."""
+    """Where a mixture stands that gives to whom it owes most. deficits: in units of the weights.
+    left: documents that each may give.
+    """
 
     deficits: list[int]
     left: list[float]
@@ -72,18 +81,31 @@ class Mixing:
     ended: bool = False
 
 
-def owed_most(mixing: Mixing, weigh: Callable[[list[bool]], Sequence[int]], stop: Stop, size: Callable[[int], int] | None) -> Iterator[int]:
-    """The draws of a window, to whom is owed most. weigh: the weights of the datasets in the mixture.
+def owed_most(
+    mixing: Mixing,
+    weigh: Callable[[list[bool]], Sequence[int]],
+    stop: Stop,
+    size: Callable[[int], int] | None,
+) -> Iterator[int]:
+    """The draws of a window, to whom is owed most. weigh: the weights of the datasets in the
+    mixture.
 
-    size: tokens of the next document of a dataset; None counts draws. Of equals, the one with more weight; of those, the first.
+    size: tokens of the next document of a dataset; None counts draws. Of equals, the one with more
+    weight; of those, the first.
     """
     while True:
         mixing.ended = not any(mixing.active)
         if mixing.ended:
             return
         weights = weigh(mixing.active)
-        granted = [owed + (weight if size is None else 0) for owed, weight in zip(mixing.deficits, weights, strict=True)]
-        chosen = max((i for i, alive in enumerate(mixing.active) if alive), key=lambda i: (granted[i], weights[i], -i))
+        granted = [
+            owed + (weight if size is None else 0)
+            for owed, weight in zip(mixing.deficits, weights, strict=True)
+        ]
+        chosen = max(
+            (i for i, alive in enumerate(mixing.active) if alive),
+            key=lambda i: (granted[i], weights[i], -i),
+        )
         if mixing.left[chosen] == 0:
             mixing.ended = True
             return
@@ -106,18 +128,25 @@ def one_pass(spec: OrderSpec, num_docs: int, key: int) -> list[int]:
     """All documents, in the order of the pass that `key` names."""
     if not spec.shuffle:
         return list(range(num_docs))
-    blocks = [range(start, min(start + spec.block_rows, num_docs)) for start in range(0, num_docs, spec.block_rows)]
+    blocks = [
+        range(start, min(start + spec.block_rows, num_docs))
+        for start in range(0, num_docs, spec.block_rows)
+    ]
     order = permute(np.arange(len(blocks)), len(blocks), key)
     return [doc for block in order for doc in blocks[block]]
 
 
 def pack(lengths: Sequence[int], spec: PackSpec) -> list[list[Item]]:
-    """The rows of a window before they are shuffled, in the order they were opened; what stands in each, from slot 0 on."""
+    """The rows of a window before they are shuffled, in the order they were opened; what stands in
+    each, from slot 0 on.
+    """
     if spec.strategy == "stream":
         return stream(lengths, spec.seq_length)
     rows: list[list[Item]] = []
     rests: list[Item] = []
-    open_rows: list[list[Item] | None] = [None] * (spec.num_packers if spec.strategy == "pool" else 1)
+    open_rows: list[list[Item] | None] = [None] * (
+        spec.num_packers if spec.strategy == "pool" else 1
+    )
     for draw, length in enumerate(lengths):
         if length > spec.seq_length:
             assert spec.oversize != "error"
@@ -158,11 +187,17 @@ def pack(lengths: Sequence[int], spec: PackSpec) -> list[list[Item]]:
 
 def stream(lengths: Sequence[int], seq_length: int, start: int = 0) -> list[list[Item]]:
     """All tokens from the first document's number `start` on, cut into rows."""
-    tokens = [(draw, at) for draw, length in enumerate(lengths) for at in range(start if draw == 0 else 0, length)]
+    tokens = [
+        (draw, at)
+        for draw, length in enumerate(lengths)
+        for at in range(start if draw == 0 else 0, length)
+    ]
     rows = []
     for first in range(0, len(tokens), seq_length):
         pieces: list[Item] = []
-        for draw, mine in itertools.groupby(tokens[first : first + seq_length], key=lambda token: token[0]):
+        for draw, mine in itertools.groupby(
+            tokens[first : first + seq_length], key=lambda token: token[0]
+        ):
             places = [at for _, at in mine]
             pieces.append((draw, places[0], len(places)))
         rows.append(pieces)
@@ -180,30 +215,48 @@ def plan_rows(datasets: Sequence[PlanDataset], spec: PlanSpec) -> Iterator[list[
     stop: Stop = "all_exhausted" if len(datasets) == 1 else spec.stop
     last = spec.last_epoch(num_docs)
     for epoch in itertools.count() if last is None else range(last):
-        out = [i for i, cap in enumerate(spec.caps) if spec.has_epochs and cap is not None and epoch >= cap]
+        out = [
+            i
+            for i, cap in enumerate(spec.caps)
+            if spec.has_epochs and cap is not None and epoch >= cap
+        ]
         left: list[float] = [*num_docs]
         if not spec.has_epochs:
-            left = [math.inf if cap is None else float(cap * count) for cap, count in zip(spec.caps, num_docs, strict=True)]
+            left = [
+                math.inf if cap is None else float(cap * count)
+                for cap, count in zip(spec.caps, num_docs, strict=True)
+            ]
         drawn = [0] * len(datasets)
         chosen = draws(spec.weights, left, stop, out)
-        active = [i not in out and (left[i] > 0 or stop != "all_exhausted") for i in range(len(left))]
+        active = [
+            i not in out and (left[i] > 0 or stop != "all_exhausted") for i in range(len(left))
+        ]
         mixing = Mixing([0] * len(left), left, active)
-        windows = stream_windows if spec.pack is not None and spec.pack.strategy == "stream" else closed_windows
-        for documents, rows in windows(datasets, spec, epoch, stop, first_row, chosen, mixing, drawn):
+        windows = (
+            stream_windows
+            if spec.pack is not None and spec.pack.strategy == "stream"
+            else closed_windows
+        )
+        for documents, rows in windows(
+            datasets, spec, epoch, stop, first_row, chosen, mixing, drawn
+        ):
             places = np.arange(len(rows))
             if spec.pack is not None and spec.pack.shuffle_rows and rows:
                 places = permute(places, len(rows), child(fold(spec.seed, "rows"), window_index))
             for place in np.argsort(places):
                 slot, row = 0, list[Piece]()
                 for segment, (draw, start, length) in enumerate(rows[place], start=1):
-                    row.append((slot, segment, documents[draw][0], documents[draw][1], start, length))
+                    row.append(
+                        (slot, segment, documents[draw][0], documents[draw][1], start, length)
+                    )
                     slot += length
                 yield row
             window_index += 1
             first_row += len(rows)
 
 
-Windows = Iterator[tuple[list[Document], list[list[Item]]]]  # of an epoch: their documents, and their rows
+# of an epoch: their documents, and their rows
+Windows = Iterator[tuple[list[Document], list[list[Item]]]]
 
 
 def closed_windows(
@@ -219,7 +272,9 @@ def closed_windows(
     """Every document stands in the window that drew it."""
     while True:
         if spec.schedule is None and spec.unit == "rows":
-            documents = take(datasets, spec, epoch, itertools.islice(chosen, spec.window_docs), drawn)
+            documents = take(
+                datasets, spec, epoch, itertools.islice(chosen, spec.window_docs), drawn
+            )
             if not documents:
                 return
         elif mixing.ended:
@@ -242,14 +297,23 @@ def stream_windows(
     mixing: Mixing,
     drawn: list[int],
 ) -> Windows:
-    """The full rows that the documents of a window give, if a token stands behind them; what is left belongs to the next window."""
+    """The full rows that the documents of a window give, if a token stands behind them; what is
+    left belongs to the next window.
+    """
     assert spec.pack is not None
     size, kept, start = spec.pack.seq_length, list[Document](), 0
     while True:
         asked = window_draws(
             datasets,
             spec,
-            WindowState(index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)),
+            WindowState(
+                index=0,
+                epoch=epoch,
+                first_row=row,
+                drawn=(),
+                deficits=(),
+                active=tuple(mixing.active),
+            ),
             shares_at(spec, row),
         )
         while True:
@@ -263,7 +327,12 @@ def stream_windows(
                 over = twin.ended
             documents = kept + new
             rows = stream([length for _, _, length in documents], size, start)
-            tokens = [(draw, first + i) for pieces in rows for draw, first, length in pieces for i in range(length)]
+            tokens = [
+                (draw, first + i)
+                for pieces in rows
+                for draw, first, length in pieces
+                for i in range(length)
+            ]
             full = len(rows) if over else max(0, len(tokens) - 1) // size
             if over or full:
                 break
@@ -284,7 +353,9 @@ def stream_windows(
             take_owed_most(datasets, spec, epoch, stop, row - full, count, mixing, drawn)
 
 
-def look(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, i: int, drawn: list[int]) -> Document:
+def look(
+    datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, i: int, drawn: list[int]
+) -> Document:
     """The next document of dataset i."""
     turn, position = divmod(drawn[i], datasets[i].num_docs)
     key = child(fold(spec.seed, "order", datasets[i].name), epoch + turn)
@@ -292,7 +363,13 @@ def look(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, i: int, dr
     return i, doc, int(datasets[i].lengths(np.array([doc]))[0])
 
 
-def take(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, chosen: Iterator[int], drawn: list[int]) -> list[Document]:
+def take(
+    datasets: Sequence[PlanDataset],
+    spec: PlanSpec,
+    epoch: int,
+    chosen: Iterator[int],
+    drawn: list[int],
+) -> list[Document]:
     """The documents that the draws `chosen` give; counts them in `drawn`."""
     documents: list[Document] = []
     for i in chosen:
@@ -303,11 +380,22 @@ def take(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, chosen: It
 
 def lay(documents: list[Document], spec: PlanSpec) -> list[list[Item]]:
     lengths = [length for _, _, length in documents]
-    return [[(draw, 0, length)] for draw, length in enumerate(lengths)] if spec.pack is None else pack(lengths, spec.pack)
+    return (
+        [[(draw, 0, length)] for draw, length in enumerate(lengths)]
+        if spec.pack is None
+        else pack(lengths, spec.pack)
+    )
 
 
 def take_owed_most(
-    datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, stop: Stop, row: int, size: int, mixing: Mixing, drawn: list[int]
+    datasets: Sequence[PlanDataset],
+    spec: PlanSpec,
+    epoch: int,
+    stop: Stop,
+    row: int,
+    size: int,
+    mixing: Mixing,
+    drawn: list[int],
 ) -> list[Document]:
     """At most `size` documents of a window that begins at `row`; moves `mixing` and `drawn` on."""
     total = ROWS_TOTAL if spec.unit == "rows" else TOKENS_TOTAL
@@ -315,25 +403,45 @@ def take_owed_most(
     def tokens(i: int) -> int:
         """Those that get a place in a row, and at least one."""
         _, _, length = look(datasets, spec, epoch, i, drawn)
-        if spec.pack is not None and length > spec.pack.seq_length and spec.pack.oversize in ("truncate", "drop"):
+        if (
+            spec.pack is not None
+            and length > spec.pack.seq_length
+            and spec.pack.oversize in ("truncate", "drop")
+        ):
             length = spec.pack.seq_length if spec.pack.oversize == "truncate" else 0
         return max(1, length)
 
     shares = shares_at(spec, row)
     by_size = tokens if spec.unit == "tokens" else None
-    chosen = owed_most(mixing, lambda active: weights_of(shares, active, total, spec.block), stop, by_size)
+    chosen = owed_most(
+        mixing, lambda active: weights_of(shares, active, total, spec.block), stop, by_size
+    )
     return take(datasets, spec, epoch, itertools.islice(chosen, size), drawn)
 
 
-def num_draws(datasets: Sequence[PlanDataset], spec: PlanSpec, epoch: int, stop: Stop, row: int, mixing: Mixing, drawn: list[int]) -> int:
-    """Documents of the window that begins at `row`: so many that its rows end where the shares change next."""
-    state = WindowState(index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active))
+def num_draws(
+    datasets: Sequence[PlanDataset],
+    spec: PlanSpec,
+    epoch: int,
+    stop: Stop,
+    row: int,
+    mixing: Mixing,
+    drawn: list[int],
+) -> int:
+    """Documents of the window that begins at `row`: so many that its rows end where the shares
+    change next.
+    """
+    state = WindowState(
+        index=0, epoch=epoch, first_row=row, drawn=(), deficits=(), active=tuple(mixing.active)
+    )
     guess, rows = window_draws(datasets, spec, state, shares_at(spec, row)), rows_left(spec, row)
     if rows is None or spec.pack is None:
         return guess
 
     def rows_of(size: int) -> int:
         twin = Mixing([*mixing.deficits], [*mixing.left], [*mixing.active])
-        return len(lay(take_owed_most(datasets, spec, epoch, stop, row, size, twin, [*drawn]), spec))
+        return len(
+            lay(take_owed_most(datasets, spec, epoch, stop, row, size, twin, [*drawn]), spec)
+        )
 
     return fit(guess, spec.window_docs, rows, rows_of)

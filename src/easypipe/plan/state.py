@@ -10,12 +10,16 @@ from easypipe.core.errors import StateError
 
 @dataclass(frozen=True, kw_only=True)
 class WindowState:
-    """All that a window depends on, besides datasets and spec: JSON of less than 3 KiB for 60 datasets.
+    """All that a window depends on, besides datasets and spec: JSON of less than 3 KiB for 60
+    datasets.
 
-    index: of the window. epoch: 0 first. first_row: rows before the window. drawn: documents per dataset in this epoch. deficits and
-    active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch == num_epochs.
-    cut: under strategy "stream", (dataset, tokens) of the document that the last row before ended in: the last one drawn from that dataset,
-    whose first `tokens` stand in rows before. None where a row ended with its document.
+    index: of the window. epoch: 0 first. first_row: rows before the window. drawn: documents per
+    dataset in this epoch. deficits and
+    active: of the mixture (`plan.mix`). The state behind the last window of a plan has epoch ==
+    num_epochs.
+    cut: under strategy "stream", (dataset, tokens) of the document that the last row before ended
+    in: the last one drawn from that dataset, whose first `tokens` stand in rows before. None where
+    a row ended with its document.
     """
 
     index: int
@@ -47,5 +51,15 @@ class WindowState:
             cut = values.get("cut")
             cut = None if cut is None else (int(cut[0]), int(cut[1]))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise StateError(at="window", problem=f"{values!r} is no state of a plan: {error!r}") from None
-        return cls(index=index, epoch=epoch, first_row=first_row, drawn=drawn, deficits=deficits, active=active, cut=cut)
+            raise StateError(
+                at="window", problem=f"{values!r} is no state of a plan: {error!r}"
+            ) from None
+        return cls(
+            index=index,
+            epoch=epoch,
+            first_row=first_row,
+            drawn=drawn,
+            deficits=deficits,
+            active=active,
+            cut=cut,
+        )

@@ -19,10 +19,12 @@ class DatasetTally:
     draws = docs_placed + docs_pending + docs_dropped + docs_empty
     tokens_drawn = tokens_placed + tokens_pending + tokens_truncated + tokens_dropped
 
-    passes: over the dataset, begun. pending: drawn in the window of the last row, but standing (partly) in a row behind it.
-    dropped: longer than a row. empty: without tokens, so without a place in a packed row. docs_truncated: those of docs_placed that lost
-    tokens_truncated. segments: pieces with tokens; each starts with a token that is no target. Under strategy "stream" a piece that goes on
-    with a document of the row before does not count: its first token is a target there.
+    passes: over the dataset, begun. pending: drawn in the window of the last row, but standing
+    (partly) in a row behind it.
+    dropped: longer than a row. empty: without tokens, so without a place in a packed row.
+    docs_truncated: those of docs_placed that lost tokens_truncated. segments: pieces with tokens;
+    each starts with a token that is no target. Under strategy "stream" a piece that goes on with a
+    document of the row before does not count: its first token is a target there.
     """
 
     num_docs: int
@@ -49,7 +51,9 @@ class DatasetTally:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Rows 0 to `rows`: slots = tokens placed + padding. Without packing a row has as many slots as tokens, the batch pads it."""
+    """Rows 0 to `rows`: slots = tokens placed + padding. Without packing a row has as many slots as
+    tokens, the batch pads it.
+    """
 
     rows: int
     slots: int
@@ -80,7 +84,8 @@ FIELDS = (
 COUNTERS = len(FIELDS)
 SEGMENTS = FIELDS.index("segments")
 
-SPLIT, TRUNCATE, DROP, WHOLE = 0, 1, 2, 3  # what happens to documents over the row length; WHOLE: rows have no length
+# what happens to documents over the row length; WHOLE: rows have no length
+SPLIT, TRUNCATE, DROP, WHOLE = 0, 1, 2, 3
 
 
 def count(
@@ -94,12 +99,25 @@ def count(
     into: NDArray[np.int64],
     cut: int | None = None,
 ) -> None:
-    """Add a window's draws to `into` (Int64[k, COUNTERS]), of whose pieces the first `num_pieces`, in `num_rows` rows, are reached.
+    """Add a window's draws to `into` (Int64[k, COUNTERS]), of whose pieces the first `num_pieces`,
+    in `num_rows` rows, are reached.
 
-    dataset, lengths: Int32[draws]. table: `Layout.table`. cut: under strategy "stream", tokens of the first document that stand in rows of
-    windows that were counted before, with the document itself (0: none do). None: of every other strategy.
+    dataset, lengths: Int32[draws]. table: `Layout.table`. cut: under strategy "stream", tokens of
+    the first document that stand in rows of windows that were counted before, with the document
+    itself (0: none do). None: of every other strategy.
     """
-    _count(dataset, lengths, table, num_pieces, num_rows, seq_length, rule, cut or 0, cut is not None, into)
+    _count(
+        dataset,
+        lengths,
+        table,
+        num_pieces,
+        num_rows,
+        seq_length,
+        rule,
+        cut or 0,
+        cut is not None,
+        into,
+    )
 
 
 @jit

@@ -1,8 +1,10 @@
-"""How many rows the first documents of a window fill, tried for several numbers of them, and the layout of the number that is chosen.
+"""How many rows the first documents of a window fill, tried for several numbers of them, and the
+layout of the number that is chosen.
 
-"greedy" and "pool" never look ahead, so the pieces of the first n documents are the first pieces of more: one assignment serves every
-number. "first_fit" begins with the longest document, so it packs anew, but the number of its rows follows from how many documents there are
-of each length: rows with the same free room are counted instead of told apart.
+"greedy" and "pool" never look ahead, so the pieces of the first n documents are the first pieces of
+more: one assignment serves every number. "first_fit" begins with the longest document, so it packs
+anew, but the number of its rows follows from how many documents there are of each length: rows with
+the same free room are counted instead of told apart.
 """
 
 from __future__ import annotations
@@ -11,11 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from easypipe.core.jit import jit
-from easypipe.plan.pack import LEVELS, OVERSIZE, Layout, PackSpec, arrange, assign, clear_bit, next_bit, pack_window, set_bit
+from easypipe.plan.pack import (
+    LEVELS,
+    OVERSIZE,
+    Layout,
+    PackSpec,
+    arrange,
+    assign,
+    clear_bit,
+    next_bit,
+    pack_window,
+    set_bit,
+)
 
 
 class Tries:
-    """Documents of `lengths` (Int32[n]), none of them refused by `spec`, of which the first so many will make a window."""
+    """Documents of `lengths` (Int32[n]), none of them refused by `spec`, of which the first so many
+    will make a window.
+    """
 
     def __init__(self, lengths: NDArray[np.int32], spec: PackSpec) -> None:
         self._lengths = lengths
@@ -28,7 +43,13 @@ class Tries:
     def rows(self, count: int) -> int:
         """Rows that the first `count` documents fill: `layout(count, key).num_rows`."""
         if self._loose is None:
-            return int(_first_fit_rows(self._lengths[:count], self._spec.seq_length, OVERSIZE.index(self._spec.oversize)))
+            return int(
+                _first_fit_rows(
+                    self._lengths[:count],
+                    self._spec.seq_length,
+                    OVERSIZE.index(self._spec.oversize),
+                )
+            )
         pieces = self._pieces(self._loose, count)
         return int(self._rows[pieces - 1]) + 1 if pieces else 0
 
@@ -37,7 +58,9 @@ class Tries:
         if self._loose is None:
             return pack_window(self._lengths[:count], self._spec, key)
         pieces = self._pieces(self._loose, count)
-        return arrange(np.ascontiguousarray(self._loose[:, :pieces]), self.rows(count), self._spec, key)
+        return arrange(
+            np.ascontiguousarray(self._loose[:, :pieces]), self.rows(count), self._spec, key
+        )
 
     def _pieces(self, loose: NDArray[np.int32], count: int) -> int:
         return int(np.searchsorted(loose[2], count))  # line 2 is the draw, ascending
@@ -72,7 +95,8 @@ def _first_fit_rows(lengths, seq_length, rule):
                 room, those, opens = np.int64(seq_length), count, True  # as many as are needed
             else:
                 those, opens = with_room[room], False
-            # A row that took one is the fullest that has room, so it takes the next as well, until none fits.
+            # A row that took one is the fullest that has room, so it takes the next as well, until
+            # none fits.
             each = room // length
             filled = min(those, count // each)
             rest = count - filled * each if filled < those else np.int64(0)

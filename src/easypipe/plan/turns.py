@@ -1,12 +1,15 @@
-"""Whose row comes when, of several streams that end at different rows: arithmetic over where they end.
+"""Whose row comes when, of several streams that end at different rows: arithmetic over where they
+end.
 
-stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER where it has not ended yet (or never does)
-turn    one row of each stream that has not ended, lowest number first: turn r holds the rows with number r
-order   turn after turn. While no stream has ended, S streams give equally many rows of each batch that S divides; where some have
+stream  a sequence of rows; `ends[s]` is how many stream s has, NEVER where it has not ended yet (or
+never does) turn    one row of each stream that has not ended, lowest number first: turn r holds the rows with number r
+order   turn after turn. While no stream has ended, S streams give equally many rows of each batch
+that S divides; where some have
         ended, the others stand in for them, each within one row of the others.
 
-A stream that has a row behind some place of the order does not change what comes before that place, wherever it ends. So the order up to
-a place is known as soon as every stream either has a row behind it or has ended.
+A stream that has a row behind some place of the order does not change what comes before that place,
+wherever it ends. So the order up to a place is known as soon as every stream either has a row
+behind it or has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ def rows_before(ends: NDArray[np.int64], row: int, stream: int) -> int:
 
 
 def given_by(ends: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Of the first `count` rows, how many each stream gives: Int64[S]. They sum to `count`, or to less where all streams have ended."""
+    """Of the first `count` rows, how many each stream gives: Int64[S]. They sum to `count`, or to
+    less where all streams have ended.
+    """
     in_order = np.sort(np.minimum(ends, count + 1))
     ended = np.cumsum(in_order) - in_order  # rows of the streams that end before
     live = np.arange(len(ends), 0, -1)
@@ -36,8 +41,12 @@ def given_by(ends: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return rows
 
 
-def in_order_of_streams(ends: NDArray[np.int64], start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(stream, row of it) of the rows `start` to `stop`, stream after stream; (-1, -1) behind the last. Int64[stop - start] each."""
+def in_order_of_streams(
+    ends: NDArray[np.int64], start: int, stop: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(stream, row of it) of the rows `start` to `stop`, stream after stream; (-1, -1) behind the
+    last. Int64[stop - start] each.
+    """
     first, last = given_by(ends, start), given_by(ends, stop)
     counts = last - first
     streams, rows = np.full((2, stop - start), -1, np.int64)
@@ -48,5 +57,7 @@ def in_order_of_streams(ends: NDArray[np.int64], start: int, stop: int) -> tuple
 
 
 def known_before(ends: NDArray[np.int64], row: int, stream: int) -> NDArray[np.int64]:
-    """`ends` as far as they change what comes before row `row` of `stream`: whoever stands there knows no others."""
+    """`ends` as far as they change what comes before row `row` of `stream`: whoever stands there
+    knows no others.
+    """
     return np.where(ends < row + (np.arange(len(ends)) < stream), ends, NEVER)

@@ -1,4 +1,6 @@
-"""One window: from a state to the documents that are drawn, to the rows they stand in, and on to the next state."""
+"""One window: from a state to the documents that are drawn, to the rows they stand in, and on to
+the next state.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from easypipe.core.random import child, fold
 from easypipe.plan import mix
 from easypipe.plan.deficit import MAX_SIZE, draw_owed_most, first_draws, with_margin
 from easypipe.plan.order import documents
-from easypipe.plan.pack import Layout, PackSpec, cut_stream, one_row_each, oversize_error, pack_window
+from easypipe.plan.pack import (
+    Layout,
+    PackSpec,
+    cut_stream,
+    one_row_each,
+    oversize_error,
+    pack_window,
+)
 from easypipe.plan.spec import PlanDataset, PlanSpec
 from easypipe.plan.stairs import draw_shares, fit, rows_left, shares_at, window_draws
 from easypipe.plan.state import WindowState
@@ -29,10 +38,12 @@ _NONE_32, _NONE_64 = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Window:
-    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the dataset. after: the state behind it.
+    """One window, planned. dataset, length: Int32[draws]; doc: Int64[draws], numbers within the
+    dataset. after: the state behind it.
 
-    Under strategy "stream" the first of them may be the document that `state.cut` names, and the last may be `ahead`: the one that the next
-    window begins with, of which no token stands in a row of this one.
+    Under strategy "stream" the first of them may be the document that `state.cut` names, and the
+    last may be `ahead`: the one that the next window begins with, of which no token stands in a row
+    of this one.
     """
 
     state: WindowState
@@ -53,11 +64,15 @@ class Window:
 
     @property
     def num_bytes(self) -> int:
-        return 16 * self.dataset.shape[0] + self.layout.table.nbytes + self.layout.first_piece.nbytes
+        return (
+            16 * self.dataset.shape[0] + self.layout.table.nbytes + self.layout.first_piece.nbytes
+        )
 
 
 class Planner:
-    """Plans single windows. Final, and without memory: the same state gives the same window, on any thread."""
+    """Plans single windows. Final, and without memory: the same state gives the same window, on any
+    thread.
+    """
 
     def __init__(self, datasets: Sequence[PlanDataset], spec: PlanSpec) -> None:
         self.datasets = tuple(datasets)
@@ -65,7 +80,9 @@ class Planner:
         self.stop: mix.Stop = "all_exhausted" if len(datasets) == 1 else spec.stop
         self.num_docs = np.array([dataset.num_docs for dataset in datasets], dtype=np.int64)
         self._weights = np.array(spec.weights, dtype=np.int64)
-        self._order_keys = np.array([fold(spec.seed, "order", dataset.name) for dataset in datasets], dtype=np.uint64)
+        self._order_keys = np.array(
+            [fold(spec.seed, "order", dataset.name) for dataset in datasets], dtype=np.uint64
+        )
         self._row_key = fold(spec.seed, "rows")
         self.last_epoch = spec.last_epoch(self.num_docs.tolist())
         self._owed_most = spec.schedule is not None or spec.unit == "tokens"
@@ -78,7 +95,8 @@ class Planner:
             draws, looked = self._draw(state)
             doc, length = self._look_up(state, draws, looked)
             return self._window(state, draws, doc, length, self._lay(state, length))
-        # Fewer draws are the first of more: what was looked up for the most of them serves every number that is tried.
+        # Fewer draws are the first of more: what was looked up for the most of them serves every
+        # number that is tried.
         spec, pack, shares = self.spec, self.spec.pack, shares_at(self.spec, state.first_row)
         most: tuple[mix.Draws, NDArray[np.int64], NDArray[np.int32], Tries] | None = None
         asked = 0
@@ -104,19 +122,30 @@ class Planner:
         return self._window(state, draws, doc[:chosen], length[:chosen], layout)
 
     def _first_draws(
-        self, state: WindowState, shares: Sequence[Fraction], draws: mix.Draws, length: NDArray[np.int32], count: int
+        self,
+        state: WindowState,
+        shares: Sequence[Fraction],
+        draws: mix.Draws,
+        length: NDArray[np.int32],
+        count: int,
     ) -> mix.Draws:
         """The first `count` of `draws`, as if no more had been asked for."""
-        if not self._owed_most or count > draws.dataset.size or draws.active.tolist() != list(state.active):
+        if (
+            not self._owed_most
+            or count > draws.dataset.size
+            or draws.active.tolist() != list(state.active)
+        ):
             return self._draw(state, count, shares)[0]
         sizes = token_sizes(length, self.spec.pack) if self.spec.unit == "tokens" else None
         deficits = np.array(state.deficits, dtype=np.int64)
         return first_draws(draws, count, shares, self.spec.block, deficits, sizes)
 
     def _stream(self, state: WindowState, pack: PackSpec) -> Window:
-        """As many full rows as the documents of a window give, more of them where they give none; at the end of an epoch all there is.
+        """As many full rows as the documents of a window give, more of them where they give none;
+        at the end of an epoch all there is.
 
-        A token behind the last row has to be known, as the last label of that row, unless the epoch ends: with it the next window begins.
+        A token behind the last row has to be known, as the last label of that row, unless the epoch
+        ends: with it the next window begins.
         """
         shares = shares_at(self.spec, state.first_row)
         asked = window_draws(self.datasets, self.spec, state, shares)
@@ -127,14 +156,24 @@ class Planner:
             dataset = draws.dataset
             if state.cut is not None:
                 dataset, doc, length = self._with_cut(state, dataset, doc, length)
-            ends = np.cumsum(length, dtype=np.int64) - start  # tokens behind the start of the window, up to the end of each document
+            # tokens behind the start of the window, up to the end of each document
+            ends = np.cumsum(length, dtype=np.int64) - start
             tokens = int(ends[-1]) if ends.size else 0
-            ended, rows = draws.ended, -(-tokens // pack.seq_length) if draws.ended else max(0, tokens - 1) // pack.seq_length
+            ended, rows = (
+                draws.ended,
+                -(-tokens // pack.seq_length)
+                if draws.ended
+                else max(0, tokens - 1) // pack.seq_length,
+            )
             if ended or rows:
                 break
             if asked == mix.MAX_DRAWS:
                 problem = f"{asked} documents do not fill a row of {pack.seq_length} tokens"
-                raise PlanError(at="pack.seq_length", problem=problem, fix="Lower it, or leave datasets without tokens out.")
+                raise PlanError(
+                    at="pack.seq_length",
+                    problem=problem,
+                    fix="Lower it, or leave datasets without tokens out.",
+                )
             asked = min(2 * asked, mix.MAX_DRAWS)
         left = rows_left(self.spec, state.first_row)
         if left is not None and left < rows:
@@ -142,8 +181,11 @@ class Planner:
         if ended:
             after = self.after(state, draws, rows)
             layout = cut_stream(length, pack, self._key_of_rows(state), start=start)
-            return Window(state=state, after=after, dataset=dataset, doc=doc, length=length, layout=layout)
-        last = int(np.searchsorted(ends, rows * pack.seq_length, side="right"))  # the document that the next row begins in, and where
+            return Window(
+                state=state, after=after, dataset=dataset, doc=doc, length=length, layout=layout
+            )
+        # the document that the next row begins in, and where
+        last = int(np.searchsorted(ends, rows * pack.seq_length, side="right"))
         at = rows * pack.seq_length - int(ends[last] - length[last])
         count = last + (at > 0) - (state.cut is not None)
         own = length if state.cut is None else length[1:]
@@ -151,17 +193,35 @@ class Planner:
         after = self.after(state, draws, rows, cut=(int(dataset[last]), at) if at else None)
         dataset, doc, length = dataset[: last + 1], doc[: last + 1], length[: last + 1]
         layout = cut_stream(length, pack, self._key_of_rows(state), start=start, num_rows=rows)
-        return Window(state=state, after=after, dataset=dataset, doc=doc, length=length, layout=layout, ahead=at == 0)
+        return Window(
+            state=state,
+            after=after,
+            dataset=dataset,
+            doc=doc,
+            length=length,
+            layout=layout,
+            ahead=at == 0,
+        )
 
     def _with_cut(
-        self, state: WindowState, dataset: NDArray[np.int32], doc: NDArray[np.int64], length: NDArray[np.int32]
+        self,
+        state: WindowState,
+        dataset: NDArray[np.int32],
+        doc: NDArray[np.int64],
+        length: NDArray[np.int32],
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
         """The draws of a window behind the document that the state is in the middle of."""
         assert state.cut is not None
         first, lengths = self.next_documents(state, state.cut[0], -1, 0)
-        return np.concatenate([np.array(state.cut[:1], np.int32), dataset]), np.concatenate([first, doc]), np.concatenate([lengths, length])
+        return (
+            np.concatenate([np.array(state.cut[:1], np.int32), dataset]),
+            np.concatenate([first, doc]),
+            np.concatenate([lengths, length]),
+        )
 
-    def _look_up(self, state: WindowState, draws: mix.Draws, looked: _Looked | None) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def _look_up(
+        self, state: WindowState, draws: mix.Draws, looked: _Looked | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """The document of every draw, and its length."""
         counts = draws.counts
         first = np.cumsum(counts) - counts
@@ -174,25 +234,44 @@ class Planner:
         pack = self.spec.pack
         if pack is not None and pack.oversize == "error" and (length > pack.seq_length).any():
             n = int(np.argmax(length > pack.seq_length))
-            raise oversize_error(f"dataset {self.datasets[draws.dataset[n]].name!r}, document {doc[n]}", int(length[n]), pack)
+            raise oversize_error(
+                f"dataset {self.datasets[draws.dataset[n]].name!r}, document {doc[n]}",
+                int(length[n]),
+                pack,
+            )
         return doc, length
 
     def _lay(self, state: WindowState, length: NDArray[np.int32]) -> Layout:
-        return one_row_each(length) if self.spec.pack is None else pack_window(length, self.spec.pack, self._key_of_rows(state))
+        return (
+            one_row_each(length)
+            if self.spec.pack is None
+            else pack_window(length, self.spec.pack, self._key_of_rows(state))
+        )
 
     def _key_of_rows(self, state: WindowState) -> int:
         return child(self._row_key, state.index)
 
-    def _window(self, state: WindowState, draws: mix.Draws, doc: NDArray[np.int64], length: NDArray[np.int32], layout: Layout) -> Window:
+    def _window(
+        self,
+        state: WindowState,
+        draws: mix.Draws,
+        doc: NDArray[np.int64],
+        length: NDArray[np.int32],
+        layout: Layout,
+    ) -> Window:
         after = self.after(state, draws, layout.num_rows)
-        return Window(state=state, after=after, dataset=draws.dataset, doc=doc, length=length, layout=layout)
+        return Window(
+            state=state, after=after, dataset=draws.dataset, doc=doc, length=length, layout=layout
+        )
 
     def some_document_fits(self, pack: PackSpec) -> bool:
         """Whether any document of any dataset gets a piece. Looks at lengths until one does."""
         longest = pack.seq_length if pack.oversize == "drop" else np.iinfo(np.int32).max
         for dataset in self.datasets:
             for start in range(0, dataset.num_docs, _LOOK):
-                lengths = self._lengths(dataset, np.arange(start, min(start + _LOOK, dataset.num_docs), dtype=np.int64))
+                lengths = self._lengths(
+                    dataset, np.arange(start, min(start + _LOOK, dataset.num_docs), dtype=np.int64)
+                )
                 if ((lengths > 0) & (lengths <= longest)).any():
                     return True
         return False
@@ -200,12 +279,22 @@ class Planner:
     def _lengths(self, dataset: PlanDataset, docs: NDArray[np.int64]) -> NDArray[np.int32]:
         lengths = dataset.lengths(docs)
         if lengths.dtype != np.int32 or lengths.shape != docs.shape:
-            problem = f"lengths of {docs.shape[0]} documents came as {lengths.dtype}{list(lengths.shape)}"
-            raise PlanError(at=f"dataset {dataset.name!r}", problem=problem, fix="PlanDataset.lengths gives Int32[n].")
+            problem = (
+                f"lengths of {docs.shape[0]} documents came as {lengths.dtype}{list(lengths.shape)}"
+            )
+            raise PlanError(
+                at=f"dataset {dataset.name!r}",
+                problem=problem,
+                fix="PlanDataset.lengths gives Int32[n].",
+            )
         if (lengths < 0).any():
             n = int(np.argmax(lengths < 0))
             at = f"dataset {dataset.name!r}, document {docs[n]}"
-            raise PlanError(at=at, problem=f"a length of {lengths[n]} tokens", fix="The token cache is damaged: prepare it again.")
+            raise PlanError(
+                at=at,
+                problem=f"a length of {lengths[n]} tokens",
+                fix="The token cache is damaged: prepare it again.",
+            )
         return lengths
 
     def draw(self, state: WindowState) -> mix.Draws:
@@ -213,25 +302,44 @@ class Planner:
         return self._draw(state)[0]
 
     def _draw(
-        self, state: WindowState, num_draws: int | None = None, shares: Sequence[Fraction] | None = None
+        self,
+        state: WindowState,
+        num_draws: int | None = None,
+        shares: Sequence[Fraction] | None = None,
     ) -> tuple[mix.Draws, _Looked | None]:
         """The draws behind `state`, and what had to be looked up for them.
 
-        num_draws: None those of `window_draws`. shares: of the window, where they are known already.
+        num_draws: None those of `window_draws`. shares: of the window, where they are known
+        already.
         """
-        left = mix.remaining(self.num_docs, np.array(state.drawn, dtype=np.int64), self.stop, self.spec.max_epochs)
-        deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
+        left = mix.remaining(
+            self.num_docs, np.array(state.drawn, dtype=np.int64), self.stop, self.spec.max_epochs
+        )
+        deficits, active = (
+            np.array(state.deficits, dtype=np.int64),
+            np.array(state.active, dtype=np.bool_),
+        )
         if not self._owed_most:
             num_draws = self.spec.window_docs if num_draws is None else num_draws
-            return mix.draw(num_draws, self._weights, left, deficits, active, self.stop, capped=True), None
+            return mix.draw(
+                num_draws, self._weights, left, deficits, active, self.stop, capped=True
+            ), None
         spec, leave = self.spec, self.stop != "first_exhausted"
         shares = shares_at(spec, state.first_row) if shares is None else shares
-        num_draws = window_draws(self.datasets, spec, state, shares) if num_draws is None else num_draws
+        num_draws = (
+            window_draws(self.datasets, spec, state, shares) if num_draws is None else num_draws
+        )
         if spec.unit == "rows":
-            return draw_owed_most(num_draws, shares, spec.block, left, deficits, active, leave), None
-        expected = [int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)]
+            return draw_owed_most(
+                num_draws, shares, spec.block, left, deficits, active, leave
+            ), None
+        expected = [
+            int(num_draws * part) for part in draw_shares(self.datasets, spec, shares, state.active)
+        ]
         looked = _Looked(self, state, np.minimum([with_margin(count) for count in expected], left))
-        return draw_owed_most(num_draws, shares, None, left, deficits, active, leave, looked.sizes, expected), looked
+        return draw_owed_most(
+            num_draws, shares, None, left, deficits, active, leave, looked.sizes, expected
+        ), looked
 
     def can_be_cut(self, cut: tuple[int, int] | None, drawn: Sequence[int]) -> bool:
         """Whether a state that has `drawn` documents may stand in the middle of one."""
@@ -240,10 +348,16 @@ class Planner:
         streams = self.spec.pack is not None and self.spec.pack.strategy == "stream"
         return streams and 0 <= cut[0] < len(drawn) and drawn[cut[0]] > 0 and cut[1] > 0
 
-    def next_of_all(self, state: WindowState, counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """(numbers, lengths) of the next `counts[i]` documents of every dataset i behind `state`, dataset after dataset."""
+    def next_of_all(
+        self, state: WindowState, counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(numbers, lengths) of the next `counts[i]` documents of every dataset i behind `state`,
+        dataset after dataset.
+        """
         drawn = np.array(state.drawn, dtype=np.int64)
-        docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
+        docs = documents(
+            self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts
+        )
         lengths = np.empty(docs.shape[0], dtype=np.int32)
         start = 0
         for dataset, count in zip(self.datasets, counts.tolist(), strict=True):
@@ -252,14 +366,26 @@ class Planner:
                 start += count
         return docs, lengths
 
-    def next_documents(self, state: WindowState, i: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """(numbers, lengths) of documents `start` to `stop` of those that dataset i gives behind `state`."""
+    def next_documents(
+        self, state: WindowState, i: int, start: int, stop: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(numbers, lengths) of documents `start` to `stop` of those that dataset i gives behind
+        `state`.
+        """
         drawn, counts = np.array(state.drawn, dtype=np.int64), np.zeros_like(self.num_docs)
         drawn[i], counts[i] = drawn[i] + start, stop - start
-        docs = documents(self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts)
+        docs = documents(
+            self.spec.order, self.num_docs, self._order_keys, state.epoch, drawn, counts
+        )
         return docs, self._lengths(self.datasets[i], docs)
 
-    def after(self, state: WindowState, draws: mix.Draws, num_rows: int, cut: tuple[int, int] | None = None) -> WindowState:
+    def after(
+        self,
+        state: WindowState,
+        draws: mix.Draws,
+        num_rows: int,
+        cut: tuple[int, int] | None = None,
+    ) -> WindowState:
         index, first_row = state.index + 1, state.first_row + num_rows
         if draws.ended and cut is None:
             return self.epoch_start(index, state.epoch + 1, first_row)
@@ -291,7 +417,9 @@ class Planner:
 
 
 class _Looked:
-    """Documents and lengths that had to be known before it was clear which would be drawn, each dataset's in their order."""
+    """Documents and lengths that had to be known before it was clear which would be drawn, each
+    dataset's in their order.
+    """
 
     def __init__(self, planner: Planner, state: WindowState, counts: NDArray[np.int64]) -> None:
         """counts: Int64[k], documents of each dataset that are looked up at once."""
@@ -300,7 +428,10 @@ class _Looked:
         docs, lengths = planner.next_of_all(state, counts)
         ends = np.cumsum(counts)
         sizes = self._weigh(docs, lengths, ends)
-        cuts = [slice(stop - count, stop) for stop, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+        cuts = [
+            slice(stop - count, stop)
+            for stop, count in zip(ends.tolist(), counts.tolist(), strict=True)
+        ]
         self._sizes = [sizes[cut] for cut in cuts]
         self._parts = [[(docs[cut], lengths[cut])] for cut in cuts]
 
@@ -312,7 +443,9 @@ class _Looked:
         self._parts[i].append((docs, lengths))
         return self._weigh(docs, lengths, np.where(np.arange(len(self._parts)) < i, 0, docs.size))
 
-    def _weigh(self, docs: NDArray[np.int64], lengths: NDArray[np.int32], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _weigh(
+        self, docs: NDArray[np.int64], lengths: NDArray[np.int32], ends: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """ends: Int64[k], where each dataset's documents end."""
         sizes = token_sizes(lengths, self._planner.spec.pack)
         if (sizes > MAX_SIZE).any():
@@ -347,8 +480,17 @@ def token_sizes(lengths: NDArray[np.int32], pack: PackSpec | None) -> NDArray[np
 
 
 def _no_draws(state: WindowState) -> mix.Draws:
-    deficits, active = np.array(state.deficits, dtype=np.int64), np.array(state.active, dtype=np.bool_)
-    return mix.Draws(dataset=_NONE_32, counts=np.zeros_like(deficits), deficits=deficits, active=active, ended=False)
+    deficits, active = (
+        np.array(state.deficits, dtype=np.int64),
+        np.array(state.active, dtype=np.bool_),
+    )
+    return mix.Draws(
+        dataset=_NONE_32,
+        counts=np.zeros_like(deficits),
+        deficits=deficits,
+        active=active,
+        ended=False,
+    )
 
 
 @jit

@@ -1,12 +1,12 @@
 """The plan: windows one after another, found again from any row.
 
 row     a row of the whole run, counted over all epochs
-window  `spec.window_docs` draws (fewer where an epoch ends; under "stream", those that fill whole rows); no row holds two windows
-draw    the n-th document of the mixture
+window  `spec.window_docs` draws (fewer where an epoch ends; under "stream", those that fill whole
+rows); no row holds two windows draw    the n-th document of the mixture
 mark    a state that the scan passed and keeps, one every MARK_EVERY windows
 
-Which documents stand in a row is a pure function of datasets, spec and row: marks, caches and threads only decide how fast the
-answer comes.
+Which documents stand in a row is a pure function of datasets, spec and row: marks, caches and
+threads only decide how fast the answer comes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ from easypipe.plan.state import WindowState
 from easypipe.plan.tally import DatasetTally, Tally
 from easypipe.plan.window import Planner, Window
 
-__all__ = ["DatasetTally", "Pieces", "Plan", "PlanDataset", "PlanSpec", "RowAddress", "Tally", "Window", "WindowState", "window_docs"]
+__all__ = [
+    "DatasetTally",
+    "Pieces",
+    "Plan",
+    "PlanDataset",
+    "PlanSpec",
+    "RowAddress",
+    "Tally",
+    "Window",
+    "WindowState",
+    "window_docs",
+]
 
 MARK_EVERY = 16
 
@@ -48,10 +59,11 @@ class RowAddress(NamedTuple):
 class Plan:
     """Which documents stand in every row. Final; every method may be called from several threads.
 
-    Law: `pieces(rows)` depends on datasets and spec alone, not on what was asked before, on `checkpoints`, `resume` or `cache_bytes`.
+    Law: `pieces(rows)` depends on datasets and spec alone, not on what was asked before, on
+    `checkpoints`, `resume` or `cache_bytes`.
 
-    checkpoints: states that an earlier plan with the same fingerprint gave. cache_bytes: of planned windows kept for neighbouring rows.
-    Raises PlanError where datasets and spec do not make a plan.
+    checkpoints: states that an earlier plan with the same fingerprint gave. cache_bytes: of planned
+    windows kept for neighbouring rows. Raises PlanError where datasets and spec do not make a plan.
     """
 
     def __init__(
@@ -75,7 +87,10 @@ class Plan:
         self._marks: list[WindowState] = [self._planner.epoch_start(0, 0, 0)]
         self._num_rows: int | None = None
         self._some_document_fits = False  # known; False: not looked at yet
-        self._counted: tuple[WindowState, NDArray[np.int64]] = (self._marks[0], np.zeros((len(datasets), tally.COUNTERS), dtype=np.int64))
+        self._counted: tuple[WindowState, NDArray[np.int64]] = (
+            self._marks[0],
+            np.zeros((len(datasets), tally.COUNTERS), dtype=np.int64),
+        )
         for state in checkpoints:
             self.resume(state)
 
@@ -86,7 +101,9 @@ class Plan:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of all epochs; None where there is no end. The first call scans the plan, unless a checkpoint stands at its end."""
+        """Rows of all epochs; None where there is no end. The first call scans the plan, unless a
+        checkpoint stands at its end.
+        """
         if not self.ends:
             return None
         if self._num_rows is None:
@@ -95,7 +112,10 @@ class Plan:
             if self.spec.pack is None and self._planner.stop != "first_exhausted":
                 most = last if self.spec.has_epochs else NEVER  # passes over one dataset
                 passes = [min(most, most if cap is None else cap) for cap in self.spec.caps]
-                self._num_rows = sum(count * n for count, n in zip(self._planner.num_docs.tolist(), passes, strict=True))
+                self._num_rows = sum(
+                    count * n
+                    for count, n in zip(self._planner.num_docs.tolist(), passes, strict=True)
+                )
             else:
                 with self._scan_lock:
                     self._scan(None)
@@ -106,13 +126,19 @@ class Plan:
         return self._cached(row) or self._planned(row)
 
     def locate(self, row: int) -> RowAddress:
-        """Which documents stand in `row`; reads no tokens. Raises PlanError for a row behind the last."""
+        """Which documents stand in `row`; reads no tokens. Raises PlanError for a row behind the
+        last.
+        """
         window = self.window_at(row)
         pieces = self.pieces(np.array([row], dtype=np.int64))
-        return RowAddress(row, window.state.epoch, window.state.index, row - window.first_row, pieces)
+        return RowAddress(
+            row, window.state.epoch, window.state.index, row - window.first_row, pieces
+        )
 
     def pieces(self, rows: NDArray[np.int64]) -> Pieces:
-        """The pieces of `rows` (Int64[n], any order). Raises PlanError for a row behind the last."""
+        """The pieces of `rows` (Int64[n], any order). Raises PlanError for a row behind the
+        last.
+        """
         rows = np.require(rows, dtype=np.int64, requirements=["C", "W"])
         if rows.size == 0:
             return NO_PIECES
@@ -133,7 +159,9 @@ class Plan:
         return parts[0] if len(parts) == 1 else join(parts)
 
     def state_at(self, row: int) -> WindowState:
-        """The state of the window that `row` stands in; for the row behind the last, the state at the end."""
+        """The state of the window that `row` stands in; for the row behind the last, the state at
+        the end.
+        """
         window = self._cached(row)
         if window is not None:
             return window.state
@@ -144,28 +172,52 @@ class Plan:
         return state
 
     def resume(self, state: WindowState) -> None:
-        """Let the scan start from `state`, so that rows of its window are planned without what stands before.
+        """Let the scan start from `state`, so that rows of its window are planned without what
+        stands before.
 
-        Raises StateError where the state cannot be one of a plan over these datasets. A state of another plan over the same datasets
-        cannot be told from one of this: compare fingerprints.
+        Raises StateError where the state cannot be one of a plan over these datasets. A state of
+        another plan over the same datasets cannot be told from one of this: compare fingerprints.
         """
         size, epochs = len(self.datasets), self._planner.last_epoch
-        fits = len(state.drawn) == len(state.deficits) == len(state.active) == size and self._planner.can_be_cut(state.cut, state.drawn)
-        if not fits or min(state.index, state.epoch, state.first_row, *state.drawn) < 0 or sum(state.deficits):
-            raise StateError(at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets")
-        if (mix.remaining(self._planner.num_docs, np.array(state.drawn, np.int64), self._planner.stop, self.spec.max_epochs) < 0).any():
-            raise StateError(at="window", problem=f"{state.to_json()} has drawn more documents than there are")
-        if epochs is not None and (state.epoch > epochs or (state.epoch == epochs and any(state.drawn))):
+        fits = len(state.drawn) == len(state.deficits) == len(
+            state.active
+        ) == size and self._planner.can_be_cut(state.cut, state.drawn)
+        if (
+            not fits
+            or min(state.index, state.epoch, state.first_row, *state.drawn) < 0
+            or sum(state.deficits)
+        ):
+            raise StateError(
+                at="window", problem=f"{state.to_json()} is no state of a plan over {size} datasets"
+            )
+        if (
+            mix.remaining(
+                self._planner.num_docs,
+                np.array(state.drawn, np.int64),
+                self._planner.stop,
+                self.spec.max_epochs,
+            )
+            < 0
+        ).any():
+            raise StateError(
+                at="window", problem=f"{state.to_json()} has drawn more documents than there are"
+            )
+        if epochs is not None and (
+            state.epoch > epochs or (state.epoch == epochs and any(state.drawn))
+        ):
             return  # from a plan with more epochs
         self._mark(state)
 
     def checkpoints(self) -> tuple[WindowState, ...]:
-        """The states the scan has kept, for a later `Plan(..., checkpoints=...)`: one every 16 windows, the resumed ones, and the end."""
+        """The states the scan has kept, for a later `Plan(..., checkpoints=...)`: one every 16
+        windows, the resumed ones, and the end.
+        """
         with self._lock:
             return tuple(self._marks)
 
     def tally(self, stop_row: int | None = None) -> Tally:
-        """The books of rows 0 to `stop_row` (None: all, so the plan must end). Scans from the start, or from where the last call came to.
+        """The books of rows 0 to `stop_row` (None: all, so the plan must end). Scans from the
+        start, or from where the last call came to.
 
         Raises PlanError for a row behind the last and for the end of a plan without one.
         """
@@ -200,11 +252,15 @@ class Plan:
     # The scan. Callers of the methods below hold _scan_lock.
 
     def _scan(self, row: int | None) -> tuple[WindowState, Window | None]:
-        """The state of the window with `row` in it, and that window if it was planned on the way; the end where no window has the row."""
+        """The state of the window with `row` in it, and that window if it was planned on the way;
+        the end where no window has the row.
+        """
         state = self._nearest(row)
         if self.spec.pack is None:
             while not self._planner.ended(state):
-                after = self._planner.after(state, draws := self._planner.draw(state), draws.dataset.shape[0])
+                after = self._planner.after(
+                    state, draws := self._planner.draw(state), draws.dataset.shape[0]
+                )
                 if row is not None and row < after.first_row:
                     return state, None
                 state = self._keep(after)
@@ -228,7 +284,9 @@ class Plan:
         pack, num_docs = self.spec.pack, int(self._planner.num_docs.sum())
         if pack is None or not num_docs:
             return
-        self._some_document_fits = self._some_document_fits or self._planner.some_document_fits(pack)
+        self._some_document_fits = self._some_document_fits or self._planner.some_document_fits(
+            pack
+        )
         if not self._some_document_fits:
             raise nothing_fits(num_docs, pack)
 
@@ -240,9 +298,15 @@ class Plan:
             raise self._no_row(row)
         with self._lock:
             marks = self._marks
-            best = marks[-1 if row is None else bisect_right(marks, row, key=lambda state: state.first_row) - 1]
+            best = marks[
+                -1
+                if row is None
+                else bisect_right(marks, row, key=lambda state: state.first_row) - 1
+            ]
             for window in self._windows.values():
-                if window.after.index > best.index and (row is None or window.after.first_row <= row):
+                if window.after.index > best.index and (
+                    row is None or window.after.first_row <= row
+                ):
                     best = window.after
         return best
 
@@ -289,27 +353,56 @@ class Plan:
         return window
 
     def _no_row(self, row: int) -> PlanError:
-        return PlanError(at=f"row {row}", problem=f"the plan has {self._num_rows} rows" if row >= 0 else "rows count from 0")
+        return PlanError(
+            at=f"row {row}",
+            problem=f"the plan has {self._num_rows} rows" if row >= 0 else "rows count from 0",
+        )
 
     # The books.
 
     def _count(self, window: Window, num_rows: int, counters: NDArray[np.int64]) -> None:
         pack, layout = self.spec.pack, window.layout
-        rule = tally.WHOLE if pack is None else {"split": tally.SPLIT, "truncate": tally.TRUNCATE}.get(pack.oversize, tally.DROP)
+        rule = (
+            tally.WHOLE
+            if pack is None
+            else {"split": tally.SPLIT, "truncate": tally.TRUNCATE}.get(pack.oversize, tally.DROP)
+        )
         seq_length = 0 if pack is None else pack.seq_length
         pieces = int(layout.first_piece[num_rows])
-        cut = None if pack is None or pack.strategy != "stream" else 0 if window.state.cut is None else window.state.cut[1]
+        cut = (
+            None
+            if pack is None or pack.strategy != "stream"
+            else 0
+            if window.state.cut is None
+            else window.state.cut[1]
+        )
         drawn = slice(window.dataset.size - window.ahead)
-        tally.count(window.dataset[drawn], window.length[drawn], layout.table, pieces, num_rows, seq_length, rule, counters, cut)
+        tally.count(
+            window.dataset[drawn],
+            window.length[drawn],
+            layout.table,
+            pieces,
+            num_rows,
+            seq_length,
+            rule,
+            counters,
+            cut,
+        )
 
     def _books(self, rows: int, epochs_begun: int, counters: NDArray[np.int64]) -> Tally:
         datasets: dict[str, DatasetTally] = {}
-        for dataset, cap, line in zip(self.datasets, self.spec.caps, counters.tolist(), strict=True):
+        for dataset, cap, line in zip(
+            self.datasets, self.spec.caps, counters.tolist(), strict=True
+        ):
             counts = dict(zip(tally.FIELDS, line, strict=True))
-            passes = max(1, epochs_begun if self.spec.has_epochs else -(-counts["draws"] // dataset.num_docs))
+            passes = max(
+                1, epochs_begun if self.spec.has_epochs else -(-counts["draws"] // dataset.num_docs)
+            )
             passes = passes if cap is None else min(passes, cap)
             unreached = passes * dataset.num_docs - counts["draws"]
-            datasets[dataset.name] = DatasetTally(num_docs=dataset.num_docs, passes=passes, unreached=unreached, **counts)
+            datasets[dataset.name] = DatasetTally(
+                num_docs=dataset.num_docs, passes=passes, unreached=unreached, **counts
+            )
         placed = sum(part.tokens_placed for part in datasets.values())
         slots = placed if self.spec.pack is None else rows * self.spec.pack.seq_length
         return Tally(rows=rows, slots=slots, padding=slots - placed, datasets=datasets)

@@ -1,4 +1,6 @@
-"""Samples as one HTML page: no script, nothing loaded from elsewhere, and whatever a sample holds is shown as text."""
+"""Samples as one HTML page: no script, nothing loaded from elsewhere, and whatever a sample holds
+is shown as text.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
 
 
 def page(preview: Preview, title: str) -> str:
-    """The whole document, UTF-8. Its policy forbids scripts and every other source, should a browser find one in it all the same."""
+    """The whole document, UTF-8. Its policy forbids scripts and every other source, should a
+    browser find one in it all the same.
+    """
     body = "\n".join(_sample(sample) for sample in preview.samples)
     notes = "\n".join(f'<p class="note">{_text(note)}</p>' for note in preview.notes)
     return f"""<!DOCTYPE html>
@@ -50,19 +54,29 @@ def page(preview: Preview, title: str) -> str:
 
 def _sample(sample: Sample) -> str:
     segments = "\n".join(map(_segment, sample.segments))
-    padding = f'<div class="padding">{sample.row.padding} slots of padding</div>' if sample.row.padding else ""
+    padding = (
+        f'<div class="padding">{sample.row.padding} slots of padding</div>'
+        if sample.row.padding
+        else ""
+    )
     return f"<section>\n<h2>{_text(sample.row.title)}</h2>\n{segments}\n{padding}</section>"
 
 
 def _segment(segment: SampleSegment) -> str:
     cuts = "".join(f'<div class="cut">cut: {_text(cut)}</div>' for cut in segment.cuts)
-    pieces = "no tokenizer decodes it" if segment.pieces is None else "".join(map(_piece, segment.pieces))
+    pieces = (
+        "no tokenizer decodes it"
+        if segment.pieces is None
+        else "".join(map(_piece, segment.pieces))
+    )
     return f'<div class="segment"><div class="where">{_text(segment.title)}</div>{cuts}<div class="text">{pieces}</div></div>'
 
 
 def _piece(piece: Piece) -> str:
     role = "" if piece.role is None else f'<span class="role">{_text(piece.role)}</span>'
-    return f'{role}<span class="{"masked" if piece.masked else "trained"}">{_text(piece.text)}</span>'
+    return (
+        f'{role}<span class="{"masked" if piece.masked else "trained"}">{_text(piece.text)}</span>'
+    )
 
 
 def _text(text: str) -> str:

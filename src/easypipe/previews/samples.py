@@ -1,6 +1,8 @@
-"""The first samples of a config as the model will see them: text, what is trained of it, who speaks, where segments and cuts are.
+"""The first samples of a config as the model will see them: text, what is trained of it, who
+speaks, where segments and cuts are.
 
-They are made by the pipeline itself from the first rows of each dataset, and explained by `Loader.explain`. Nothing is kept.
+They are made by the pipeline itself from the first rows of each dataset, and explained by
+`Loader.explain`. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ KEPT = ("written", "stored", "targets", "masked")  # outcomes that lose nothing
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Text that is all trained, or all masked, and of one speaker. role: who begins to speak here; None where the last one goes on."""
+    """Text that is all trained, or all masked, and of one speaker. role: who begins to speak here;
+    None where the last one goes on.
+    """
 
     text: str
     masked: bool
@@ -47,8 +51,9 @@ class Piece:
 class SampleSegment:
     """A document, or as much of one as stands together in a row.
 
-    segment: where it came from and where it stands. pieces: its text; None where no tokenizer decodes it. roles: who speaks in the row
-    that it was made from, in order. cuts: what of the document is not here, in words.
+    segment: where it came from and where it stands. pieces: its text; None where no tokenizer
+    decodes it. roles: who speaks in the row that it was made from, in order. cuts: what of the
+    document is not here, in words.
     """
 
     segment: Segment
@@ -59,7 +64,9 @@ class SampleSegment:
     @property
     def title(self) -> str:
         """Where it stands, where it came from, and who speaks in it."""
-        return self.segment.title + (f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else "")
+        return self.segment.title + (
+            f"; {', '.join(dict.fromkeys(self.roles))}" if self.roles else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +79,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """Samples as they would be trained. notes: how they were made, and what became of rows that are not among them."""
+    """Samples as they would be trained. notes: how they were made, and what became of rows that are
+    not among them.
+    """
 
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
@@ -99,22 +108,37 @@ def preview(
     first_rows: int = FIRST_ROWS,
     progress: ProgressListener = silent,
 ) -> Preview:
-    """The first `n` samples of a config (a PipelineConfig, a dict, a YAML file, also that of a run), or of a Pipeline with its own stages.
+    """The first `n` samples of a config (a PipelineConfig, a dict, a YAML file, also that of a
+    run), or of a Pipeline with its own stages.
 
-    first_rows: of each dataset so many rows are read, tokenized, mixed and packed as the config says; no file is read through for it, and
-    nothing is kept, so the samples are those of a run over these rows alone: what they look like, not which come first in training.
-    Raises what the pipeline raises; ConfigError where `n` is none.
+    first_rows: of each dataset so many rows are read, tokenized, mixed and packed as the config
+    says; no file is read through for it, and nothing is kept, so the samples are those of a run
+    over these rows alone: what they look like, not which come first in training. Raises what the
+    pipeline raises; ConfigError where `n` is none.
     """
     if n < 1 or first_rows < 1:
-        raise ConfigError(at="n" if n < 1 else "first_rows", problem=f"{min(n, first_rows)} show nothing", fix="Give at least 1.")
+        raise ConfigError(
+            at="n" if n < 1 else "first_rows",
+            problem=f"{min(n, first_rows)} show nothing",
+            fix="Give at least 1.",
+        )
     with tempfile.TemporaryDirectory(prefix="easypipe-preview-") as folder:
         if isinstance(config, Pipeline):
             pipeline = Pipeline(_looked_at(config.get_context().config, folder), progress=progress)
             for stage in config.stages:
                 if not isinstance(stage, SaveStage | LoadStage):
-                    pipeline.add_stage(SourceStage(first_rows=first_rows) if isinstance(stage, SourceStage) else stage)
+                    pipeline.add_stage(
+                        SourceStage(first_rows=first_rows)
+                        if isinstance(stage, SourceStage)
+                        else stage
+                    )
         else:
-            pipeline = chain(_looked_at(_read(config), folder), progress=progress, save=False, first_rows=first_rows)
+            pipeline = chain(
+                _looked_at(_read(config), folder),
+                progress=progress,
+                save=False,
+                first_rows=first_rows,
+            )
         return _preview(pipeline, n, first_rows)
 
 
@@ -133,7 +157,14 @@ def _preview(pipeline: Pipeline, n: int, first_rows: int) -> Preview:
             if source is None or shard is None:
                 segments.append(_segment(segment, row.segments, [], None))
             else:
-                segments.append(_segment(segment, row.segments, _turns(source, shard, segment.row), _cut(source, shard, segment)))
+                segments.append(
+                    _segment(
+                        segment,
+                        row.segments,
+                        _turns(source, shard, segment.row),
+                        _cut(source, shard, segment),
+                    )
+                )
         samples.append(Sample(row=row, segments=tuple(segments)))
     notes = [f"made of the first {first_rows:,} rows of each dataset, at most", *explained.notes]
     for name, source in tokenized.items():
@@ -150,8 +181,13 @@ def _read(config: PipelineConfig | Mapping[str, Any] | str | Path) -> PipelineCo
 
 
 def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
-    """The same data, made on this machine into a folder of its own, with nothing written elsewhere."""
-    datasets = tuple(dataclasses.replace(dataset, cache_path=None, cache_enabled=True) for dataset in config.datasets)
+    """The same data, made on this machine into a folder of its own, with nothing written
+    elsewhere.
+    """
+    datasets = tuple(
+        dataclasses.replace(dataset, cache_path=None, cache_enabled=True)
+        for dataset in config.datasets
+    )
     changes: dict[str, Any] = {
         "datasets": datasets,
         "seed": 0 if config.seed is None else config.seed,
@@ -167,14 +203,21 @@ def _looked_at(config: PipelineConfig, folder: str) -> PipelineConfig:
 
 
 def _shard_of(source: TokenizedShardedSource, segment: Segment) -> int | None:
-    return next((i for i, shard in enumerate(source.source.shards) if shard.name == segment.file), None)
+    return next(
+        (i for i, shard in enumerate(source.source.shards) if shard.name == segment.file), None
+    )
 
 
 def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> str | None:
     """What max_length left out of a document, in words."""
     options = source.tokenizer.config
     texts = source.form.read(source.source, shard, segment.row, segment.row + 1).texts
-    if options.max_length is None or not options.truncation or segment.document_tokens is None or not len(texts):
+    if (
+        options.max_length is None
+        or not options.truncation
+        or segment.document_tokens is None
+        or not len(texts)
+    ):
         return None
     [(ids, _, _)] = source.tokenizer.encode_with_characters([texts[0].as_py()])
     count = len(ids)
@@ -184,7 +227,9 @@ def _cut(source: TokenizedShardedSource, shard: int, segment: Segment) -> str | 
 
 
 def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[str, str]]:
-    """(role, text) of the row that a document was made from, in order; none where nobody in particular speaks there."""
+    """(role, text) of the row that a document was made from, in order; none where nobody in
+    particular speaks there.
+    """
     batch = source.source.read(shard, row, row + 1)
     columns = [name for name in source.form.columns if name in batch.schema.names]
     if not batch.num_rows:
@@ -193,38 +238,67 @@ def _turns(source: TokenizedShardedSource, shard: int, row: int) -> list[tuple[s
         if found := _messages(batch.column(name)):
             return found
     texts = {name: batch.column(name)[0].as_py() for name in columns}
-    return [(name, text) for name, text in texts.items() if isinstance(text, str)] if len(columns) > 1 else []
+    return (
+        [(name, text) for name, text in texts.items() if isinstance(text, str)]
+        if len(columns) > 1
+        else []
+    )
 
 
 def _messages(column: pa.Array) -> list[tuple[str, str]]:
-    if not pa.types.is_nested(column.type) and not str(column[0].as_py() or "").lstrip().startswith("["):
+    if not pa.types.is_nested(column.type) and not str(column[0].as_py() or "").lstrip().startswith(
+        "["
+    ):
         return []  # plain text
     [talk] = values_of(column, keep=())
     found = []
     for message in talk if isinstance(talk, list) else []:
         if isinstance(message, Mapping):
-            role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+            role, content = (
+                message.get("role", message.get("from")),
+                message.get("content", message.get("value")),
+            )
             parts = content if isinstance(content, list) else []
-            text = content if isinstance(content, str) else "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+            text = (
+                content
+                if isinstance(content, str)
+                else "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+            )
             found.append((str(role), text))
     return found
 
 
-def _segment(segment: Segment, beside: Sequence[Segment], turns: Sequence[tuple[str, str]], cut: str | None) -> SampleSegment:
-    """beside: the segments of its row, of which the other answer of a pair is the rest of its document."""
+def _segment(
+    segment: Segment, beside: Sequence[Segment], turns: Sequence[tuple[str, str]], cut: str | None
+) -> SampleSegment:
+    """beside: the segments of its row, of which the other answer of a pair is the rest of its
+    document.
+    """
     cuts = [] if cut is None else [cut]
     if segment.document_tokens is not None:
-        rest = [other for other in beside if (other.dataset, other.document) == (segment.dataset, segment.document)]
+        rest = [
+            other
+            for other in beside
+            if (other.dataset, other.document) == (segment.dataset, segment.document)
+        ]
         if segment.token_start and all(other.token_stop != segment.token_start for other in rest):
             cuts.append(f"tokens 0:{segment.token_start} of the document stand before")
-        if segment.token_stop < segment.document_tokens and all(other.token_start != segment.token_stop for other in rest):
-            cuts.append(f"tokens {segment.token_stop}:{segment.document_tokens} of the document are not here")
+        if segment.token_stop < segment.document_tokens and all(
+            other.token_start != segment.token_stop for other in rest
+        ):
+            cuts.append(
+                f"tokens {segment.token_stop}:{segment.document_tokens} of the document are not here"
+            )
     pieces = None if segment.spans is None else tuple(_pieces(segment.spans, turns))
-    return SampleSegment(segment=segment, pieces=pieces, roles=tuple(role for role, _ in turns), cuts=tuple(cuts))
+    return SampleSegment(
+        segment=segment, pieces=pieces, roles=tuple(role for role, _ in turns), cuts=tuple(cuts)
+    )
 
 
 def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator[Piece]:
-    """The spans, cut where someone begins to speak. A turn whose words the template changed is not found, and begins nothing."""
+    """The spans, cut where someone begins to speak. A turn whose words the template changed is not
+    found, and begins nothing.
+    """
     whole = "".join(span.text for span in spans)
     begins: dict[int, str] = {}
     at = 0
@@ -243,7 +317,9 @@ def _pieces(spans: Sequence[Span], turns: Sequence[tuple[str, str]]) -> Iterator
 
 
 def _what_became(name: str, source: TokenizedShardedSource) -> Iterator[str]:
-    """Rows that were not made into documents, and tokens that were cut, of those that were looked at."""
+    """Rows that were not made into documents, and tokens that were cut, of those that were looked
+    at.
+    """
     for entry in ledger_of(name, source).entries:
         lost = {key: count for key, count in entry.out.items() if count and key not in KEPT}
         if lost:

@@ -1,4 +1,5 @@
-"""Reading mapped memory by address inside numba kernels, so that a gather over thousands of files needs no list of arrays.
+"""Reading mapped memory by address inside numba kernels, so that a gather over thousands of files
+needs no list of arrays.
 
 Callers own the memory: an address is only good while the object it came from lives.
 """
@@ -41,7 +42,10 @@ uint32_at = _pointer("uint32")
 
 @jit
 def list_lengths(
-    docs: NDArray[np.int64], first_doc: NDArray[np.int64], offsets_address: NDArray[np.uint64], out: NDArray[np.int32]
+    docs: NDArray[np.int64],
+    first_doc: NDArray[np.int64],
+    offsets_address: NDArray[np.uint64],
+    out: NDArray[np.int32],
 ) -> None:
     """out[i] = offsets[d + 1] - offsets[d] of the part that holds docs[i]."""
     part = 0
@@ -66,7 +70,12 @@ def count_zeros(first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64])
 
 
 @jit
-def byte_values(docs: NDArray[np.int64], first_doc: NDArray[np.int64], bytes_address: NDArray[np.uint64], out: NDArray[np.bool_]) -> None:
+def byte_values(
+    docs: NDArray[np.int64],
+    first_doc: NDArray[np.int64],
+    bytes_address: NDArray[np.uint64],
+    out: NDArray[np.bool_],
+) -> None:
     """out[i] = the byte of docs[i] is not 0."""
     part = 0
     for i in range(docs.size):

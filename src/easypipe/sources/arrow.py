@@ -1,4 +1,6 @@
-"""Arrow IPC: the file format (also called feather, version 2) and the stream format, told apart by content, memory-mapped where local."""
+"""Arrow IPC: the file format (also called feather, version 2) and the stream format, told apart by
+content, memory-mapped where local.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,36 @@ STREAM_MAGIC = b"\xff\xff\xff\xff"  # the continuation marker before the first m
 @dataclass(frozen=True)
 class _Batches:
     first_row: NDArray[np.int64]  # Int64[batches + 1]
-    offsets: list[int] | None  # stream format: where each batch's message begins; None for the file format
+    # stream format: where each batch's message begins; None for the file format
+    offsets: list[int] | None
     schema: pa.Schema  # as stored
     dictionaries: bool
     ended: bool = True  # False: a stream that stops between two messages without its end mark
-    whole: bool = True  # False: of a remote stream, only the head was looked at (FileRef.head_bytes)
+    # False: of a remote stream, only the head was looked at (FileRef.head_bytes)
+    whole: bool = True
 
 
 class ArrowFormat:
     name = "arrow"
     numbered = False
 
-    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
         head = read_range(file, 0, min(8, file.num_bytes))
         with _arrow_errors(file), _open(file) as opened:
             if head.startswith(FILE_MAGIC):
                 tail = read_range(file, file.num_bytes - len(FILE_MAGIC), file.num_bytes)
                 if tail != FILE_MAGIC or file.num_bytes < 20:
-                    raise SourceError(at=file.path, problem="truncated: an Arrow file without its footer", fix="Copy or write it again.")
+                    raise SourceError(
+                        at=file.path,
+                        problem="truncated: an Arrow file without its footer",
+                        fix="Copy or write it again.",
+                    )
                 batches = _survey_file(opened)
             elif head.startswith(STREAM_MAGIC):
-                batches = _survey_stream(opened, file.head_bytes if file.remote else None)  # one on disk costs a page a batch
+                # one on disk costs a page a batch
+                batches = _survey_stream(opened, file.head_bytes if file.remote else None)
                 if not batches.ended:
                     log.warning(
                         "%s: an Arrow stream without its end mark: its %d rows in %d batches are read; whoever wrote it stopped early, "
@@ -55,14 +66,26 @@ class ArrowFormat:
                         len(batches.first_row) - 1,
                     )
             elif head.startswith(b"FEA1"):
-                raise SourceError(at=file.path, problem="is feather version 1", fix="Write it again with pyarrow.feather (version 2).")
+                raise SourceError(
+                    at=file.path,
+                    problem="is feather version 1",
+                    fix="Write it again with pyarrow.feather (version 2).",
+                )
             else:
                 raise SourceError(
-                    at=file.path, problem=f"neither an Arrow file nor a stream: it begins with {head!r}", fix="Check its type."
+                    at=file.path,
+                    problem=f"neither an Arrow file nor a stream: it begins with {head!r}",
+                    fix="Check its type.",
                 )
         cuts = tuple(int(row) for row in np.unique(batches.first_row[:-1])) or (0,)
         schema = plain_schema(batches.schema, file.path)
-        return Survey(num_rows=int(batches.first_row[-1]), cuts=cuts, schema=schema, detail=batches, ended=batches.ended)
+        return Survey(
+            num_rows=int(batches.first_row[-1]),
+            cuts=cuts,
+            schema=schema,
+            detail=batches,
+            ended=batches.ended,
+        )
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         batches: _Batches = survey.detail
@@ -107,17 +130,21 @@ def _survey_stream(opened: pa.NativeFile, limit: int | None) -> _Batches:
             counts.append(reader.read_next_batch().num_rows)
         except StopIteration:  # the library takes the end of the file for the end mark
             opened.seek(offset)
-            ended = opened.read(len(END_MARK)).endswith(END_MARK[4:])  # old writers leave out the first half
+            # old writers leave out the first half
+            ended = opened.read(len(END_MARK)).endswith(END_MARK[4:])
             return _Batches(_running(counts), offsets, schema, _has_dictionary(schema), ended=ended)
         offsets.append(offset)
 
 
-def _read(opened: pa.NativeFile, batches: _Batches, names: list[str], first: int, last: int) -> list[pa.RecordBatch]:
+def _read(
+    opened: pa.NativeFile, batches: _Batches, names: list[str], first: int, last: int
+) -> list[pa.RecordBatch]:
     options = _only(batches.schema, names)
     if batches.offsets is None:
         reader = pa.ipc.open_file(opened, options=options)
         return [reader.get_batch(i) for i in range(first, last)]
-    if batches.dictionaries:  # a batch may need any dictionary before it, so the stream is read from its start
+    # a batch may need any dictionary before it, so the stream is read from its start
+    if batches.dictionaries:
         reader = pa.ipc.open_stream(opened, options=options)
         for _ in range(first):
             reader.read_next_batch()
@@ -131,10 +158,16 @@ def _read(opened: pa.NativeFile, batches: _Batches, names: list[str], first: int
 
 
 def _only(schema: pa.Schema, names: list[str]) -> pa.ipc.IpcReadOptions:
-    """Options that read these columns; for none at all the cheapest one, because the library takes an empty list for all."""
+    """Options that read these columns; for none at all the cheapest one, because the library takes
+    an empty list for all.
+    """
     wanted = [i for i, name in enumerate(schema.names) if name in names]
     if not wanted and len(schema):
-        flat = [i for i, field in enumerate(schema) if field.type.num_fields == 0 and pa.types.is_primitive(field.type)]
+        flat = [
+            i
+            for i, field in enumerate(schema)
+            if field.type.num_fields == 0 and pa.types.is_primitive(field.type)
+        ]
         wanted = flat[:1] or [0]
     return pa.ipc.IpcReadOptions(included_fields=wanted)
 
@@ -145,7 +178,9 @@ def _running(counts: list[int]) -> NDArray[np.int64]:
 
 def _has_dictionary(schema: pa.Schema) -> bool:
     def inside(kind: pa.DataType) -> bool:
-        return pa.types.is_dictionary(kind) or any(inside(kind.field(i).type) for i in range(kind.num_fields))
+        return pa.types.is_dictionary(kind) or any(
+            inside(kind.field(i).type) for i in range(kind.num_fields)
+        )
 
     return any(inside(field.type) for field in schema)
 
@@ -153,7 +188,8 @@ def _has_dictionary(schema: pa.Schema) -> bool:
 def _open(file: FileRef) -> pa.NativeFile:
     if file.remote:
         return pa.PythonFile(open_binary(file), mode="r")
-    with LocalFile(file):  # refuses a file that changed; the map below must never meet a shorter one
+    # refuses a file that changed; the map below must never meet a shorter one
+    with LocalFile(file):
         return pa.memory_map(file.here.path, "r")
 
 
@@ -166,4 +202,8 @@ class _arrow_errors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, SourceError):
-            raise SourceError(at=self._path, problem=f"damaged Arrow data: {error}", fix="Copy or write the file again.") from error
+            raise SourceError(
+                at=self._path,
+                problem=f"damaged Arrow data: {error}",
+                fix="Copy or write the file again.",
+            ) from error

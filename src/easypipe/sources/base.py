@@ -1,6 +1,8 @@
-"""A source over files: everything that formats share, so that a format only has to count rows and read a range of them.
+"""A source over files: everything that formats share, so that a format only has to count rows and
+read a range of them.
 
-Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered only makes the next one quicker.
+Law (stateless reads): schema and rows follow from the files alone. What a read opened or remembered
+only makes the next one quicker.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from easypipe.sources.schemas import column, has_strings, reconcile
 
 OnError = Literal["error", "skip", "quarantine"]
 
-# Part of every fingerprint and shard identity: raise it when reading changes what rows come out of the same file.
+# Part of every fingerprint and shard identity: raise it when reading changes what rows come out of
+# the same file.
 READER_VERSION = 1
 
 
@@ -38,9 +41,10 @@ READER_VERSION = 1
 class Survey:
     """What one look over a file tells.
 
-    num_rows: physical records. cuts: as Shard.cuts. schema: every column of the file, in plain types (schemas.plain_type).
-    detail: whatever the format needs in order to find rows again. ended: False where the file stops without the mark of its end, so that
-    rows may be missing that nobody can count.
+    num_rows: physical records. cuts: as Shard.cuts. schema: every column of the file, in plain
+    types (schemas.plain_type).
+    detail: whatever the format needs in order to find rows again. ended: False where the file stops
+    without the mark of its end, so that rows may be missing that nobody can count.
     """
 
     num_rows: int
@@ -51,7 +55,9 @@ class Survey:
 
 
 class Rows(NamedTuple):
-    """Rows of a range as a format reads them. `numbers` (Int64[rows], ascending) are their physical row numbers; None: all of the range."""
+    """Rows of a range as a format reads them. `numbers` (Int64[rows], ascending) are their physical
+    row numbers; None: all of the range.
+    """
 
     table: pa.Table
     numbers: NDArray[np.int64] | None
@@ -59,21 +65,31 @@ class Rows(NamedTuple):
 
 
 class Format(Protocol):
-    """How one kind of file is read. Instances belong to one source, may remember things between reads, and are thread safe."""
+    """How one kind of file is read. Instances belong to one source, may remember things between
+    reads, and are thread safe.
+    """
 
     name: str
     numbered: bool  # rows may be missing from a batch even where nothing is wrong (blank lines)
 
-    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
-        """Counts rows and reads the schema. Raises SourceError where the file as a whole cannot be read."""
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
+        """Counts rows and reads the schema. Raises SourceError where the file as a whole cannot be
+        read.
+        """
         ...
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
-        """Rows `start` to `stop`; the table holds `fields` (columns of the file, in types that merge_types gave) or plain kin of them."""
+        """Rows `start` to `stop`; the table holds `fields` (columns of the file, in types that
+        merge_types gave) or plain kin of them.
+        """
         ...
 
     def line(self, file: FileRef, survey: Survey, row: int) -> int | None:
-        """The line of the file, from 1, at which a row begins; None where the format has no lines."""
+        """The line of the file, from 1, at which a row begins; None where the format has no
+        lines.
+        """
         ...
 
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
@@ -91,15 +107,19 @@ class FileOptions(TypedDict, total=False):
 
 
 class FileSource(ShardedDataSource):
-    """Rows of one or many files of one format; implements ScanningSource. One shard per file. A subclass names its `reader`.
+    """Rows of one or many files of one format; implements ScanningSource. One shard per file. A
+    subclass names its `reader`.
 
-    columns: names to read, in this order; None reads all. A column that no file has is a SourceError that lists those there are.
-    on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return the good rows and list the bad ones in
-      `scan(...).rejects` (the caller counts or writes them). The schema then has `__row_number__`, as it always has for text formats.
+    columns: names to read, in this order; None reads all. A column that no file has is a
+    SourceError that lists those there are.
+    on_error: "error" raises SourceError at the first bad row; "skip" and "quarantine" return the
+    good rows and list the bad ones in
+      `scan(...).rejects` (the caller counts or writes them). The schema then has `__row_number__`,
+      as it always has for text formats.
     index_dir: where indexes of line files are kept between runs; None keeps them in memory only.
 
-    Files are opened when `schema`, `shards` or rows are first asked for. Law: for one set of files every batch has exactly `schema`.
-    Safe to use from many threads at once.
+    Files are opened when `schema`, `shards` or rows are first asked for. Law: for one set of files
+    every batch has exactly `schema`. Safe to use from many threads at once.
     """
 
     reader: ClassVar[type[Format]]
@@ -116,11 +136,18 @@ class FileSource(ShardedDataSource):
     ) -> None:
         if on_error not in get_args(OnError):
             have = get_args(OnError)
-            raise ConfigError(at="on_error", problem=f"{on_error!r} is not an option", have=have, fix=did_you_mean(str(on_error), have))
+            raise ConfigError(
+                at="on_error",
+                problem=f"{on_error!r} is not an option",
+                have=have,
+                fix=did_you_mean(str(on_error), have),
+            )
         self.on_error = on_error
         self.columns = _names(columns)
         self._format = type(self).reader()
-        self.files: tuple[FileRef, ...] = tuple(resolve(data_files, storage_options, extensions=[self._format.name]))
+        self.files: tuple[FileRef, ...] = tuple(
+            resolve(data_files, storage_options, extensions=[self._format.name])
+        )
         self._index_dir = None if index_dir is None else Path(index_dir)
         self._lock = threading.Lock()
         self._opened: _Opened | None = None
@@ -136,21 +163,40 @@ class FileSource(ShardedDataSource):
     @property
     def fingerprint(self) -> str:
         """Digest of format, options and every file's path, size and identity. Opens no file."""
-        return digest("files", READER_VERSION, self._format.name, self._options(), [file.digest for file in self.files])
+        return digest(
+            "files",
+            READER_VERSION,
+            self._format.name,
+            self._options(),
+            [file.digest for file in self.files],
+        )
 
     def shard_identity(self, shard: int) -> str:
-        """Digest of all that decides the rows of one shard: its file, the reading options, and the schema that the files have together."""
+        """Digest of all that decides the rows of one shard: its file, the reading options, and the
+        schema that the files have together.
+        """
         schema = [[field.name, str(field.type)] for field in self.schema]
-        return digest("file", READER_VERSION, self._format.name, self._options(), self.files[shard].digest, schema)
+        return digest(
+            "file",
+            READER_VERSION,
+            self._format.name,
+            self._options(),
+            self.files[shard].digest,
+            schema,
+        )
 
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
-        """The same files, or the first `files` of them, as far as can be told without reading them through: of those that are records
-        (lines, JSON, CSV) the records that end within so many first plain bytes. Others know their rows from a footer, and keep them all.
+        """The same files, or the first `files` of them, as far as can be told without reading them
+        through: of those that are records (lines, JSON, CSV) the records that end within so many
+        first plain bytes. Others know their rows from a footer, and keep them all.
 
-        A file that has no whole record there has no row. Shards have `num_rows` of what can be read here; `total_rows` tells the file's.
+        A file that has no whole record there has no row. Shards have `num_rows` of what can be read
+        here; `total_rows` tells the file's.
         """
         twin = copy.copy(self)
-        twin.files = tuple(dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files])
+        twin.files = tuple(
+            dataclasses.replace(file, head_bytes=num_bytes) for file in self.files[:files]
+        )
         twin._lock, twin._opened = threading.Lock(), None
         return twin
 
@@ -162,25 +208,34 @@ class FileSource(ShardedDataSource):
     def total_rows(self, shard: int) -> int | None:
         """Rows of the whole file; None for a head whose file nobody has counted."""
         survey = self._open().surveys[shard]
-        found = survey.detail if isinstance(survey.detail, Found) else getattr(survey.detail, "separated", None)
+        found = (
+            survey.detail
+            if isinstance(survey.detail, Found)
+            else getattr(survey.detail, "separated", None)
+        )
         if found is not None:
             return found.index.total_rows
         return survey.num_rows if getattr(survey.detail, "whole", True) else None
 
     def select(self, columns: Sequence[str]) -> FileSource:
-        """The same rows with only `columns`: no other column is read, and what is wrong in another column spoils no row."""
+        """The same rows with only `columns`: no other column is read, and what is wrong in another
+        column spoils no row.
+        """
         twin = copy.copy(self)
         twin.columns = _names(columns)
         try:
             opened = self._open()
         except SchemaError:
-            twin._lock = threading.Lock()  # files that differ in other columns may agree in these, which opening them anew tells
+            # files that differ in other columns may agree in these, which opening them anew tells
+            twin._lock = threading.Lock()
             return twin
         twin._opened = twin._only(opened)
         return twin
 
     def exactly(self, columns: Sequence[str]) -> FileSource:
-        """The same rows, in which lists and objects of `columns` are JSON text where they hold nulls that an Arrow type would lose."""
+        """The same rows, in which lists and objects of `columns` are JSON text where they hold
+        nulls that an Arrow type would lose.
+        """
         made = type(self).reader()
         if not columns or not hasattr(made, "exact"):
             return self
@@ -193,21 +248,32 @@ class FileSource(ShardedDataSource):
         return self.scan(shard, start, stop).batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """Rows `start` to `stop` of a shard, and those refused; with on_error="error" a bad row raises SourceError instead."""
+        """Rows `start` to `stop` of a shard, and those refused; with on_error="error" a bad row
+        raises SourceError instead.
+        """
         opened = self._open()
         file, survey = self.files[shard], opened.surveys[shard]
         if not 0 <= start <= stop <= survey.num_rows:
-            raise SourceError(at=file.path, problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{survey.num_rows}.")
+            raise SourceError(
+                at=file.path,
+                problem=f"rows {start}:{stop} were asked for",
+                fix=f"It has rows 0:{survey.num_rows}.",
+            )
         fields = opened.fields[shard]
         if start == stop:
             return Scan(_empty(opened.schema), ())
         table, numbers, rejects = self._format.rows(file, survey, fields, start, stop)
         if numbers is None:
             numbers = np.arange(start, stop, dtype=np.int64)
-        arrays = [self._column(file, opened.data, name, table, len(numbers)) for name in opened.data.names]
+        arrays = [
+            self._column(file, opened.data, name, table, len(numbers)) for name in opened.data.names
+        ]
         bad = _not_utf8(opened.data, arrays)
         if bad:
-            rejects = sorted([*rejects, *(_invalid(int(numbers[i]), why) for i, why in bad.items())], key=lambda reject: reject.row)
+            rejects = sorted(
+                [*rejects, *(_invalid(int(numbers[i]), why) for i, why in bad.items())],
+                key=lambda reject: reject.row,
+            )
             keep = np.ones(len(numbers), bool)
             keep[list(bad)] = False
             arrays = [array.filter(pa.array(keep)) for array in arrays]
@@ -224,7 +290,9 @@ class FileSource(ShardedDataSource):
         """A row as it stands in its file; None for formats that are not text."""
         return self._format.raw(self.files[shard], self._open().surveys[shard], row)
 
-    def _column(self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int) -> pa.Array:
+    def _column(
+        self, file: FileRef, data: pa.Schema, name: str, table: pa.Table, rows: int
+    ) -> pa.Array:
         """`rows` is told apart, because a table without columns forgets how many it has."""
         kind = data.field(name).type
         if name not in table.column_names:
@@ -246,7 +314,10 @@ class FileSource(ShardedDataSource):
         )
 
     def _options(self) -> list[Any]:
-        return [None if self.columns is None else list(self.columns), "error" if self.on_error == "error" else "tolerant"]
+        return [
+            None if self.columns is None else list(self.columns),
+            "error" if self.on_error == "error" else "tolerant",
+        ]
 
     def _open(self) -> _Opened:
         opened = self._opened
@@ -260,7 +331,9 @@ class FileSource(ShardedDataSource):
     def _survey(self) -> _Opened:
         def one(file: FileRef) -> Survey:
             if file.num_bytes == 0:
-                raise SourceError(at=file.path, problem="is empty (0 bytes)", fix="Remove it from data_files.")
+                raise SourceError(
+                    at=file.path, problem="is empty (0 bytes)", fix="Remove it from data_files."
+                )
             return self._format.survey(file, self.columns, self._index_dir)
 
         if len(self.files) == 1:
@@ -274,16 +347,26 @@ class FileSource(ShardedDataSource):
                 finally:
                     for future in pending:  # after a failure the rest need not start
                         future.cancel()
-        found = [_with_partitions(file, survey.schema) for file, survey in zip(self.files, surveys, strict=True)]
-        wanted = [(file.path, _project(schema, self.columns)) for file, schema in zip(self.files, found, strict=True)]
+        found = [
+            _with_partitions(file, survey.schema)
+            for file, survey in zip(self.files, surveys, strict=True)
+        ]
+        wanted = [
+            (file.path, _project(schema, self.columns))
+            for file, schema in zip(self.files, found, strict=True)
+        ]
         data = reconcile(wanted)
         if not any(survey.schema.names for survey in surveys):
             raise self._no_columns(surveys)
         shards = [
-            Shard(name=file.path, num_rows=survey.num_rows, cuts=survey.cuts, num_bytes=file.num_bytes)
+            Shard(
+                name=file.path, num_rows=survey.num_rows, cuts=survey.cuts, num_bytes=file.num_bytes
+            )
             for file, survey in zip(self.files, surveys, strict=True)
         ]
-        return self._only(_Opened(surveys=surveys, data=data, schema=data, shards=shards, fields=[]))
+        return self._only(
+            _Opened(surveys=surveys, data=data, schema=data, shards=shards, fields=[])
+        )
 
     def _only(self, opened: _Opened) -> _Opened:
         """What was found, narrowed to `columns`."""
@@ -291,7 +374,10 @@ class FileSource(ShardedDataSource):
         if self.columns is not None:
             self._require(data, opened.surveys)
             data = pa.schema([data.field(name) for name in self.columns])
-        fields = [pa.schema([field for field in data if field.name in survey.schema.names]) for survey in opened.surveys]
+        fields = [
+            pa.schema([field for field in data if field.name in survey.schema.names])
+            for survey in opened.surveys
+        ]
         numbered = self._format.numbered or self.on_error != "error"
         schema = data.append(pa.field(ROW_NUMBER, pa.int64())) if numbered else data
         return dataclasses.replace(opened, data=data, schema=schema, fields=fields)
@@ -299,23 +385,45 @@ class FileSource(ShardedDataSource):
     def _no_columns(self, surveys: Sequence[Survey]) -> SourceError:
         """Files without any column: what is wrong with their first row, or that there is none."""
         for file, survey in zip(self.files, surveys, strict=True):
-            for reject in self._format.rows(file, survey, pa.schema([]), 0, min(survey.num_rows, 1000)).rejects if survey.num_rows else ():
+            for reject in (
+                self._format.rows(
+                    file, survey, pa.schema([]), 0, min(survey.num_rows, 1000)
+                ).rejects
+                if survey.num_rows
+                else ()
+            ):
                 if not reject.benign:
                     return self._refusal(file, survey, reject)
-        return SourceError(at=self.files[0].path, problem="holds no row from which columns could be known", fix="Give files with rows.")
+        return SourceError(
+            at=self.files[0].path,
+            problem="holds no row from which columns could be known",
+            fix="Give files with rows.",
+        )
 
     def _require(self, data: pa.Schema, surveys: Sequence[Survey]) -> None:
         for name in self.columns or ():
             if name not in data.names:
                 pairs = zip(self.files, surveys, strict=True)
-                have = list(dict.fromkeys(n for file, survey in pairs for n in _with_partitions(file, survey.schema).names))
-                at = self.files[0].path + (f" (and {len(self.files) - 1} more)" if len(self.files) > 1 else "")
-                raise SchemaError(at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have))
+                have = list(
+                    dict.fromkeys(
+                        n
+                        for file, survey in pairs
+                        for n in _with_partitions(file, survey.schema).names
+                    )
+                )
+                at = self.files[0].path + (
+                    f" (and {len(self.files) - 1} more)" if len(self.files) > 1 else ""
+                )
+                raise SchemaError(
+                    at=at, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have)
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What is known once every file was looked over. data: columns without ROW_NUMBER; fields: those of `data` that each file has."""
+    """What is known once every file was looked over. data: columns without ROW_NUMBER; fields:
+    those of `data` that each file has.
+    """
 
     surveys: list[Survey]
     data: pa.Schema
@@ -328,18 +436,42 @@ def _names(columns: Sequence[str] | None) -> tuple[str, ...] | None:
     if columns is None:
         return None
     names = tuple(columns) if not isinstance(columns, str) else ()
-    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names) or ROW_NUMBER in names:
-        raise ConfigError(at="columns", problem=f"expected different column names, got {columns!r}", fix="Write columns=['text'].")
+    if (
+        not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
+        or ROW_NUMBER in names
+    ):
+        raise ConfigError(
+            at="columns",
+            problem=f"expected different column names, got {columns!r}",
+            fix="Write columns=['text'].",
+        )
     return names
 
 
 def _project(schema: pa.Schema, columns: tuple[str, ...] | None) -> pa.Schema:
-    return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
+    return (
+        schema
+        if columns is None
+        else pa.schema([field for field in schema if field.name in columns])
+    )
 
 
 def _with_partitions(file: FileRef, schema: pa.Schema) -> pa.Schema:
-    """The columns of a file and those that its folders name; where both do, the file's own are read."""
-    return pa.schema([*schema, *(field for field in partition_schema(file.partitions) if field.name not in schema.names)])
+    """The columns of a file and those that its folders name; where both do, the file's own are
+    read.
+    """
+    return pa.schema(
+        [
+            *schema,
+            *(
+                field
+                for field in partition_schema(file.partitions)
+                if field.name not in schema.names
+            ),
+        ]
+    )
 
 
 def _empty(schema: pa.Schema) -> pa.RecordBatch:
@@ -352,11 +484,13 @@ def _not_utf8(schema: pa.Schema, arrays: Sequence[pa.Array]) -> dict[int, str]:
     for field, array in zip(schema, arrays, strict=True):
         if has_strings(field.type) and len(array):
             pending = [(0, len(array))]
-            while pending:  # halves, so that finding a few bad rows costs little more than the check
+            # halves, so that finding a few bad rows costs little more than the check
+            while pending:
                 first, last = pending.pop()
                 try:
                     part = array.slice(first, last - first)
-                    if last - first < len(array) and array.type.num_fields:  # children of a slice are checked whole: make them its own
+                    # children of a slice are checked whole: make them its own
+                    if last - first < len(array) and array.type.num_fields:
                         part = part.take(pa.array(np.arange(last - first)))
                     part.validate(full=True)
                 except (pa.ArrowInvalid, UnicodeDecodeError):

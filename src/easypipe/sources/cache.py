@@ -1,4 +1,5 @@
-"""The reader of the token cache: documents as token ids in memory-mapped Arrow files, each length known before a token is touched.
+"""The reader of the token cache: documents as token ids in memory-mapped Arrow files, each length
+known before a token is touched.
 
 doc     a document, counted over the whole cache: the rows that were kept, in the order of the source
 part    the file of one range of rows (sources/manifest.py)
@@ -37,7 +38,8 @@ KEPT_BATCHES = 32  # that were read last, where files are mapped only while they
 
 
 class Buffers(NamedTuple):
-    """Where everything lies in memory, for kernels. P parts; the TokenCache that gave them keeps the maps alive.
+    """Where everything lies in memory, for kernels. P parts; the TokenCache that gave them keeps
+    the maps alive.
 
     first_doc        Int64[P+1]    documents before each part, and in all
     ids_address      UInt64[P]     first token of the part, `id_bytes` bytes each (unsigned)
@@ -59,16 +61,21 @@ class Buffers(NamedTuple):
 
 
 class TokenCache(ShardedDataSource):
-    """Documents as tokens, by number or as a ShardedSource whose rows have the physical numbers of the source they came from.
+    """Documents as tokens, by number or as a ShardedSource whose rows have the physical numbers of
+    the source they came from.
 
-    Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives. Nothing is held in anonymous memory
-    but a few words per part. Thread safe; raises CacheError at opening where a file is missing, cut short or foreign, and where a block
-    that is touched for the first time is damaged, before a token of it is handed out.
+    Law: `read(shard, a, b)` gives what tokenizing rows a to b of that shard of the source gives.
+    Nothing is held in anonymous memory but a few words per part. Thread safe; raises CacheError at
+    opening where a file is missing, cut short or foreign, and where a block that is touched for the
+    first time is damaged, before a token of it is handed out.
     """
 
-    def __init__(self, path: str | Path, *, dataset: str | None = None, folder: CacheFolder | None = None) -> None:
-        """path: a manifest. dataset: the name to report under, where it is not the one the cache was prepared as. folder: that the manifest
-        is in, where it is none of this machine; kept for as long as this object lives."""
+    def __init__(
+        self, path: str | Path, *, dataset: str | None = None, folder: CacheFolder | None = None
+    ) -> None:
+        """path: a manifest. dataset: the name to report under, where it is not the one the cache
+        was prepared as. folder: that the manifest is in, where it is none of this machine; kept for
+        as long as this object lives."""
         self.folder = folder or CacheFolder(Path(path).parent.parent)
         self.path: Path | str = str(path) if self.folder.remote else Path(path)
         # Held for as long as this object lives, so that nobody clears what it maps.
@@ -79,29 +86,46 @@ class TokenCache(ShardedDataSource):
         self._parts = [part for part in self.manifest.parts if part.docs]
         self._staged: Staged | None = None
         self._files: mapping.MappedFiles | None = None
-        self._blocks: BlockChecks | None = None  # None in a bucket, whose files are checked when they are fetched
-        self._maps: list[int] = []  # where each file is mapped; none where files are mapped only while they are read
-        self._batches: list[pa.RecordBatch] = []  # one for each part; none where files are mapped only while they are read ...
-        self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()  # ... and then those that were asked for last
+        # None in a bucket, whose files are checked when they are fetched
+        self._blocks: BlockChecks | None = None
+        # where each file is mapped; none where files are mapped only while they are read
+        self._maps: list[int] = []
+        # one for each part; none where files are mapped only while they are read ...
+        self._batches: list[pa.RecordBatch] = []
+        # ... and then those that were asked for last
+        self._kept: OrderedDict[int, pa.RecordBatch] = OrderedDict()
         if isinstance(self.folder, RemoteFolder):
             urls = [self.folder.tokens(part.file) for part in self._parts]
-            self._staged = Staged(self.folder.staging, self._parts, urls, self.folder.options, self.folder.reading)
-            self._batches = [self._checked_batch(staged.batch, staged.part) for staged in self._staged.parts]
+            self._staged = Staged(
+                self.folder.staging, self._parts, urls, self.folder.options, self.folder.reading
+            )
+            self._batches = [
+                self._checked_batch(staged.batch, staged.part) for staged in self._staged.parts
+            ]
         elif mapping.may_map(self, len(self._parts)):
             mapped = [self._map(part) for part in self._parts]
-            self._batches, self._maps = [batch for batch, _ in mapped], [address for _, address in mapped]
+            self._batches, self._maps = (
+                [batch for batch, _ in mapped],
+                [address for _, address in mapped],
+            )
         else:
             files = [f"{self.folder.local}/tokens/{part.file}" for part in self._parts]
             self._files = mapping.MappedFiles(files, [part.num_bytes for part in self._parts])
         if self._staged is None:
-            self._blocks = BlockChecks(self._parts, lambda i: f"{self.folder.local}/tokens/{self._parts[i].file}")
-        self._first_doc = np.concatenate([[0], np.cumsum([part.docs for part in self._parts], dtype=np.int64)]).astype(np.int64)
+            self._blocks = BlockChecks(
+                self._parts, lambda i: f"{self.folder.local}/tokens/{self._parts[i].file}"
+            )
+        self._first_doc = np.concatenate(
+            [[0], np.cumsum([part.docs for part in self._parts], dtype=np.int64)]
+        ).astype(np.int64)
         if self._files is not None:
             _ = self._buffers  # looks into every file
 
     @property
     def fingerprint(self) -> str:
-        """Of the content: the same text under the same tokenizer has the same fingerprint, wherever and whenever it was prepared."""
+        """Of the content: the same text under the same tokenizer has the same fingerprint, wherever
+        and whenever it was prepared.
+        """
         return self.manifest.fingerprint
 
     @property
@@ -127,12 +151,21 @@ class TokenCache(ShardedDataSource):
     @property
     def ledger(self) -> Ledger:
         """Rows and tokens of the preparation."""
-        return self.manifest.counts.ledger(self.dataset, {f"tokenize.{self.dataset}.{k}": v for k, v in self.manifest.facts.items()})
+        return self.manifest.counts.ledger(
+            self.dataset,
+            {f"tokenize.{self.dataset}.{k}": v for k, v in self.manifest.facts.items()},
+        )
 
     @property
     def quarantine(self) -> Path | str | None:
-        """The JSONL file of rows that were set aside, where there is one; a URL where the cache is at one."""
-        return self.folder.at("manifests", self.manifest.quarantine) if self.manifest.quarantine else None
+        """The JSONL file of rows that were set aside, where there is one; a URL where the cache is
+        at one.
+        """
+        return (
+            self.folder.at("manifests", self.manifest.quarantine)
+            if self.manifest.quarantine
+            else None
+        )
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -152,14 +185,20 @@ class TokenCache(ShardedDataSource):
             num_bytes[part.shard] += part.num_bytes
         return tuple(
             Shard(name=name, num_rows=rows, cuts=tuple(cuts[i]) or (0,), num_bytes=num_bytes[i])
-            for i, (name, rows) in enumerate(zip(self.manifest.shard_names, self.manifest.shard_rows, strict=True))
+            for i, (name, rows) in enumerate(
+                zip(self.manifest.shard_names, self.manifest.shard_rows, strict=True)
+            )
         )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop` of a source shard that were kept; zero-copy where they lie in one part on this machine."""
+        """Rows `start` to `stop` of a source shard that were kept; zero-copy where they lie in one
+        part on this machine.
+        """
         info = self.shards[shard]
         if not 0 <= start <= stop <= (info.num_rows or 0):
-            raise SourceError(at=place(info.name), problem=f"rows {start}:{stop} of {info.num_rows} do not exist")
+            raise SourceError(
+                at=place(info.name), problem=f"rows {start}:{stop} of {info.num_rows} do not exist"
+            )
         pieces = []
         for i in self._parts_of(shard):
             part = self._parts[i]
@@ -171,12 +210,17 @@ class TokenCache(ShardedDataSource):
                     pieces.append(self._rows(i, first, last))
         if len(pieces) == 1:
             return pieces[0]
-        arrays = [pa.concat_arrays([piece.column(i) for piece in pieces]) if pieces else f.type for i, f in enumerate(self.schema)]
+        arrays = [
+            pa.concat_arrays([piece.column(i) for piece in pieces]) if pieces else f.type
+            for i, f in enumerate(self.schema)
+        ]
         columns = [pa.array([], a) if isinstance(a, pa.DataType) else a for a in arrays]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def lengths(self, docs: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Stored tokens of each of `docs` (Int64[n]); Int32[n]. Raises IndexError for a document that does not exist."""
+        """Stored tokens of each of `docs` (Int64[n]); Int32[n]. Raises IndexError for a document
+        that does not exist.
+        """
         return self._of_each(docs, list_lengths, self._buffers.offsets_address, np.int32)
 
     def has_eos(self, docs: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -193,46 +237,70 @@ class TokenCache(ShardedDataSource):
         return found
 
     def tokens(self, doc: int) -> NDArray[np.unsignedinteger]:
-        """The stored ids of one document; a view of the map where that is of a file of this machine."""
+        """The stored ids of one document; a view of the map where that is of a file of this
+        machine.
+        """
         part, local = self._find(doc)
         return self._rows(part, local, local + 1).column(INPUT_IDS).flatten().to_numpy()
 
     def buffers(self) -> Buffers:
-        """Addresses for kernels; good for as long as this object lives. Where `comes_and_goes`, what stands there is only there while
-        `staged` holds it."""
+        """Addresses for kernels; good for as long as this object lives. Where `comes_and_goes`,
+        what stands there is only there while `staged` holds it."""
         return self._buffers
 
     @property
     def comes_and_goes(self) -> bool:
-        """Whether kernels find documents only while `staged` holds them: in a bucket, or where there are more files than may be mapped."""
+        """Whether kernels find documents only while `staged` holds them: in a bucket, or where
+        there are more files than may be mapped.
+        """
         return self._staged is not None or self._files is not None
 
     def staged(self, docs: NDArray[np.int64]) -> contextlib.AbstractContextManager[None]:
-        """While the block lasts, `docs` (Int64[n]) are where `buffers` says. Free where files are mapped for good.
+        """While the block lasts, `docs` (Int64[n]) are where `buffers` says. Free where files are
+        mapped for good.
 
-        Raises StorageError where they cannot be fetched, CacheError where a fetched file is not what was committed.
+        Raises StorageError where they cannot be fetched, CacheError where a fetched file is not
+        what was committed.
         """
         number = self._part_numbers(docs) if self.comes_and_goes else docs
         if self._staged is not None:
             return self._staged.hold(number, docs - self._first_doc[number])
-        return self._checked_and_held(docs, number) if self._files is not None or self.pending else contextlib.nullcontext()
+        return (
+            self._checked_and_held(docs, number)
+            if self._files is not None or self.pending
+            else contextlib.nullcontext()
+        )
 
     @contextlib.contextmanager
-    def _checked_and_held(self, docs: NDArray[np.int64], number: NDArray[np.int64]) -> Iterator[None]:
+    def _checked_and_held(
+        self, docs: NDArray[np.int64], number: NDArray[np.int64]
+    ) -> Iterator[None]:
         with contextlib.nullcontext() if self._files is None else self._files.hold(number):
             b, todo = self._buffers, np.empty((2, ROOM if self.pending else 0), np.int64)
-            places = b.ids_address, b.offsets_address, b.mask_address, b.file_address, b.checked_address
-            while todo.size and (count := note_documents(docs, b.first_doc, *places, b.id_bytes, todo)):
+            places = (
+                b.ids_address,
+                b.offsets_address,
+                b.mask_address,
+                b.file_address,
+                b.checked_address,
+            )
+            while todo.size and (
+                count := note_documents(docs, b.first_doc, *places, b.id_bytes, todo)
+            ):
                 self.check(todo[:, :count])
             yield
 
     @property
     def pending(self) -> bool:
-        """Whether parts of its files were not held against their checksums yet: kernels then have to look at the flags, and `check`."""
+        """Whether parts of its files were not held against their checksums yet: kernels then have
+        to look at the flags, and `check`.
+        """
         return self._blocks is not None and self._blocks.pending
 
     def check(self, touched: NDArray[np.int64]) -> None:
-        """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises CacheError where one is damaged."""
+        """touched: Int64[2, n], parts and their blocks as `blocks.note` gives them. Raises
+        CacheError where one is damaged.
+        """
         assert self._blocks is not None
         for part, block in sorted(set(zip(*touched.tolist(), strict=True))):  # an index first
             if block == INDEX:
@@ -244,9 +312,19 @@ class TokenCache(ShardedDataSource):
         if self.pending:
             assert self._blocks is not None
             b = self._buffers
-            with contextlib.nullcontext() if self._files is None else self._files.hold(np.array(parts)):
+            with (
+                contextlib.nullcontext()
+                if self._files is None
+                else self._files.hold(np.array(parts))
+            ):
                 for i in parts:
-                    self._blocks.check_index(i, int(b.file_address[i]), int(b.ids_address[i]), int(b.mask_address[i]), b.id_bytes)
+                    self._blocks.check_index(
+                        i,
+                        int(b.file_address[i]),
+                        int(b.ids_address[i]),
+                        int(b.mask_address[i]),
+                        b.id_bytes,
+                    )
 
     def where(self, doc: int) -> tuple[str, int]:
         """(file, physical row) that a document came from."""
@@ -256,7 +334,9 @@ class TokenCache(ShardedDataSource):
         return self.manifest.shard_names[self._parts[part].shard], row
 
     def verify(self) -> None:
-        """Reads every byte. Raises CacheError naming the first file whose checksum is not the one that was committed."""
+        """Reads every byte. Raises CacheError naming the first file whose checksum is not the one
+        that was committed.
+        """
         for part in self._parts:
             found = xxh3_128_hexdigest(self.folder.content(part.file))
             if found != part.checksum:
@@ -279,12 +359,35 @@ class TokenCache(ShardedDataSource):
                 column[i] = address + base if address else 0
         ids, offsets, masks, eos = where
         nowhere = np.zeros(len(self._parts), np.uint64)
-        files = np.array(self._maps, np.uint64) if self._maps else nowhere if self._files is None else self._files.addresses
+        files = (
+            np.array(self._maps, np.uint64)
+            if self._maps
+            else nowhere
+            if self._files is None
+            else self._files.addresses
+        )
         checked = nowhere if self._blocks is None else self._blocks.addresses
-        return Buffers(self._first_doc, ids, offsets, masks, eos, files, checked, token_dtype(self.vocab_size).itemsize)
+        return Buffers(
+            self._first_doc,
+            ids,
+            offsets,
+            masks,
+            eos,
+            files,
+            checked,
+            token_dtype(self.vocab_size).itemsize,
+        )
 
-    def _of_each(self, docs: NDArray[np.int64], kernel: Callable[..., None], address: NDArray[np.uint64], kind: type) -> NDArray[Any]:
-        """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all files may be mapped at once."""
+    def _of_each(
+        self,
+        docs: NDArray[np.int64],
+        kernel: Callable[..., None],
+        address: NDArray[np.uint64],
+        kind: type,
+    ) -> NDArray[Any]:
+        """`kernel(docs, first_doc, address, out)` for all of `docs`, some at a time where not all
+        files may be mapped at once.
+        """
         docs = self._checked(docs)
         out = np.empty(docs.size, kind)
         if self._files is None:
@@ -315,7 +418,9 @@ class TokenCache(ShardedDataSource):
                 yield here
 
     def _rows(self, part: int, first: int, last: int) -> pa.RecordBatch:
-        """Documents `first` to `last` of a part; a copy where the map is filled and emptied by others."""
+        """Documents `first` to `last` of a part; a copy where the map is filled and emptied by
+        others.
+        """
         found = self._batch(part).slice(first, last - first)
         if not self.pending and self._staged is None:
             return found
@@ -336,11 +441,14 @@ class TokenCache(ShardedDataSource):
 
     def _map(self, part: Part) -> tuple[pa.RecordBatch, int]:
         """A token file, and the address that it is mapped at for as long as the batch lives."""
-        file, again = f"{self.folder.local}/tokens/{part.file}", AGAIN  # pathlib took a tenth of the time
+        # pathlib took a tenth of the time
+        file, again = f"{self.folder.local}/tokens/{part.file}", AGAIN
         try:
             size = os.stat(file).st_size
             if size != part.num_bytes:
-                raise CacheError(at=file, problem=f"{size} bytes, committed with {part.num_bytes}", fix=again)
+                raise CacheError(
+                    at=file, problem=f"{size} bytes, committed with {part.num_bytes}", fix=again
+                )
             # Closing the file gives its descriptor back; the map lives on in the buffers.
             with pa.memory_map(file) as mapped:
                 whole = mapped.read_buffer()
@@ -356,7 +464,11 @@ class TokenCache(ShardedDataSource):
     def _checked_batch(self, batch: pa.RecordBatch, part: Part) -> pa.RecordBatch:
         if batch.num_rows != part.docs or not batch.schema.equals(self.schema):
             at = str(self.folder.tokens(part.file))
-            raise CacheError(at=at, problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}", fix=AGAIN)
+            raise CacheError(
+                at=at,
+                problem=f"holds {batch.num_rows} rows of {batch.schema.names}, not {part.docs}",
+                fix=AGAIN,
+            )
         return batch
 
     def _parts_of(self, shard: int) -> range:
@@ -395,8 +507,17 @@ def cache_schema(vocab_size: int, *, loss_mask: bool = False) -> pa.Schema:
 def _addresses(batch: pa.RecordBatch) -> tuple[int, int, int, int]:
     """Where its tokens, offsets, masks (0: it has none) and EOS marks are."""
     ids = batch.column(INPUT_IDS)
-    mask = _address(batch.column(LOSS_MASK).values.buffers()[1]) if LOSS_MASK in batch.schema.names else 0
-    return _address(ids.values.buffers()[1]), _address(ids.buffers()[1]), mask, _address(batch.column(HAS_EOS).buffers()[1])
+    mask = (
+        _address(batch.column(LOSS_MASK).values.buffers()[1])
+        if LOSS_MASK in batch.schema.names
+        else 0
+    )
+    return (
+        _address(ids.values.buffers()[1]),
+        _address(ids.buffers()[1]),
+        mask,
+        _address(batch.column(HAS_EOS).buffers()[1]),
+    )
 
 
 def _address(buffer: pa.Buffer | None) -> int:

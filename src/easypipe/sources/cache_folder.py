@@ -1,7 +1,9 @@
-"""Where a token cache lies: a folder of this machine, or one at a URL with a folder here for what is of this machine alone.
+"""Where a token cache lies: a folder of this machine, or one at a URL with a folder here for what
+is of this machine alone.
 
-What is committed (manifests, records of ranges, tokens; sources/manifest.py has the layout) goes through `CacheFolder`, wherever it lies.
-Locks, indexes, plans and verdicts on fast tokenizers are always in `local`.
+What is committed (manifests, records of ranges, tokens; sources/manifest.py has the layout) goes
+through `CacheFolder`, wherever it lies. Locks, indexes, plans and verdicts on fast tokenizers are
+always in `local`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class CacheFolder:
         return path.is_file() and storage.checksum(path).checksum == checksum
 
     def holds_quarantine(self, manifest: Manifest) -> bool:
-        """Whether the quarantine file of a manifest is there as it was committed; True where it has none."""
+        """Whether the quarantine file of a manifest is there as it was committed; True where it has
+        none.
+        """
         if not manifest.quarantine:
             return True
         hasher = xxhash.xxh3_128()
@@ -65,9 +69,15 @@ class CacheFolder:
         with pa.memory_map(str(self.tokens(file))) as mapped:
             return mapped.read_buffer()
 
-    def commit_tokens(self, file: str, batch: pa.RecordBatch, stats: dict[str, Any] | None = None) -> TokenStamp:
+    def commit_tokens(
+        self, file: str, batch: pa.RecordBatch, stats: dict[str, Any] | None = None
+    ) -> TokenStamp:
         """Writes and commits a token file. stats: kept in its metadata."""
-        schema = batch.schema if stats is None else batch.schema.with_metadata({STATS: json.dumps(stats).encode()})
+        schema = (
+            batch.schema
+            if stats is None
+            else batch.schema.with_metadata({STATS: json.dumps(stats).encode()})
+        )
         with storage.commit_file(self.tokens(file), self.options) as (temporary, stamp):
             with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
                 writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
@@ -94,8 +104,9 @@ class RemoteFolder(CacheFolder):
         staging_bytes: int = 1 << 34,
         staging_dir: Path | None = None,
     ) -> None:
-        """local: a folder of this machine for this URL. reading: whole token files, checked, or ranges of bytes of them. staging_bytes: of
-        tokens that are kept in a file in `staging_dir` (None: the system's temporary folder) while they are read."""
+        """local: a folder of this machine for this URL. reading: whole token files, checked, or
+        ranges of bytes of them. staging_bytes: of tokens that are kept in a file in `staging_dir`
+        (None: the system's temporary folder) while they are read."""
         super().__init__(local)
         storage.filesystem(url, options)
         self.url, self.options = url.rstrip("/"), options
@@ -116,7 +127,9 @@ class RemoteFolder(CacheFolder):
         return pa.py_buffer(storage.read_bytes(self.tokens(file), self.options))
 
     def commit_manifest(self, manifest: Manifest) -> None:
-        """The first of several writers wins; a manifest that cannot be read, or tells of other tokens, is replaced."""
+        """The first of several writers wins; a manifest that cannot be read, or tells of other
+        tokens, is replaced.
+        """
         path, data = self.manifest(manifest.key), manifest_json(manifest)
         if storage.create_bytes(path, data, self.options):
             return
@@ -129,7 +142,9 @@ class RemoteFolder(CacheFolder):
 
     @cached_property
     def staging(self) -> Staging:
-        """The file that tokens are staged in: one for all datasets of this folder, in this process."""
+        """The file that tokens are staged in: one for all datasets of this folder, in this
+        process.
+        """
         return Staging(self._staging_dir, self._staging_bytes)
 
 

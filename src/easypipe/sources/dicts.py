@@ -1,4 +1,6 @@
-"""Rows that are Python dicts, as sources of users' own give them: their columns, and the dicts as Arrow batches."""
+"""Rows that are Python dicts, as sources of users' own give them: their columns, and the dicts as
+Arrow batches.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +14,57 @@ import numpy as np
 import pyarrow as pa
 
 from easypipe.core.errors import SourceError, place
-from easypipe.sources.schemas import JSON, TypeConflict, is_json, json_array, json_text, merge_types, plain_schema
+from easypipe.sources.schemas import (
+    JSON,
+    TypeConflict,
+    is_json,
+    json_array,
+    json_text,
+    merge_types,
+    plain_schema,
+)
 
 FIRST_ROWS = 1024  # from which the columns follow
 
-MISFITS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, TypeError, OverflowError, UnicodeEncodeError)
+MISFITS = (
+    pa.ArrowInvalid,
+    pa.ArrowTypeError,
+    pa.ArrowNotImplementedError,
+    TypeError,
+    OverflowError,
+    UnicodeEncodeError,
+)
 
 
 def require_row(row: Any, number: int, name: str) -> None:
     """Raises SourceError for what is no dict with names of columns."""
     if not (isinstance(row, Mapping) and all(isinstance(key, str) for key in row)):
         problem = f"expected a dict with names of columns, got {type(row).__name__}"
-        raise SourceError(at=place(name, row=number), problem=problem, fix="Map it to rows like {'text': ...}.")
+        raise SourceError(
+            at=place(name, row=number), problem=problem, fix="Map it to rows like {'text': ...}."
+        )
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]], name: str) -> pa.Schema:
-    """The columns of the first rows. Raises SourceError where the values of one have no common type, or where there are none."""
+    """The columns of the first rows. Raises SourceError where the values of one have no common
+    type, or where there are none.
+    """
     kinds: dict[str, pa.DataType] = {}
     for row in rows:  # user rows are Python objects: there is no column to work on yet
         for key, value in row.items():
             kinds[key] = _merged(key, kinds.get(key, pa.null()), value, name)
     if not kinds:
-        raise SourceError(at=name, problem="holds no row from which columns could be known", fix="Give data with rows.")
+        raise SourceError(
+            at=name,
+            problem="holds no row from which columns could be known",
+            fix="Give data with rows.",
+        )
     return plain_schema(pa.schema([pa.field(key, kind) for key, kind in kinds.items()]), name)
 
 
-def as_arrays(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], columns: pa.Schema, name: str) -> list[pa.Array]:
+def as_arrays(
+    rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], columns: pa.Schema, name: str
+) -> list[pa.Array]:
     """The rows as arrays of `columns`. numbers: of each row, for errors.
 
     Raises SourceError naming the row and the column that does not fit.
@@ -46,8 +73,15 @@ def as_arrays(rows: Sequence[Mapping[str, Any]], numbers: Sequence[int], columns
     for number, row in zip(numbers, rows, strict=True):
         if not row.keys() <= known:
             problem = f"column {next(key for key in row if key not in known)!r} is not in the first {FIRST_ROWS} rows"
-            raise SourceError(at=place(name, row=number), problem=problem, have=columns.names, fix="Give every row the same keys.")
-    return [_array(numbers, [row.get(field.name) for row in rows], field, name) for field in columns]
+            raise SourceError(
+                at=place(name, row=number),
+                problem=problem,
+                have=columns.names,
+                fix="Give every row the same keys.",
+            )
+    return [
+        _array(numbers, [row.get(field.name) for row in rows], field, name) for field in columns
+    ]
 
 
 def as_json(values: Iterable[Any]) -> pa.Array:
@@ -63,14 +97,18 @@ def _merged(key: str, before: pa.DataType, value: Any, name: str) -> pa.DataType
         return _common(before, _kind(value, name))
     except (TypeConflict, *MISFITS) as error:
         raise SourceError(
-            at=f"{name}, column {key!r}", problem=f"its values have no common type: {error}", fix="Give every row the same type."
+            at=f"{name}, column {key!r}",
+            problem=f"its values have no common type: {error}",
+            fix="Give every row the same type.",
         ) from error
 
 
 def _kind(value: Any, name: str) -> pa.DataType:
     """The type of one value; JSON for a list or an object whose insides have none."""
     try:
-        return plain_schema(pa.schema([("value", pa.array([_plain(value)]).type)]), name).field(0).type
+        return (
+            plain_schema(pa.schema([("value", pa.array([_plain(value)]).type)]), name).field(0).type
+        )
     except MISFITS:
         if outer_kind(value) is None:
             raise
@@ -78,7 +116,9 @@ def _kind(value: Any, name: str) -> pa.DataType:
 
 
 def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
-    """The type of a column of both, by the rule of JSON lines: lists, and objects, of any insides go together. Raises TypeConflict."""
+    """The type of a column of both, by the rule of JSON lines: lists, and objects, of any insides
+    go together. Raises TypeConflict.
+    """
     t = pa.types
     lists = [t.is_large_list(one) or t.is_fixed_size_list(one) for one in (before, kind)]
     try:
@@ -87,7 +127,9 @@ def _common(before: pa.DataType, kind: pa.DataType) -> pa.DataType:
         if t.is_nested(before) and t.is_nested(kind) and lists[0] == lists[1]:
             return JSON
         raise
-    if is_json(merged) and not all(is_json(one) or t.is_nested(one) or t.is_null(one) for one in (before, kind)):
+    if is_json(merged) and not all(
+        is_json(one) or t.is_nested(one) or t.is_null(one) for one in (before, kind)
+    ):
         raise TypeConflict(f"{before} and {kind}")
     return merged
 
@@ -98,10 +140,15 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
             return as_json(values)
         array = pa.array([_plain(value) for value in values], field.type)
     except MISFITS as error:
-        bad = next((n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)), numbers[0])
+        bad = next(
+            (n for n, value in zip(numbers, values, strict=True) if not _fits(value, field.type)),
+            numbers[0],
+        )
         wanted = "is kept as JSON" if is_json(field.type) else f"is no {field.type}"
         raise SourceError(
-            at=place(name, row=bad, column=field.name), problem=f"{wanted}: {error}", fix="Give every row the same type."
+            at=place(name, row=bad, column=field.name),
+            problem=f"{wanted}: {error}",
+            fix="Give every row the same type.",
         ) from error
     if _holds_struct(field.type):  # Arrow drops keys of objects that the type does not name
         for number, value in zip(numbers, values, strict=True):
@@ -116,7 +163,9 @@ def _array(numbers: Sequence[int], values: list[Any], field: pa.Field, name: str
 
 
 def _holds_struct(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) or (pa.types.is_nested(kind) and _holds_struct(kind.field(0).type))
+    return pa.types.is_struct(kind) or (
+        pa.types.is_nested(kind) and _holds_struct(kind.field(0).type)
+    )
 
 
 def _lost(value: Any, kind: pa.DataType) -> str | None:
@@ -131,7 +180,9 @@ def _lost(value: Any, kind: pa.DataType) -> str | None:
                 return inner
     elif isinstance(value, list | tuple) and _holds_struct(kind):
         inside = kind.field(0).type
-        return next((key for key in (_lost(item, inside) for item in value) if key is not None), None)
+        return next(
+            (key for key in (_lost(item, inside) for item in value) if key is not None), None
+        )
     return None
 
 
@@ -146,7 +197,9 @@ def _of_json(value: Any, *, outermost: bool = True) -> Any:
     """`value` of what JSON knows alone. Raises TypeError where that would lose something."""
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"keys of objects are strings, and one is {next(key for key in value if not isinstance(key, str))!r}")
+            raise TypeError(
+                f"keys of objects are strings, and one is {next(key for key in value if not isinstance(key, str))!r}"
+            )
         return {key: _of_json(item, outermost=False) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_of_json(item, outermost=False) for item in value]

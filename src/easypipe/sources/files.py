@@ -1,6 +1,8 @@
-"""Which files a source reads: paths, lists, globs, folders and URLs become an ordered list of FileRef.
+"""Which files a source reads: paths, lists, globs, folders and URLs become an ordered list of
+FileRef.
 
-Nothing here guesses: a path that does not exist is a MissingFileError, never a name to look up on the Hub.
+Nothing here guesses: a path that does not exist is a MissingFileError, never a name to look up on
+the Hub.
 """
 
 from __future__ import annotations
@@ -32,29 +34,50 @@ DataFiles = str | os.PathLike[str] | Sequence[str | os.PathLike[str] | FileRef]
 
 
 def resolve(
-    data_files: DataFiles, storage_options: Mapping[str, Any] | None = None, *, extensions: Iterable[str] | None = None
+    data_files: DataFiles,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    extensions: Iterable[str] | None = None,
 ) -> list[FileRef]:
-    """Every file that `data_files` names: paths, globs, folders and fsspec URLs, in the order given, naturally sorted within each.
+    """Every file that `data_files` names: paths, globs, folders and fsspec URLs, in the order
+    given, naturally sorted within each.
 
-    A folder stands for the data files below it: those whose format (a key of EXTENSIONS) is in `extensions`, by default any of them; names
-    that begin with "." or "_" are left out. A file that a folder or pattern has under several names, through links, is read once, and a
-    link back into a folder is not followed again; both with a warning. Raises MissingFileError for what is not there, SourceError for
-    a file named twice, ConfigError for an empty list.
+    A folder stands for the data files below it: those whose format (a key of EXTENSIONS) is in
+    `extensions`, by default any of them; names that begin with "." or "_" are left out. A file that
+    a folder or pattern has under several names, through links, is read once, and a link back into a
+    folder is not followed again; both with a warning. Raises MissingFileError for what is not
+    there, SourceError for a file named twice, ConfigError for an empty list.
     """
-    patterns: list[Any] = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
+    patterns: list[Any] = (
+        [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
+    )
     if not patterns:
-        raise ConfigError(at="data_files", problem="names no file", fix="Give a path, a glob, a folder, a URL, or a list of them.")
+        raise ConfigError(
+            at="data_files",
+            problem="names no file",
+            fix="Give a path, a glob, a folder, a URL, or a list of them.",
+        )
     kinds = tuple(EXTENSIONS) if extensions is None else tuple(extensions)
     found: list[FileRef] = []
     known: dict[tuple[int, int] | str, str] = {}  # what tells files apart → path
     for pattern in patterns:
-        if not isinstance(pattern, str | os.PathLike | FileRef) or (isinstance(pattern, str) and not pattern):
-            raise ConfigError(at="data_files", problem=f"{pattern!r} is not a path", fix="Give a path, a glob, a folder or a URL.")
+        if not isinstance(pattern, str | os.PathLike | FileRef) or (
+            isinstance(pattern, str) and not pattern
+        ):
+            raise ConfigError(
+                at="data_files",
+                problem=f"{pattern!r} is not a path",
+                fix="Give a path, a glob, a folder or a URL.",
+            )
         text = pattern.path if isinstance(pattern, FileRef) else os.fspath(pattern)
         if isinstance(pattern, FileRef):
             files = [pattern]
         else:
-            files = resolve_remote(text, storage_options, kinds) if is_remote(text) else _resolve_local(text, kinds)
+            files = (
+                resolve_remote(text, storage_options, kinds)
+                if is_remote(text)
+                else _resolve_local(text, kinds)
+            )
         again: list[tuple[str, str]] = []  # (name, the name under which it is read)
         mine: dict[tuple[int, int] | str, str] = {}
         for file in files:
@@ -72,15 +95,22 @@ def resolve(
             mine[inode] = file.path
             found.append(file)
         if again:
-            log.warning("%s: %d names stand for files that it has already (%s is %s), and are left out", text, len(again), *again[0])
+            log.warning(
+                "%s: %d names stand for files that it has already (%s is %s), and are left out",
+                text,
+                len(again),
+                *again[0],
+            )
         known |= mine
     return found
 
 
 def read_range(file: FileRef, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of the file at rest. Raises SourceError where it has changed or cannot be read. Thread safe.
+    """Bytes `start` to `stop` of the file at rest. Raises SourceError where it has changed or
+    cannot be read. Thread safe.
 
-    The one place at which data files are read remotely: what fails for a passing reason is tried again (core/remote.py).
+    The one place at which data files are read remotely: what fails for a passing reason is tried
+    again (core/remote.py).
     """
     if not file.remote:
         with LocalFile(file) as local:
@@ -98,13 +128,17 @@ def read_range(file: FileRef, start: int, stop: int) -> bytes:
             raise remote.ShortReadError(f"{len(data)} of {stop - start} bytes came")
         return data
 
-    return reading(file, lambda: remote.retrying(url, attempt, options=options, num_bytes=stop - start))
+    return reading(
+        file, lambda: remote.retrying(url, attempt, options=options, num_bytes=stop - start)
+    )
 
 
 def open_binary(file: FileRef, ahead_bytes: int = 1 << 22) -> Any:
-    """A seekable binary file object of one's own. Raises SourceError where the file is gone or changed.
+    """A seekable binary file object of one's own. Raises SourceError where the file is gone or
+    changed.
 
-    ahead_bytes: of a remote file, read at a time where less is asked for; small for readers that jump about.
+    ahead_bytes: of a remote file, read at a time where less is asked for; small for readers that
+    jump about.
     """
     if not file.remote:
         with LocalFile(file):
@@ -145,13 +179,17 @@ class _RemoteFile(io.RawIOBase):
 
 
 class LocalFile:
-    """A local file open for positional reads, which share no cursor; refuses a file that changed since it was resolved."""
+    """A local file open for positional reads, which share no cursor; refuses a file that changed
+    since it was resolved.
+    """
 
     def __init__(self, file: FileRef) -> None:
         self.file = file
         self._descriptor = -1
         here = file.here
-        self._descriptor = reading(file, lambda: os.open(here.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+        self._descriptor = reading(
+            file, lambda: os.open(here.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        )
         status = os.fstat(self._descriptor)
         if status.st_size != here.num_bytes or str(status.st_mtime_ns) != here.identity:
             self.close()
@@ -195,28 +233,55 @@ def _resolve_local(text: str, kinds: tuple[str, ...]) -> list[FileRef]:
         inside, links = [], []
         for root, folders, names in os.walk(path):
             inside += [os.path.join(root, name) for name in names]
-            links += [os.path.join(root, name) for name in folders if name[0] not in "._" and os.path.islink(os.path.join(root, name))]
+            links += [
+                os.path.join(root, name)
+                for name in folders
+                if name[0] not in "._" and os.path.islink(os.path.join(root, name))
+            ]
         if links:
             told = "they link to folders. Name those in data_files, or give a pattern with **, where their files are wanted"
-            log.warning("%s: %s %s not followed: %s", text, ", ".join(links[:3]), "are" if len(links) > 1 else "is", told)
-        return partitioned([_local(name) for name in data_files_in(path, text, inside, kinds)], path)
+            log.warning(
+                "%s: %s %s not followed: %s",
+                text,
+                ", ".join(links[:3]),
+                "are" if len(links) > 1 else "is",
+                told,
+            )
+        return partitioned(
+            [_local(name) for name in data_files_in(path, text, inside, kinds)], path
+        )
     if os.path.exists(path):  # first, so that a file called data[1].txt can be named
         return [_local(path)]
     if glob.has_magic(path):
         circles: list[str] = []
         matches = [name for name in _matches(path, circles) if os.path.isfile(name)]
         if circles:
-            log.warning("%s: %s leads to a folder that it has already, and is not followed", text, ", ".join(dict.fromkeys(circles)))
+            log.warning(
+                "%s: %s leads to a folder that it has already, and is not followed",
+                text,
+                ", ".join(dict.fromkeys(circles)),
+            )
         if not matches:
-            raise MissingFileError(at=text, problem="the pattern matches no file", have=_neighbours(path), fix="Correct the pattern.")
-        return partitioned([_local(name) for name in sorted(matches, key=natural)], fixed_part(path))
+            raise MissingFileError(
+                at=text,
+                problem="the pattern matches no file",
+                have=_neighbours(path),
+                fix="Correct the pattern.",
+            )
+        return partitioned(
+            [_local(name) for name in sorted(matches, key=natural)], fixed_part(path)
+        )
     near = _neighbours(path)
     hint = did_you_mean(os.path.basename(path), near)
-    raise MissingFileError(at=text, problem="no such file or folder", have=near, fix=hint or "Check the path.")
+    raise MissingFileError(
+        at=text, problem="no such file or folder", have=near, fix=hint or "Check the path."
+    )
 
 
 def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
-    """As `glob.glob(pattern, recursive=True)` has them, but under `**` no folder is entered a second time through a link."""
+    """As `glob.glob(pattern, recursive=True)` has them, but under `**` no folder is entered a
+    second time through a link.
+    """
     head, mark, tail = pattern.partition("/**/")
     if not mark:
         head, mark = (pattern[:-3], "/**") if pattern.endswith("/**") else (pattern, "")
@@ -231,7 +296,9 @@ def _matches(pattern: str, circles: list[str]) -> Iterable[str]:
 
 
 def _folders(top: str, circles: list[str]) -> Iterable[str]:
-    """`top` and the folders below it that do not begin with a dot, those behind links last; links to folders among them go to `circles`."""
+    """`top` and the folders below it that do not begin with a dot, those behind links last; links
+    to folders among them go to `circles`.
+    """
     seen: set[tuple[int, int]] = set()
     waiting = [top]
     for start in waiting:  # which grows
@@ -244,7 +311,11 @@ def _folders(top: str, circles: list[str]) -> Iterable[str]:
             seen.add((status.st_dev, status.st_ino))
             yield root
             folders[:] = [name for name in folders if not name.startswith(".")]
-            waiting += [os.path.join(root, name) for name in folders if os.path.islink(os.path.join(root, name))]
+            waiting += [
+                os.path.join(root, name)
+                for name in folders
+                if os.path.islink(os.path.join(root, name))
+            ]
 
 
 def _inode(file: FileRef) -> tuple[int, int] | str:
@@ -264,7 +335,9 @@ def _local(path: str) -> FileRef:
 
 
 def _neighbours(path: str) -> list[str]:
-    """Names in the nearest folder above `path` that exists, without magic in its own name; a few, for a message."""
+    """Names in the nearest folder above `path` that exists, without magic in its own name; a few,
+    for a message.
+    """
     folder = os.path.dirname(path)
     while glob.has_magic(folder) or not os.path.isdir(folder):
         folder = os.path.dirname(folder)

@@ -1,8 +1,10 @@
-"""Line files read forward, without counting their rows first: what streaming opens in place of the indexed readers.
+"""Line files read forward, without counting their rows first: what streaming opens in place of the
+indexed readers.
 
-A row is known by the plain byte at which its line begins: that is its `__row_number__`, and "rows" a to b are the lines that begin in
-those bytes. So a range can be read before anything is known of what stands in front of it, and the law of stateless reads holds as it does
-for counted rows. A compressed file is entered at its start, or where a zstd frame or gzip member was met before.
+A row is known by the plain byte at which its line begins: that is its `__row_number__`, and "rows"
+a to b are the lines that begin in those bytes. So a range can be read before anything is known of
+what stands in front of it, and the law of stateless reads holds as it does for counted rows. A
+compressed file is entered at its start, or where a zstd frame or gzip member was met before.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from easypipe.core.protocols import Reject, Scan, Shard, ShardedDataSource
 from easypipe.core.schema import ROW_NUMBER
 from easypipe.sources import jsonlines, txt
 from easypipe.sources.base import READER_VERSION, OnError
-from easypipe.sources.files import DataFiles, FileRef, compression_of, format_of, read_range, resolve
+from easypipe.sources.files import (
+    DataFiles,
+    FileRef,
+    compression_of,
+    format_of,
+    read_range,
+    resolve,
+)
 from easypipe.sources.jsontypes import Observer, schema_of
 from easypipe.sources.records import MAX_RECORD_BYTES, Records, frozen, read_head
 from easypipe.sources.scanners import split_lines
@@ -43,13 +52,16 @@ _NOTHING = memoryview(b"")
 
 
 class ForwardSource(ShardedDataSource):
-    """Rows of JSON lines or plain text whose numbers are byte offsets; implements ScanningSource. One shard per file.
+    """Rows of JSON lines or plain text whose numbers are byte offsets; implements ScanningSource.
+    One shard per file.
 
-    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has None, and `at_end` says where it ends.
-    Columns of JSON lines are those of the first HEAD_BYTES of the first file that has rows there; one that is null throughout
-    them is taken for text.
-    Rejects and errors are those of the indexed readers, with bytes in the place of rows. Thread safe.
-    num_rows: only the first so many lines, over the files in order. Where they end is found by reading them once.
+    A plain file's shard has as many "rows" as the file has bytes; that of a compressed one has
+    None, and `at_end` says where it ends. Columns of JSON lines are those of the first HEAD_BYTES
+    of the first file that has rows there; one that is null throughout them is taken for text.
+    Rejects and errors are those of the indexed readers, with bytes in the place of rows. Thread
+    safe.
+    num_rows: only the first so many lines, over the files in order. Where they end is found by
+    reading them once.
     """
 
     rows_are_bytes = True
@@ -81,15 +93,23 @@ class ForwardSource(ShardedDataSource):
         for name in self.columns or ():
             if name not in found.names:
                 raise SourceError(
-                    at=self.files[0].path, problem=f"no column {name!r}", have=found.names, fix=did_you_mean(name, found.names)
+                    at=self.files[0].path,
+                    problem=f"no column {name!r}",
+                    have=found.names,
+                    fix=did_you_mean(name, found.names),
                 )
-        return found if self.columns is None else pa.schema([found.field(name) for name in self.columns])
+        return (
+            found
+            if self.columns is None
+            else pa.schema([found.field(name) for name in self.columns])
+        )
 
     def _columns_of(self, file: FileRef) -> pa.Schema | None:
         """The columns of the first rows of a file of JSON lines; None where it begins with none."""
         check_compression(file)
         num_bytes, head = HEAD_BYTES, read_head(file, HEAD_BYTES)
-        while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:  # the first line is longer
+        # the first line is longer
+        while b"\n" not in head and len(head) == num_bytes < MAX_RECORD_BYTES:
             num_bytes *= 4
             head = read_head(file, num_bytes)
         stop = head.rfind(b"\n") + 1 or len(head)
@@ -98,7 +118,14 @@ class ForwardSource(ShardedDataSource):
         observer(piece.data, piece.starts, piece.ends)
         kinds = schema_of(observer.facts(), self.exact, known=False)
         return (
-            pa.schema([pa.field(f.name, pa.large_string() if pa.types.is_null(f.type) else f.type) for f in kinds]) if len(kinds) else None
+            pa.schema(
+                [
+                    pa.field(f.name, pa.large_string() if pa.types.is_null(f.type) else f.type)
+                    for f in kinds
+                ]
+            )
+            if len(kinds)
+            else None
         )
 
     @property
@@ -113,13 +140,19 @@ class ForwardSource(ShardedDataSource):
     def _shards(self) -> tuple[Shard, ...]:
         sizes = [f.num_bytes for f in self.files] if self.num_rows is None else self._cuts
         return tuple(
-            Shard(name=f.path, num_rows=None if compression_of(f.path) else size, num_bytes=min(f.num_bytes, size))
+            Shard(
+                name=f.path,
+                num_rows=None if compression_of(f.path) else size,
+                num_bytes=min(f.num_bytes, size),
+            )
             for f, size in zip(self.files, sizes, strict=False)
         )
 
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
-        """Of the files that hold the first `num_rows` lines: the plain byte behind the last of them."""
+        """Of the files that hold the first `num_rows` lines: the plain byte behind the last of
+        them.
+        """
         assert self.num_rows is not None
         left, cuts = self.num_rows, []
         for file in self.files:
@@ -140,7 +173,14 @@ class ForwardSource(ShardedDataSource):
     def fingerprint(self) -> str:
         columns = None if self.columns is None else list(self.columns)
         more = [] if self.num_rows is None else [self.num_rows]
-        return digest("forward", READER_VERSION, self.kind, columns, [file.digest for file in self.files], *more)
+        return digest(
+            "forward",
+            READER_VERSION,
+            self.kind,
+            columns,
+            [file.digest for file in self.files],
+            *more,
+        )
 
     def select(self, columns: Sequence[str]) -> ForwardSource:
         """The same rows with only `columns`."""
@@ -150,7 +190,9 @@ class ForwardSource(ShardedDataSource):
         return twin
 
     def exactly(self, columns: Sequence[str]) -> ForwardSource:
-        """The same rows, in which lists and objects of `columns` are JSON text: what types those that follow have is not known."""
+        """The same rows, in which lists and objects of `columns` are JSON text: what types those
+        that follow have is not known.
+        """
         twin = copy.copy(self)
         twin.__dict__.pop("_data", None)
         twin.exact = tuple(columns)
@@ -160,14 +202,25 @@ class ForwardSource(ShardedDataSource):
         return self.scan(shard, start, stop).batch
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
-        """The lines that begin in plain bytes `start` to `stop`; of a compressed file `stop` may lie behind its end."""
+        """The lines that begin in plain bytes `start` to `stop`; of a compressed file `stop` may
+        lie behind its end.
+        """
         file = self.files[shard]
         if not 0 <= start <= stop:
-            raise SourceError(at=file.path, problem=f"bytes {start}:{stop} were asked for", fix="Give a range that ascends.")
+            raise SourceError(
+                at=file.path,
+                problem=f"bytes {start}:{stop} were asked for",
+                fix="Give a range that ascends.",
+            )
         stop = stop if self.num_rows is None else min(stop, self._cuts[shard])
         piece = self._lines(file, start, stop) if start <= stop else None
         if piece is None:
-            return Scan(pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in self.schema], schema=self.schema), ())
+            return Scan(
+                pa.RecordBatch.from_arrays(
+                    [pa.nulls(0, field.type) for field in self.schema], schema=self.schema
+                ),
+                (),
+            )
         if self.kind == "txt":
             text, kept, rejects = txt._lines(piece)
             arrays = [text]
@@ -175,7 +228,9 @@ class ForwardSource(ShardedDataSource):
             table, kept, rejects = jsonlines.parse(piece, self._data, lines_already=True)
             arrays = [column(table.column(field.name).chunks, field.type) for field in self._data]
         places = piece.starts + piece.offset
-        rejects = tuple(dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects)
+        rejects = tuple(
+            dataclasses.replace(reject, row=int(places[reject.row])) for reject in rejects
+        )
         bad = next((reject for reject in rejects if not reject.benign), None)
         if bad is not None and self.on_error == "error":
             raise self.refusal(shard, bad)
@@ -217,7 +272,9 @@ class ForwardSource(ShardedDataSource):
                 break
             if behind > MAX_RECORD_BYTES:
                 problem = f"a line of more than {MAX_RECORD_BYTES >> 20} MiB stands here"
-                raise SourceError(at=f"{file.path}, byte {stop}", problem=problem, fix="Write one row a line.")
+                raise SourceError(
+                    at=f"{file.path}, byte {stop}", problem=problem, fix="Write one row a line."
+                )
             behind *= 4
         skip = len(BOM) if not start and data.startswith(BOM) else 0
         piece = _split(data[first + skip : last or len(data)], 0)
@@ -239,9 +296,11 @@ def open_forward(
     storage_options: Mapping[str, Any] | None = None,
     num_rows: int | None = None,
 ) -> ForwardSource | None:
-    """The files of `data_files` where they can be read forward without being counted; None for formats that need their index.
+    """The files of `data_files` where they can be read forward without being counted; None for
+    formats that need their index.
 
-    Those are JSON that is one array, CSV, files in folders that name values, and whatever knows its rows anyway (parquet, arrow).
+    Those are JSON that is one array, CSV, files in folders that name values, and whatever knows its
+    rows anyway (parquet, arrow).
     """
     files = resolve(data_files, storage_options, extensions=None if type is None else [type])
     kinds = {type or format_of(file.path) for file in files}
@@ -252,8 +311,12 @@ def open_forward(
     kind = str(kinds.pop())
     empty = next((file for file in files if file.num_bytes == 0), None)
     if empty is not None:
-        raise SourceError(at=empty.path, problem="is empty (0 bytes)", fix="Remove it from data_files.")
-    if kind == "json" and read_head(files[0], 1 << 12).removeprefix(BOM).lstrip(b" \t\r\n").startswith(b"["):
+        raise SourceError(
+            at=empty.path, problem="is empty (0 bytes)", fix="Remove it from data_files."
+        )
+    if kind == "json" and read_head(files[0], 1 << 12).removeprefix(BOM).lstrip(
+        b" \t\r\n"
+    ).startswith(b"["):
         return None
     return ForwardSource(files, kind, on_error=on_error, num_rows=num_rows)
 
@@ -267,7 +330,9 @@ def _split(text: bytes, skip: int) -> Records:
 
 
 class _Open:
-    """A compressed file that is read forward. `block`: the next one of the stream. `end`: plain bytes in all, once that is known."""
+    """A compressed file that is read forward. `block`: the next one of the stream. `end`: plain
+    bytes in all, once that is known.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -279,9 +344,11 @@ class _Open:
 
 
 class _Blocks:
-    """Plain bytes of compressed files by range. The streams of a process ask for neighbouring blocks: each is decompressed once for all.
+    """Plain bytes of compressed files by range. The streams of a process ask for neighbouring
+    blocks: each is decompressed once for all.
 
-    A block that was forgotten, or that a restored run begins with, costs decompression from the last known restart, at worst the start.
+    A block that was forgotten, or that a restored run begins with, costs decompression from the
+    last known restart, at worst the start.
     """
 
     def __init__(self) -> None:
@@ -339,7 +406,11 @@ class _Blocks:
         if opened.stream is not None:
             opened.stream.close()
         target = number * BLOCK_BYTES
-        restart = max((r for r in opened.restarts.values() if r.plain <= target), key=lambda r: r.plain, default=START)
+        restart = max(
+            (r for r in opened.restarts.values() if r.plain <= target),
+            key=lambda r: r.plain,
+            default=START,
+        )
         if target - restart.plain > BLOCK_BYTES and not opened.warned:
             opened.warned = True
             log.warning(
@@ -350,7 +421,8 @@ class _Blocks:
             check_compression(file)
         opened.stream = open_stream(file, restart)
         first = restart.plain // BLOCK_BYTES
-        if restart.plain % BLOCK_BYTES:  # what is left of the block in which the restart lies is of no use
+        # what is left of the block in which the restart lies is of no use
+        if restart.plain % BLOCK_BYTES:
             first += 1
             _take(opened, first * BLOCK_BYTES - restart.plain)
         opened.block = first

@@ -1,8 +1,9 @@
 """Datasets of the Hugging Face Hub, read as plain files at one commit.
 
-The revision is resolved to a commit when the source is made. Parquet and Arrow files are read by ranges, so that only the columns and
-rows that are asked for travel; other formats are needed whole, and are downloaded once into the Hub client's own cache. A file that stands
-in that cache is read there, whatever its format.
+The revision is resolved to a commit when the source is made. Parquet and Arrow files are read by
+ranges, so that only the columns and rows that are asked for travel; other formats are needed whole,
+and are downloaded once into the Hub client's own cache. A file that stands in that cache is read
+there, whatever its format.
 """
 
 from __future__ import annotations
@@ -40,38 +41,51 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(text: str) -> HubName:
-    """Of `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. Raises ConfigError for anything else."""
+    """Of `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. Raises ConfigError for
+    anything else.
+    """
     rest = text.removeprefix("hf://")
     if rest != text:
         if not rest.startswith("datasets/"):
             problem = f"{text!r} does not name a dataset"
             raise ConfigError(
-                at="data_files", problem=problem, fix="Write hf://datasets/owner/name, or hf://datasets/owner/name/*.parquet."
+                at="data_files",
+                problem=problem,
+                fix="Write hf://datasets/owner/name, or hf://datasets/owner/name/*.parquet.",
             )
         rest = rest.removeprefix("datasets/")
     parts = rest.strip("/").split("/")
     if rest == text and len(parts) > 2:
         raise ConfigError(
-            at="data_files", problem=f"{text!r} names no dataset of the Hub", fix="Write owner/name, or hf://datasets/owner/name/*.parquet."
+            at="data_files",
+            problem=f"{text!r} names no dataset of the Hub",
+            fix="Write owner/name, or hf://datasets/owner/name/*.parquet.",
         )
     name, pattern = "/".join(parts[:2]), "/".join(parts[2:])
     repo, at, revision = name.partition("@")
     if not repo or any(not part for part in repo.split("/")) or (at and not revision):
-        raise ConfigError(at="data_files", problem=f"{text!r} names no dataset of the Hub", fix="Write owner/name.")
+        raise ConfigError(
+            at="data_files",
+            problem=f"{text!r} names no dataset of the Hub",
+            fix="Write owner/name.",
+        )
     return HubName(repo, revision.replace("%2F", "/") or None, pattern or None)
 
 
 class HuggingFaceShardedSource(ShardedDataSource):
     """Rows of one split of a dataset on the Hub; implements ScanningSource. One shard per file.
 
-    dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes `train`; no split with a pattern.
-    subset: one of the configurations that the dataset's card or folders name; None takes the default one. revision: branch, tag or commit;
-    None takes main. storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
+    dataset: `owner/name` or `hf://datasets/owner/name[@revision][/pattern]`. split: None takes
+    `train`; no split with a pattern.
+    subset: one of the configurations that the dataset's card or folders name; None takes the
+    default one. revision: branch, tag or commit; None takes main. storage_options: `token` (None:
+    HF_TOKEN, or the login of the Hub's client) and `endpoint` (None: HF_ENDPOINT).
     num_rows: so many rows will be read at most: files behind them are not opened. text_unit: as in
     TextShardedSource. Other options are those of FileSource.
 
-    `commit` is the commit that is read. Raises MissingFileError for a dataset, revision, subset or split that is not there; SourceError
-    for a gated one, with the page of its licence, and where the files of a split have several formats.
+    `commit` is the commit that is read. Raises MissingFileError for a dataset, revision, subset or
+    split that is not there; SourceError for a gated one, with the page of its licence, and where
+    the files of a split have several formats.
     """
 
     def __init__(
@@ -87,15 +101,28 @@ class HuggingFaceShardedSource(ShardedDataSource):
     ) -> None:
         name = parse_hub_name(dataset)
         if name.revision and revision and name.revision != revision:
-            raise ConfigError(at="revision", problem=f"{revision!r}, but data_files says {name.revision!r}", fix="Leave one of them out.")
+            raise ConfigError(
+                at="revision",
+                problem=f"{revision!r}, but data_files says {name.revision!r}",
+                fix="Leave one of them out.",
+            )
         if name.pattern and (split or subset):
             raise ConfigError(
-                at="split" if split else "subset", problem="has no effect beside a pattern", fix="Leave it or the pattern out."
+                at="split" if split else "subset",
+                problem="has no effect beside a pattern",
+                fix="Leave it or the pattern out.",
             )
         self._hub = HubRepo(name.repo, options.get("storage_options"))
-        self.repo, self.split, self.subset = name.repo, split or (None if name.pattern else "train"), subset
+        self.repo, self.split, self.subset = (
+            name.repo,
+            split or (None if name.pattern else "train"),
+            subset,
+        )
         self._num_rows = num_rows
-        self._made: dict[str, Any] = {"columns": options.get("columns"), "on_error": options.get("on_error", "error")}
+        self._made: dict[str, Any] = {
+            "columns": options.get("columns"),
+            "on_error": options.get("on_error", "error"),
+        }
         if "index_dir" in options:
             self._made["index_dir"] = options["index_dir"]
         self._lock = threading.Lock()
@@ -118,7 +145,14 @@ class HuggingFaceShardedSource(ShardedDataSource):
         if text_unit is not None:
             self._made["text_unit"] = text_unit
         self.files = tuple(found)
-        log.info("%s: revision %s is commit %s; %d files of %s", self._hub.at, revision or "main", self.commit, len(found), self.kind)
+        log.info(
+            "%s: revision %s is commit %s; %d files of %s",
+            self._hub.at,
+            revision or "main",
+            self.commit,
+            len(found),
+            self.kind,
+        )
 
     @property
     def schema(self) -> pa.Schema:
@@ -135,18 +169,37 @@ class HuggingFaceShardedSource(ShardedDataSource):
     @property
     def fingerprint(self) -> str:
         """Digest of the commit, the files and the reading options. Opens no file."""
-        options = [self._made.get("columns"), "error" if self._made.get("on_error") == "error" else "tolerant"]
-        options += [self._made["text_unit"]] if self._made.get("text_unit", "line") != "line" else []
+        options = [
+            self._made.get("columns"),
+            "error" if self._made.get("on_error") == "error" else "tolerant",
+        ]
+        options += (
+            [self._made["text_unit"]] if self._made.get("text_unit", "line") != "line" else []
+        )
         files = [file.digest for file in self.files]
-        return digest("hub", READER_VERSION, self.repo, self.commit, self.split, self.subset, self.kind, options, files)
+        return digest(
+            "hub",
+            READER_VERSION,
+            self.repo,
+            self.commit,
+            self.split,
+            self.subset,
+            self.kind,
+            options,
+            files,
+        )
 
     def shard_identity(self, shard: int) -> str:
-        """Of the file's content: a new commit that leaves a file as it is leaves its tokens as they are."""
+        """Of the file's content: a new commit that leaves a file as it is leaves its tokens as they
+        are.
+        """
         return self._open().shard_identity(shard)
 
     def head(self, num_bytes: int, files: int | None = None) -> FileSource:
         """As FileSource.head; nothing is downloaded whole for it."""
-        return open_repo_files(self._hub, self.files[:files], self.kind, self.commit, self._made).head(num_bytes)
+        return open_repo_files(
+            self._hub, self.files[:files], self.kind, self.commit, self._made
+        ).head(num_bytes)
 
     def select(self, columns: Sequence[str]) -> FileSource:
         return self._open().select(columns)
@@ -180,8 +233,12 @@ class HuggingFaceShardedSource(ShardedDataSource):
             return rows
 
 
-def open_repo_files(hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: dict[str, Any]) -> FileSource:
-    """The files read by ranges, whatever their format, where the Hub's client has not downloaded them already."""
+def open_repo_files(
+    hub: HubRepo, files: Sequence[FileRef], kind: str, commit: str, options: dict[str, Any]
+) -> FileSource:
+    """The files read by ranges, whatever their format, where the Hub's client has not downloaded
+    them already.
+    """
     reader: Any = FORMATS[kind]
     return reader([hub.ready(file, commit, whole=False) for file in files], **options)
 
@@ -192,7 +249,8 @@ def one_format(files: Sequence[FileRef], hub: HubRepo) -> str:
     if len(kinds) > 1 or None in kinds:
         raise SourceError(
             at=hub.at,
-            problem="files of several formats: " + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
+            problem="files of several formats: "
+            + ", ".join(f"{path} ({kind})" for kind, path in kinds.items()),
             fix=f"Name one kind: {hub.at}/*.parquet.",
         )
     return str(next(iter(kinds)))

@@ -1,6 +1,8 @@
-"""Which files of a Hub dataset make up a subset and a split: what its card says, else what folders and file names say.
+"""Which files of a Hub dataset make up a subset and a split: what its card says, else what folders
+and file names say.
 
-The rules are those that the Hub documents (huggingface.co/docs/hub, "Data files configuration" and "File names and splits").
+The rules are those that the Hub documents (huggingface.co/docs/hub, "Data files configuration" and
+"File names and splits").
 """
 
 from __future__ import annotations
@@ -34,47 +36,86 @@ def choose_files(
     split: str | None = None,
     converted: bool = False,
 ) -> list[str]:
-    """Names of the data files, naturally sorted. converted: the layout is the Hub's own, `subset/split/0000.parquet`.
+    """Names of the data files, naturally sorted. converted: the layout is the Hub's own,
+    `subset/split/0000.parquet`.
 
     Raises MissingFileError, with what there is, for a pattern, subset or split that names no file.
     """
     data = sorted((name for name in names if _is_data(name)), key=natural)
     if not data:
-        raise MissingFileError(at=at, problem="holds no data file that could be read", have=names[:8], fix="Check the name of the dataset.")
+        raise MissingFileError(
+            at=at,
+            problem="holds no data file that could be read",
+            have=names[:8],
+            fix="Check the name of the dataset.",
+        )
     if pattern is not None:
         chosen = _matching(data, [pattern])
         if not chosen:
-            raise MissingFileError(at=f"{at}/{pattern}", problem="the pattern matches no file", have=data[:8], fix="Correct the pattern.")
+            raise MissingFileError(
+                at=f"{at}/{pattern}",
+                problem="the pattern matches no file",
+                have=data[:8],
+                fix="Correct the pattern.",
+            )
         return chosen
     splits = _splits(data, card, subset, at, converted)
     wanted = split or TRAIN
     if wanted not in splits:
         raise MissingFileError(
-            at=at, problem=f"no split {wanted!r}", have=sorted(splits), fix=did_you_mean(wanted, splits) or "Name one by split=."
+            at=at,
+            problem=f"no split {wanted!r}",
+            have=sorted(splits),
+            fix=did_you_mean(wanted, splits) or "Name one by split=.",
         )
     return splits[wanted]
 
 
-def layouts(names: Sequence[str], card: Mapping[str, Any], *, at: str, converted: bool = False) -> dict[str, dict[str, list[str]]]:
-    """subset -> split -> names of its data files, of a whole dataset. Raises MissingFileError where there is no data file."""
+def layouts(
+    names: Sequence[str], card: Mapping[str, Any], *, at: str, converted: bool = False
+) -> dict[str, dict[str, list[str]]]:
+    """subset -> split -> names of its data files, of a whole dataset. Raises MissingFileError where
+    there is no data file.
+    """
     data = sorted((name for name in names if _is_data(name)), key=natural)
     if not data:
-        raise MissingFileError(at=at, problem="holds no data file that could be read", have=names[:8], fix="Check the name of the dataset.")
-    subsets = sorted({name.split("/")[0] for name in data}) if converted else list(_configs(card)) or ["default"]
+        raise MissingFileError(
+            at=at,
+            problem="holds no data file that could be read",
+            have=names[:8],
+            fix="Check the name of the dataset.",
+        )
+    subsets = (
+        sorted({name.split("/")[0] for name in data})
+        if converted
+        else list(_configs(card)) or ["default"]
+    )
     return {subset: _splits(data, card, subset, at, converted) for subset in subsets}
 
 
-def _splits(data: list[str], card: Mapping[str, Any], subset: str | None, at: str, converted: bool) -> dict[str, list[str]]:
+def _splits(
+    data: list[str], card: Mapping[str, Any], subset: str | None, at: str, converted: bool
+) -> dict[str, list[str]]:
     return _from_folders(data, subset, at) if converted else _from_card(data, card, subset, at)
 
 
 def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """What the card says of each subset that it gives files."""
-    configs = {str(entry.get("config_name", "default")): entry for entry in card.get("configs") or () if isinstance(entry, Mapping)}
-    return {name: entry for name, entry in configs.items() if entry.get("data_files") or entry.get("data_dir")}
+    configs = {
+        str(entry.get("config_name", "default")): entry
+        for entry in card.get("configs") or ()
+        if isinstance(entry, Mapping)
+    }
+    return {
+        name: entry
+        for name, entry in configs.items()
+        if entry.get("data_files") or entry.get("data_dir")
+    }
 
 
-def _from_card(data: list[str], card: Mapping[str, Any], subset: str | None, at: str) -> dict[str, list[str]]:
+def _from_card(
+    data: list[str], card: Mapping[str, Any], subset: str | None, at: str
+) -> dict[str, list[str]]:
     configs = _configs(card)
     if not configs:
         if subset is None or subset == "default":
@@ -82,15 +123,25 @@ def _from_card(data: list[str], card: Mapping[str, Any], subset: str | None, at:
         inside = [name for name in data if subset in name.split("/")[:-1]]
         if not inside:
             have = sorted({folder for name in data for folder in name.split("/")[:-1]})
-            raise MissingFileError(at=at, problem=f"no subset {subset!r}", have=have, fix=did_you_mean(subset, have) or "Leave subset out.")
+            raise MissingFileError(
+                at=at,
+                problem=f"no subset {subset!r}",
+                have=have,
+                fix=did_you_mean(subset, have) or "Leave subset out.",
+            )
         return _by_names(inside)
     chosen = subset or next((name for name, entry in configs.items() if entry.get("default")), None)
     if chosen is None and (len(configs) == 1 or "default" in configs):
         chosen = "default" if "default" in configs else next(iter(configs))
     if chosen is None or chosen not in configs:
-        problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+        problem = (
+            f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+        )
         raise MissingFileError(
-            at=at, problem=problem, have=configs, fix=(did_you_mean(subset, configs) if subset else None) or "Name one by subset=."
+            at=at,
+            problem=problem,
+            have=configs,
+            fix=(did_you_mean(subset, configs) if subset else None) or "Name one by subset=.",
         )
     entry = configs[chosen]
     base = str(entry.get("data_dir") or "").strip("/")
@@ -100,19 +151,29 @@ def _from_card(data: list[str], card: Mapping[str, Any], subset: str | None, at:
         return _by_names(inside)
     prefix = f"{base}/" if base else ""
     if isinstance(files, str) or all(isinstance(item, str) for item in files):
-        return {TRAIN: _matching(inside, [prefix + item for item in ([files] if isinstance(files, str) else files)])}
+        return {
+            TRAIN: _matching(
+                inside, [prefix + item for item in ([files] if isinstance(files, str) else files)]
+            )
+        }
     found: dict[str, list[str]] = {}
     for item in files:
         paths = item.get("path", [])
-        found[str(item.get("split", TRAIN))] = _matching(inside, [prefix + path for path in ([paths] if isinstance(paths, str) else paths)])
+        found[str(item.get("split", TRAIN))] = _matching(
+            inside, [prefix + path for path in ([paths] if isinstance(paths, str) else paths)]
+        )
     return {name: paths for name, paths in found.items() if paths}
 
 
 def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, list[str]]:
     subsets = sorted({name.split("/")[0] for name in data})
-    chosen = subset or ("default" if "default" in subsets else subsets[0] if len(subsets) == 1 else None)
+    chosen = subset or (
+        "default" if "default" in subsets else subsets[0] if len(subsets) == 1 else None
+    )
     if chosen not in subsets:
-        problem = f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+        problem = (
+            f"no subset {subset!r}" if subset else "has several subsets, and none is the default"
+        )
         raise MissingFileError(at=at, problem=problem, have=subsets, fix="Name one by subset=.")
     found: dict[str, list[str]] = {}
     for name in data:
@@ -123,7 +184,9 @@ def _from_folders(data: list[str], subset: str | None, at: str) -> dict[str, lis
 
 
 def _by_names(data: list[str]) -> dict[str, list[str]]:
-    """Splits by `split-00000-of-00004.parquet`, else by the words in folders and file names; without any, all is `train`."""
+    """Splits by `split-00000-of-00004.parquet`, else by the words in folders and file names;
+    without any, all is `train`.
+    """
     shards = {name: match[1] for name in data if (match := SHARD.search(name))}
     if len(shards) == len(data):
         return _grouped({name: split_word(found) or found for name, found in shards.items()})
@@ -156,4 +219,8 @@ def _matching(names: list[str], patterns: Sequence[str]) -> list[str]:
 
 def _is_data(name: str) -> bool:
     parts = name.split("/")
-    return format_of(name) in EXTENSIONS and parts[-1] not in BOOKKEEPING and not any(part.startswith((".", "_")) for part in parts)
+    return (
+        format_of(name) in EXTENSIONS
+        and parts[-1] not in BOOKKEEPING
+        and not any(part.startswith((".", "_")) for part in parts)
+    )

@@ -1,4 +1,5 @@
-"""A dataset on the Hub as its client sees it: which files it has at a commit, and how each of them is read.
+"""A dataset on the Hub as its client sees it: which files it has at a commit, and how each of them
+is read.
 
 Failures are told in words: what is gated, private, or not there.
 """
@@ -25,7 +26,8 @@ from easypipe.sources.refs import FileRef, format_of
 T = TypeVar("T")
 log = logging.getLogger("easypipe")
 
-CONVERTED = "refs/convert/parquet"  # where the Hub keeps its own parquet copy of datasets that came in another form
+# where the Hub keeps its own parquet copy of datasets that came in another form
+CONVERTED = "refs/convert/parquet"
 BY_RANGES = ("parquet", "arrow")
 CONNECT_S = 4.0  # for the Hub to be found at all; what it answers then may take longer
 
@@ -34,7 +36,8 @@ _answered: set[tuple[str, int]] = set()  # hosts that this process has connected
 
 
 class Listing(NamedTuple):
-    """What stands in a dataset at one commit. sizes: (bytes, content hash) of every file; card: the data of its card.
+    """What stands in a dataset at one commit. sizes: (bytes, content hash) of every file; card: the
+    data of its card.
 
     converted: it is the Hub's own parquet copy, laid out as `subset/split/0000.parquet`.
     """
@@ -46,27 +49,45 @@ class Listing(NamedTuple):
 
 
 class HubRepo:
-    """storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client) and `endpoint` (None: HF_ENDPOINT)."""
+    """storage_options: `token` (None: HF_TOKEN, or the login of the Hub's client) and `endpoint`
+    (None: HF_ENDPOINT).
+    """
 
     def __init__(self, repo: str, storage_options: Mapping[str, Any] | None = None) -> None:
         access = dict(storage_options or {})
         self.repo = repo
-        self._token, self._endpoint = access.pop("token", None), access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT")
+        self._token, self._endpoint = (
+            access.pop("token", None),
+            access.pop("endpoint", None) or os.environ.get("HF_ENDPOINT"),
+        )
         if access:
             problem = f"{sorted(access)} mean nothing to the Hub"
-            raise ConfigError(at="storage_options", problem=problem, have=["token", "endpoint"], fix="Leave them out.")
+            raise ConfigError(
+                at="storage_options",
+                problem=problem,
+                have=["token", "endpoint"],
+                fix="Leave them out.",
+            )
 
     @property
     def at(self) -> str:
         return f"hf://datasets/{self.repo}"
 
     def listing(self, revision: str | None) -> Listing:
-        """At a branch, tag or commit; None takes main, or where that has no data files the Hub's parquet copy."""
+        """At a branch, tag or commit; None takes main, or where that has no data files the Hub's
+        parquet copy.
+        """
         found = self._info(revision)
-        if revision is None and not any(format_of(name) for name in found.sizes if not name.startswith((".", "README"))):
+        if revision is None and not any(
+            format_of(name) for name in found.sizes if not name.startswith((".", "README"))
+        ):
             try:  # a dataset made by a script: the Hub keeps its rows as parquet
                 found = self._info(CONVERTED)._replace(card={}, converted=True)
-                log.info("%s: has no data files of its own; the Hub's parquet copy (%s) is read", self.at, CONVERTED)
+                log.info(
+                    "%s: has no data files of its own; the Hub's parquet copy (%s) is read",
+                    self.at,
+                    CONVERTED,
+                )
             except MissingFileError:
                 log.debug("%s: has no converted copy either", self.at)
         return found
@@ -78,21 +99,39 @@ class HubRepo:
         num_bytes, content = listing.sizes[name]
         token = self._token or get_token()
         options = {"headers": {"Authorization": f"Bearer {token}"}} if token else None
-        url = hf_hub_url(self.repo, name, repo_type="dataset", revision=listing.commit, endpoint=self._endpoint)
-        return FileRef(path=f"{self.at}/{name}", num_bytes=num_bytes, identity=f"blob:{content}", url=url, storage_options=options)
+        url = hf_hub_url(
+            self.repo, name, repo_type="dataset", revision=listing.commit, endpoint=self._endpoint
+        )
+        return FileRef(
+            path=f"{self.at}/{name}",
+            num_bytes=num_bytes,
+            identity=f"blob:{content}",
+            url=url,
+            storage_options=options,
+        )
 
     def ready(self, file: FileRef, commit: str, *, whole: bool) -> FileRef:
-        """The file as it is to be read: from the Hub client's cache, else by ranges; `whole`: downloaded into that cache first."""
+        """The file as it is to be read: from the Hub client's cache, else by ranges; `whole`:
+        downloaded into that cache first.
+        """
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, try_to_load_from_cache
 
         inside = file.path.removeprefix(self.at + "/")
         cached = try_to_load_from_cache(self.repo, inside, revision=commit, repo_type="dataset")
         if not isinstance(cached, str):
             if not whole:
-                url = file.address  # asked for once here, because the Hub's client knows why it is refused
-                self._call(lambda: get_hf_file_metadata(url, token=self._token, endpoint=self._endpoint))
+                # asked for once here, because the Hub's client knows why it is refused
+                url = file.address
+                self._call(
+                    lambda: get_hf_file_metadata(url, token=self._token, endpoint=self._endpoint)
+                )
                 return file
-            more: dict[str, Any] = {"revision": commit, "repo_type": "dataset", "token": self._token, "endpoint": self._endpoint}
+            more: dict[str, Any] = {
+                "revision": commit,
+                "repo_type": "dataset",
+                "token": self._token,
+                "endpoint": self._endpoint,
+            }
             cached = self._call(lambda: hf_hub_download(self.repo, inside, **more))
         status = os.stat(cached)
         if status.st_size != file.num_bytes:
@@ -101,21 +140,36 @@ class HubRepo:
                 problem=f"{status.st_size} bytes in the cache of the Hub's client, not {file.num_bytes}",
                 fix=f"Delete {Path(cached).resolve()} and run again.",
             )
-        return replace(file, twin=FileRef(path=cached, num_bytes=status.st_size, identity=str(status.st_mtime_ns)))
+        return replace(
+            file,
+            twin=FileRef(path=cached, num_bytes=status.st_size, identity=str(status.st_mtime_ns)),
+        )
 
     def _info(self, revision: str | None) -> Listing:
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self._endpoint, token=self._token)
-        info: Any = self._call(lambda: api.dataset_info(self.repo, revision=revision, files_metadata=True), revision)
+        info: Any = self._call(
+            lambda: api.dataset_info(self.repo, revision=revision, files_metadata=True), revision
+        )
         sizes = {
-            file.rfilename: (int(file.size or 0), str(file.lfs.sha256 if file.lfs is not None else file.blob_id))
+            file.rfilename: (
+                int(file.size or 0),
+                str(file.lfs.sha256 if file.lfs is not None else file.blob_id),
+            )
             for file in info.siblings or ()
         }
-        return Listing(str(info.sha), sizes, info.card_data.to_dict() if info.card_data is not None else {}, converted=False)
+        return Listing(
+            str(info.sha),
+            sizes,
+            info.card_data.to_dict() if info.card_data is not None else {},
+            converted=False,
+        )
 
     def _call(self, call: Callable[[], T], revision: str | None = None) -> T:
-        """`call()`, tried again where it fails for a passing reason; what the Hub refuses is said in words."""
+        """`call()`, tried again where it fails for a passing reason; what the Hub refuses is said
+        in words.
+        """
         from huggingface_hub import errors
 
         endpoint = (self._endpoint or "https://huggingface.co").rstrip("/")
@@ -132,7 +186,11 @@ class HubRepo:
                     fix=f"Accept it at {page}, and set HF_TOKEN to a token of that account.",
                 )
             except errors.RevisionNotFoundError:
-                refused = MissingFileError(at=self.at, problem=f"no revision {revision!r}", fix=f"See the branches and tags at {page}.")
+                refused = MissingFileError(
+                    at=self.at,
+                    problem=f"no revision {revision!r}",
+                    fix=f"See the branches and tags at {page}.",
+                )
             except errors.RepositoryNotFoundError:
                 refused = MissingFileError(
                     at=self.at,
@@ -148,9 +206,11 @@ class HubRepo:
 
 
 def _require_someone_there(endpoint: str, at: str) -> None:
-    """Raises SourceError within CONNECT_S where no connection to the Hub comes about: a machine without a network is told at once.
+    """Raises SourceError within CONNECT_S where no connection to the Hub comes about: a machine
+    without a network is told at once.
 
-    Asked once for each host. Behind a proxy, and where the Hub's client was told to ask nobody, that client says what is wrong.
+    Asked once for each host. Behind a proxy, and where the Hub's client was told to ask nobody,
+    that client says what is wrong.
     """
     from huggingface_hub import constants
 
@@ -174,7 +234,8 @@ def _require_someone_there(endpoint: str, at: str) -> None:
             time.sleep(wait)
             wait *= 2
 
-    threading.Thread(target=connect, name="easypipe-connect", daemon=True).start()  # a resolver cannot be interrupted
+    # a resolver cannot be interrupted
+    threading.Thread(target=connect, name="easypipe-connect", daemon=True).start()
     try:
         failure = said.get(timeout=CONNECT_S)
     except queue.Empty:

@@ -1,5 +1,7 @@
 # ruff: noqa: SIM110 - kernels spell out what numba compiles best
-"""What the top-level keys of JSON objects hold, found by scanning bytes (numba, without the GIL): names and kinds of values."""
+"""What the top-level keys of JSON objects hold, found by scanning bytes (numba, without the GIL):
+names and kinds of values.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _QUOTE = 34
 
 
 class Keys(NamedTuple):
-    """What the top-level keys of objects hold, filled by observe_keys; keys are numbered in order of first appearance."""
+    """What the top-level keys of objects hold, filled by observe_keys; keys are numbered in order
+    of first appearance.
+    """
 
     counts: NDArray[np.int64]  # keys, bytes of `text`, whether keys were left out for want of room
     table: NDArray[np.int32]  # hash table of key numbers, -1 where free
@@ -45,9 +49,11 @@ def new_keys() -> Keys:
 
 @jit
 def observe_keys(data, starts, ends, flags, counts, table, spans, text, kinds, first):
-    """Adds what the top-level keys of GOOD records hold to Keys; flags records ODD whose structure is wrong.
+    """Adds what the top-level keys of GOOD records hold to Keys; flags records ODD whose structure
+    is wrong.
 
-    The arrays after `flags` are those of Keys. Keys beyond MAX_KEYS set counts[2] and are not recorded.
+    The arrays after `flags` are those of Keys. Keys beyond MAX_KEYS set counts[2] and are not
+    recorded.
     """
     words = data[: len(data) // 8 * 8].view(np.uint64)
     line_keys = np.empty(MAX_KEYS, np.int32)
@@ -144,14 +150,23 @@ def _scalar(data, i, end):
         kind = FLOAT
     if i < end and (data[i] == 46 or data[i] == 101 or data[i] == 69):  # . e E
         kind = FLOAT
-        while i < end and (48 <= data[i] <= 57 or data[i] == 46 or data[i] == 101 or data[i] == 69 or data[i] == 43 or data[i] == 45):
+        while i < end and (
+            48 <= data[i] <= 57
+            or data[i] == 46
+            or data[i] == 101
+            or data[i] == 69
+            or data[i] == 43
+            or data[i] == 45
+        ):
             i += 1
     return kind, i
 
 
 @jit
 def _slot(data, key, key_end, guess, counts, table, spans, text):
-    """Number of a key, in order of first appearance; -1 where the table is full. Lines mostly repeat their keys: `guess` is tried first."""
+    """Number of a key, in order of first appearance; -1 where the table is full. Lines mostly
+    repeat their keys: `guess` is tried first.
+    """
     length = key_end - key
     if guess < counts[0] and _same(data, key, length, guess, spans, text):
         return guess

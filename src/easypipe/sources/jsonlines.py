@@ -1,7 +1,9 @@
-"""JSON rows: one object a line, or one array of objects (jsonarray.py); a file's content says which it is. Plain, .gz or .zst.
+"""JSON rows: one object a line, or one array of objects (jsonarray.py); a file's content says which
+it is. Plain, .gz or .zst.
 
-A range is parsed by pyarrow at once. Where that refuses a block, it is halved until the bad lines stand alone, and these are named.
-Whether a row is good is decided by that row alone, never by its neighbours.
+A range is parsed by pyarrow at once. Where that refuses a block, it is halved until the bad lines
+stand alone, and these are named. Whether a row is good is decided by that row alone, never by its
+neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from easypipe.sources.schemas import is_json, json_array, json_text
 from easypipe.sources.streams import check_compression
 
 BOM = b"\xef\xbb\xbf"
-KIND_NAMES = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "an array", dict: "an object"}
+KIND_NAMES = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
 
 
 class JsonFormat:
@@ -39,7 +48,9 @@ class JsonFormat:
         self._records = RecordReader()
         self.exact: tuple[str, ...] = ()  # see FileSource.exactly
 
-    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
         check_compression(file)
         layout = _layout(file)
 
@@ -52,12 +63,21 @@ class JsonFormat:
             return records.index_records(file, layout, observe, observer.facts)
 
         index = records.kept_index(file, index_dir, [layout.name, columns], build)
-        return Survey(num_rows=index.num_rows, cuts=index.cuts(), schema=schema_of(index.facts, self.exact), detail=Found(layout, index))
+        return Survey(
+            num_rows=index.num_rows,
+            cuts=index.cuts(),
+            schema=schema_of(index.facts, self.exact),
+            detail=Found(layout, index),
+        )
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
         found: Found = survey.detail
         tables, numbers, rejects = self._records.parsed(
-            file, found, start, stop, lambda piece: parse(piece, fields, lines_already=not found.layout.closes)
+            file,
+            found,
+            start,
+            stop,
+            lambda piece: parse(piece, fields, lines_already=not found.layout.closes),
         )
         return Rows(pa.concat_tables(tables), numbers, rejects)
 
@@ -70,16 +90,20 @@ class JsonFormat:
 
 
 class JsonShardedSource(FileSource):
-    """Rows of JSON lines files and of files that are one JSON array. Options are those of FileSource.
+    """Rows of JSON lines files and of files that are one JSON array. Options are those of
+    FileSource.
 
-    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does not have is null.
-    Reasons of rejects: blank_line (benign), unparsable, not_an_object, not_a_string, wrong_type, invalid_utf8.
+    The schema is inferred over whole files (jsontypes.py). Rows lack nothing: a key that a row does
+    not have is null. Reasons of rejects: blank_line (benign), unparsable, not_an_object,
+    not_a_string, wrong_type, invalid_utf8.
     """
 
     reader = JsonFormat
 
 
-def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa.Table, np.ndarray, list[Reject]]:
+def parse(
+    piece: Records, fields: pa.Schema, *, lines_already: bool
+) -> tuple[pa.Table, np.ndarray, list[Reject]]:
     """The good rows of a piece, their numbers (Int64), and the rejects in order.
 
     lines_already: between the records stands nothing but line breaks.
@@ -98,7 +122,10 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa
     table, bad = _Lines(memoryview(text.data), borders, _parse_schema(typed)).parse(0, len(good))
     if len(typed) < len(fields):
         table, bad = _with_json(table, bad, [piece.record(int(i)) for i in good], fields)
-    rejects = [_judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error) for i, error in bad]
+    rejects = [
+        _judge(piece.record(int(good[i])), fields, piece.row + int(good[i]), error)
+        for i, error in bad
+    ]
     rejects += left_out(np.flatnonzero(flags == BLANK) + piece.row, "blank_line", "a blank line")
     wrong = np.flatnonzero((flags != GOOD) & (flags != BLANK)).tolist()
     rejects += [_judge(piece.record(i), fields, piece.row + i, None) for i in wrong]
@@ -110,13 +137,16 @@ def parse(piece: Records, fields: pa.Schema, *, lines_already: bool) -> tuple[pa
 def _with_json(
     table: pa.Table, bad: list[tuple[int, str]], lines: list[bytes], fields: pa.Schema
 ) -> tuple[pa.Table, list[tuple[int, str]]]:
-    """The good rows with the columns that are kept as JSON. A row has its own keys in its own order there, and the nulls it was given."""
+    """The good rows with the columns that are kept as JSON. A row has its own keys in its own order
+    there, and the nulls it was given.
+    """
     names = [field.name for field in fields if is_json(field.type)]
     why, typed = dict(bad), len(names) < len(fields)
     texts: list[list[str | None]] = [[] for _ in names]
     kept: list[int] = []  # of the rows of `table`
     at = -1
-    for i, line in enumerate(lines):  # these columns are objects of any shape: Arrow has no kernel that cuts them out
+    # these columns are objects of any shape: Arrow has no kernel that cuts them out
+    for i, line in enumerate(lines):
         if i in why:
             continue
         at += 1
@@ -132,7 +162,9 @@ def _with_json(
     if typed and len(kept) < table.num_rows:
         table = table.take(pa.array(kept, pa.int64()))
     arrays = {name: json_array(column) for name, column in zip(names, texts, strict=True)}
-    columns = [arrays[field.name] if field.name in arrays else table.column(field.name) for field in fields]
+    columns = [
+        arrays[field.name] if field.name in arrays else table.column(field.name) for field in fields
+    ]
     return pa.table(columns, names=fields.names), sorted(why.items())
 
 
@@ -166,9 +198,15 @@ class _Lines:
     def _block(self, a: int, b: int) -> pa.Table | str:
         text = self.text[int(self.borders[a]) : int(self.borders[b])]
         read = pj.ReadOptions(use_threads=False, block_size=len(text) + 64)
-        options = pj.ParseOptions(explicit_schema=self.schema, unexpected_field_behavior="ignore", newlines_in_values=False)
+        options = pj.ParseOptions(
+            explicit_schema=self.schema,
+            unexpected_field_behavior="ignore",
+            newlines_in_values=False,
+        )
         try:
-            table = pj.read_json(pa.BufferReader(pa.py_buffer(text)), read_options=read, parse_options=options)
+            table = pj.read_json(
+                pa.BufferReader(pa.py_buffer(text)), read_options=read, parse_options=options
+            )
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
             return str(error)
         return table if table.num_rows == b - a else f"{table.num_rows} rows instead of {b - a}"
@@ -185,25 +223,35 @@ def _judge(record: bytes, fields: pa.Schema, row: int, error: str | None) -> Rej
     except UnicodeDecodeError as problem:
         return reject("invalid_utf8", f"not UTF-8 at byte {problem.start} of the line")
     except json.JSONDecodeError as problem:
-        hint = "; if this file is one object over many lines, write one object a line" if record.strip() in (b"{", b"}") else ""
+        hint = (
+            "; if this file is one object over many lines, write one object a line"
+            if record.strip() in (b"{", b"}")
+            else ""
+        )
         return reject("unparsable", f"not JSON: {problem.msg} at character {problem.colno}{hint}")
     except RecursionError:
         return reject("unparsable", "nested too deeply")
     if not isinstance(value, dict):
-        return reject("not_an_object", f"expected an object, found {KIND_NAMES.get(type(value), 'null')}")
+        return reject(
+            "not_an_object", f"expected an object, found {KIND_NAMES.get(type(value), 'null')}"
+        )
     for field in fields:
         item = value.get(field.name)
         if item is not None and not is_json(field.type) and not _fits(item, field.type):
             wanted = _kind_name(field.type)
             reason = "not_a_string" if wanted == "a string" else "wrong_type"
-            return reject(reason, f"column {field.name!r}: expected {wanted}, found {KIND_NAMES[type(item)]}")
+            return reject(
+                reason, f"column {field.name!r}: expected {wanted}, found {KIND_NAMES[type(item)]}"
+            )
     if error is None:
         return reject("unparsable", "nested too deeply")
     return reject("unparsable", f"not a row: {re.sub(r' in row [0-9]+$', '', error)}")
 
 
 def _fits(value: Any, kind: pa.DataType) -> bool:
-    """Whether the outer kind of a value goes with a type; what lies inside is for pyarrow to say."""
+    """Whether the outer kind of a value goes with a type; what lies inside is for pyarrow to
+    say.
+    """
     return KIND_NAMES[type(value)] == _kind_name(kind)
 
 
@@ -221,13 +269,19 @@ def _kind_name(kind: pa.DataType) -> str:
 
 
 def _parse_schema(fields: pa.Schema) -> pa.Schema:
-    """What the JSON reader is asked for: it knows no large_list, and gives invalid arrays for lists of nulls (pyarrow 26)."""
+    """What the JSON reader is asked for: it knows no large_list, and gives invalid arrays for lists
+    of nulls (pyarrow 26).
+    """
 
     def small(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_large_list(kind):
-            return pa.list_(pa.bool_() if pa.types.is_null(kind.value_type) else small(kind.value_type))
+            return pa.list_(
+                pa.bool_() if pa.types.is_null(kind.value_type) else small(kind.value_type)
+            )
         if pa.types.is_struct(kind):
-            return pa.struct([(kind.field(i).name, small(kind.field(i).type)) for i in range(kind.num_fields)])
+            return pa.struct(
+                [(kind.field(i).name, small(kind.field(i).type)) for i in range(kind.num_fields)]
+            )
         return kind
 
     return pa.schema([(field.name, small(field.type)) for field in fields])

@@ -1,8 +1,11 @@
-"""Column types of JSON rows, found while a file is indexed, so that the schema is the file's and not that of the range that is read.
+"""Column types of JSON rows, found while a file is indexed, so that the schema is the file's and
+not that of the range that is read.
 
-Rules: null gives way to any type; numbers are int64, float64 where one of them is not an integer or does not fit. Where a column holds
-several kinds, it has that of lists or objects where these came first, else the type of strings if there are any, else of the kind that
-came first; rows of another kind are bad rows. Where the insides of its lists or objects have no common type, it is kept as JSON.
+Rules: null gives way to any type; numbers are int64, float64 where one of them is not an integer or
+does not fit. Where a column holds several kinds, it has that of lists or objects where these came
+first, else the type of strings if there are any, else of the kind that came first; rows of another
+kind are bad rows. Where the insides of its lists or objects have no common type, it is kept as
+JSON.
 """
 
 from __future__ import annotations
@@ -19,24 +22,41 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from easypipe.core.errors import SchemaError
-from easypipe.sources.jsonkeys import ARRAY, BOOL, FLOAT, INT, MAX_KEYS, NULL, OBJECT, STRING, new_keys, observe_keys
+from easypipe.sources.jsonkeys import (
+    ARRAY,
+    BOOL,
+    FLOAT,
+    INT,
+    MAX_KEYS,
+    NULL,
+    OBJECT,
+    STRING,
+    new_keys,
+    observe_keys,
+)
 from easypipe.sources.scanners import gather
 from easypipe.sources.schemas import JSON, TypeConflict, is_json, merge_types, plain_type
 
-_NULL = re.compile(rb'(?<!"role")(?<!"content")\s*:\s*null\b')  # a value of an object, but for the commonest of messages
+# a value of an object, but for the commonest of messages
+_NULL = re.compile(rb'(?<!"role")(?<!"content")\s*:\s*null\b')
 
 
 class Observer:
-    """Collects column types from records shown in order. columns: those whose insides matter, None for all."""
+    """Collects column types from records shown in order. columns: those whose insides matter, None
+    for all.
+    """
 
     def __init__(self, path: str, columns: tuple[str, ...] | None) -> None:
         self._path = path
         self._columns = columns
         self._keys = new_keys()
-        if columns is not None:  # so that they are found even where a file has more keys than the table holds
+        # so that they are found even where a file has more keys than the table holds
+        if columns is not None:
             for name in columns:
                 row = json.dumps({name: None}, ensure_ascii=False).encode()
-                self._observe(np.frombuffer(row, np.uint8), np.zeros(1, np.int64), np.array([len(row)]))
+                self._observe(
+                    np.frombuffer(row, np.uint8), np.zeros(1, np.int64), np.array([len(row)])
+                )
             self._keys.kinds[:] = 0
         self._nested: dict[str, pa.DataType] = {}
         self._nulls: set[str] = set()
@@ -59,7 +79,9 @@ class Observer:
                     self._nested[name] = kind if before is None else merge_json(before, kind)
 
     def _look_for_nulls(self, lines: bytes, names: list[str]) -> None:
-        """Nulls that stand in the file: an Arrow struct cannot tell them from keys that other rows have."""
+        """Nulls that stand in the file: an Arrow struct cannot tell them from keys that other rows
+        have.
+        """
         names = [name for name in names if name not in self._nulls]
         if not names or not _NULL.search(lines):
             return
@@ -69,10 +91,14 @@ class Observer:
                     row = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                self._nulls |= {name for name in names if isinstance(row, dict) and _has_null(row.get(name))}
+                self._nulls |= {
+                    name for name in names if isinstance(row, dict) and _has_null(row.get(name))
+                }
 
     def facts(self) -> dict[str, Any]:
-        """The types found, as JSON. Raises SourceError where there are more columns than can be told apart."""
+        """The types found, as JSON. Raises SourceError where there are more columns than can be
+        told apart.
+        """
         if self._keys.counts[2] and self._columns is None:
             raise SchemaError(
                 at=self._path,
@@ -94,7 +120,9 @@ class Observer:
         return flags
 
     def _columns_seen(self) -> list[tuple[str, int, int]]:
-        """(name, all kinds, first kind) of every column; keys that differ only in their escapes are one column."""
+        """(name, all kinds, first kind) of every column; keys that differ only in their escapes are
+        one column.
+        """
         found: dict[str, tuple[int, int]] = {}
         keys = self._keys
         for slot in range(int(keys.counts[0])):
@@ -102,7 +130,8 @@ class Observer:
             try:
                 name = json.loads(b'"' + raw + b'"')
                 name.encode()
-            except ValueError:  # bad escapes or no UTF-8: the rows that hold it are refused when they are read
+            # bad escapes or no UTF-8: the rows that hold it are refused when they are read
+            except ValueError:
                 continue
             every, first = int(keys.kinds[slot]), int(keys.first[slot])
             if not every:
@@ -115,8 +144,9 @@ class Observer:
 def schema_of(facts: dict[str, Any], exact: Sequence[str] = (), *, known: bool = True) -> pa.Schema:
     """The schema that an Observer's facts tell.
 
-    exact: columns that are kept as JSON where an Arrow type would lose nulls. known: whether the facts are of all rows; lists and objects
-    of `exact` columns are JSON where they are not, as nothing is known of those that follow.
+    exact: columns that are kept as JSON where an Arrow type would lose nulls. known: whether the
+    facts are of all rows; lists and objects of `exact` columns are JSON where they are not, as
+    nothing is known of those that follow.
     """
     nested = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(facts["nested"])))
     fields = []
@@ -138,23 +168,34 @@ def schema_of(facts: dict[str, Any], exact: Sequence[str] = (), *, known: bool =
 def _has_null(value: Any, outermost: bool = True) -> bool:
     """Whether a null stands in an object, other than the role or content of a message."""
     if isinstance(value, dict):
-        own = any(item is None and not (outermost and key in ("role", "content")) for key, item in value.items())
+        own = any(
+            item is None and not (outermost and key in ("role", "content"))
+            for key, item in value.items()
+        )
         return own or any(_has_null(item, False) for item in value.values())
     return isinstance(value, list) and any(_has_null(item, outermost) for item in value)
 
 
 def nested_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
-    """Types of these columns in JSON lines. Lines that do not parse say nothing; they are refused when they are read."""
+    """Types of these columns in JSON lines. Lines that do not parse say nothing; they are refused
+    when they are read.
+    """
     try:
         options = pj.ReadOptions(use_threads=False, block_size=len(lines) + 64)
         table = pj.read_json(pa.BufferReader(lines), read_options=options)
     except pa.ArrowInvalid:
         return _slow_types(lines, names)
-    return {name: _without_times(table.schema.field(name).type) for name in names if name in table.column_names}
+    return {
+        name: _without_times(table.schema.field(name).type)
+        for name in names
+        if name in table.column_names
+    }
 
 
 def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
-    """Row by row, because a block in which types clash, or one line is broken, gives no types at all."""
+    """Row by row, because a block in which types clash, or one line is broken, gives no types at
+    all.
+    """
     found: dict[str, pa.DataType] = {}
     for line in io.BytesIO(lines):
         try:
@@ -172,8 +213,9 @@ def _slow_types(lines: bytes, names: list[str]) -> dict[str, pa.DataType]:
 
 
 def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """The type of a nested column of both; JSON where no type holds both within. Lists and objects in one place are one of these, too;
-    but of the column itself the kind that came first stays, and rows of the other are bad rows."""
+    """The type of a nested column of both; JSON where no type holds both within. Lists and objects
+    in one place are one of these, too; but of the column itself the kind that came first stays, and
+    rows of the other are bad rows."""
     t = pa.types
     if is_json(first) or is_json(second):
         return JSON
@@ -186,11 +228,18 @@ def merge_json(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 
 def _without_times(kind: pa.DataType) -> pa.DataType:
-    """Plain types; the JSON reader takes strings that look like times for times, which would hang on the rows at hand."""
+    """Plain types; the JSON reader takes strings that look like times for times, which would hang
+    on the rows at hand.
+    """
     if pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_date(kind):
         return pa.large_string()
     if pa.types.is_struct(kind):
-        return pa.struct([(kind.field(i).name, _without_times(kind.field(i).type)) for i in range(kind.num_fields)])
+        return pa.struct(
+            [
+                (kind.field(i).name, _without_times(kind.field(i).type))
+                for i in range(kind.num_fields)
+            ]
+        )
     if pa.types.is_list(kind):
         return pa.large_list(_without_times(kind.value_type))
     return plain_type(kind)

@@ -14,14 +14,20 @@ from easypipe.core.protocols import Scan, Shard, ShardedDataSource, ShardedSourc
 
 
 class LimitedSource(ShardedDataSource):
-    """The first `num_rows` physical rows of a source over its shards in order; fewer where it has fewer. Implements ScanningSource.
+    """The first `num_rows` physical rows of a source over its shards in order; fewer where it has
+    fewer. Implements ScanningSource.
 
-    Row numbers stay those of the source: the limit counts rows before any are refused. Raises ConfigError for a limit below 1.
+    Row numbers stay those of the source: the limit counts rows before any are refused. Raises
+    ConfigError for a limit below 1.
     """
 
     def __init__(self, source: ShardedSource, num_rows: int) -> None:
         if num_rows < 1:
-            raise ConfigError(at="num_rows", problem=f"{num_rows} rows are no dataset", fix="Give at least 1, or None for all rows.")
+            raise ConfigError(
+                at="num_rows",
+                problem=f"{num_rows} rows are no dataset",
+                fix="Give at least 1, or None for all rows.",
+            )
         self.source = source
         self.num_rows = num_rows
         self._shards: tuple[Shard, ...] | None = None
@@ -51,7 +57,9 @@ class LimitedSource(ShardedDataSource):
         return identity(shard) if identity is not None else digest(source.fingerprint, shard)
 
     def select(self, columns: Sequence[str]) -> LimitedSource:
-        """The same rows with only `columns`, where the source can leave out the others; else the source as it is."""
+        """The same rows with only `columns`, where the source can leave out the others; else the
+        source as it is.
+        """
         return LimitedSource(select(self.source, columns), self.num_rows)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
@@ -69,7 +77,11 @@ class LimitedSource(ShardedDataSource):
     def _check(self, shard: int, stop: int) -> None:
         here = self.shards[shard]
         if stop > (here.num_rows or 0):
-            raise SourceError(at=here.name, problem=f"row {stop - 1} was asked for", fix=f"num_rows leaves rows 0:{here.num_rows} of it.")
+            raise SourceError(
+                at=here.name,
+                problem=f"row {stop - 1} was asked for",
+                fix=f"num_rows leaves rows 0:{here.num_rows} of it.",
+            )
 
 
 def select(source: ShardedSource, columns: Sequence[str]) -> ShardedSource:
@@ -84,9 +96,20 @@ def _first(shards: Sequence[Shard], num_rows: int) -> list[Shard]:
         if num_rows == 0:
             break
         if shard.num_rows is None:
-            raise SourceError(at=shard.name, problem="its rows cannot be counted, so num_rows cannot be kept", fix="Leave num_rows out.")
+            raise SourceError(
+                at=shard.name,
+                problem="its rows cannot be counted, so num_rows cannot be kept",
+                fix="Leave num_rows out.",
+            )
         rows = min(shard.num_rows, num_rows)
         num_bytes = shard.num_bytes * rows // max(1, shard.num_rows)
-        kept.append(replace(shard, num_rows=rows, cuts=tuple(cut for cut in shard.cuts if cut < rows) or (0,), num_bytes=num_bytes))
+        kept.append(
+            replace(
+                shard,
+                num_rows=rows,
+                cuts=tuple(cut for cut in shard.cuts if cut < rows) or (0,),
+                num_bytes=num_bytes,
+            )
+        )
         num_rows -= rows
     return kept

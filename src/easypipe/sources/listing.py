@@ -1,4 +1,6 @@
-"""Which files a URL names: one object, a pattern, a folder of a bucket, or one file of a web server."""
+"""Which files a URL names: one object, a pattern, a folder of a bucket, or one file of a web
+server.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,33 @@ from easypipe.core import remote
 from easypipe.core.config import digest
 from easypipe.core.errors import ConfigError, MissingFileError, SourceError, StorageError
 from easypipe.core.storage import filesystem
-from easypipe.sources.refs import FileRef, data_files_in, fixed_part, natural, partitioned, plain_name, reading
+from easypipe.sources.refs import (
+    FileRef,
+    data_files_in,
+    fixed_part,
+    natural,
+    partitioned,
+    plain_name,
+    reading,
+)
 
 WHOLE_BYTES = 64 << 20  # a server that sends no ranges is asked for files up to this size
 
 log = logging.getLogger("easypipe")
 
 
-def resolve_remote(text: str, storage_options: Mapping[str, Any] | None, kinds: tuple[str, ...]) -> list[FileRef]:
+def resolve_remote(
+    text: str, storage_options: Mapping[str, Any] | None, kinds: tuple[str, ...]
+) -> list[FileRef]:
     name = remote.public_url(text)
     here = FileRef(path=name, num_bytes=0, identity="")
-    if text.startswith("hf://") and "." not in text.rpartition("/")[2]:  # a file there reads like any other: saved folders name theirs
-        raise ConfigError(at="data_files", problem=f"{name!r} is a dataset on the Hub", fix="Read it with type='huggingface'.")
+    # a file there reads like any other: saved folders name theirs
+    if text.startswith("hf://") and "." not in text.rpartition("/")[2]:
+        raise ConfigError(
+            at="data_files",
+            problem=f"{name!r} is a dataset on the Hub",
+            fix="Read it with type='huggingface'.",
+        )
     if remote.is_http(text):
         return [_resolve_http(text, name, here, storage_options)]
 
@@ -38,25 +55,43 @@ def resolve_remote(text: str, storage_options: Mapping[str, Any] | None, kinds: 
         return filesystem(text, dict(storage_options or {}))
 
     fs, path = remote.retrying(text, connect, options=storage_options)
-    fs.invalidate_cache()  # listings that this process made before would hide what has changed since
+    # listings that this process made before would hide what has changed since
+    fs.invalidate_cache()
 
     def ref(found: str, info: Mapping[str, Any]) -> FileRef:
         url = remote.public_url(fs.unstrip_protocol(found))
         if info.get("size") is None:
-            raise SourceError(at=url, problem="the server does not tell its size", fix="Copy the file to storage that does.")
+            raise SourceError(
+                at=url,
+                problem="the server does not tell its size",
+                fix="Copy the file to storage that does.",
+            )
         return FileRef(
-            path=url, num_bytes=int(info["size"]), identity=_identity(info), url=fs.unstrip_protocol(found), storage_options=storage_options
+            path=url,
+            num_bytes=int(info["size"]),
+            identity=_identity(info),
+            url=fs.unstrip_protocol(found),
+            storage_options=storage_options,
         )
 
     def listed(method: str) -> dict[str, Mapping[str, Any]]:
         found = reading(here, lambda: call(method, path, detail=True))
-        return {str(fs._strip_protocol(key)): info for key, info in found.items() if info.get("type") != "directory"}
+        return {
+            str(fs._strip_protocol(key)): info
+            for key, info in found.items()
+            if info.get("type") != "directory"
+        }
 
     if glob.has_magic(path):
         matches = listed("glob")
         if not matches:
-            raise MissingFileError(at=name, problem="the pattern matches no file", fix="Correct the pattern.")
-        return partitioned([ref(found, matches[found]) for found in sorted(matches, key=natural)], fixed_part(fs.unstrip_protocol(path)))
+            raise MissingFileError(
+                at=name, problem="the pattern matches no file", fix="Correct the pattern."
+            )
+        return partitioned(
+            [ref(found, matches[found]) for found in sorted(matches, key=natural)],
+            fixed_part(fs.unstrip_protocol(path)),
+        )
     try:
         info = call("info", path)
     except MissingFileError:
@@ -72,9 +107,15 @@ def resolve_remote(text: str, storage_options: Mapping[str, Any] | None, kinds: 
     return partitioned(files, remote.public_url(fs.unstrip_protocol(path)))
 
 
-def _resolve_http(text: str, name: str, here: FileRef, storage_options: Mapping[str, Any] | None) -> FileRef:
+def _resolve_http(
+    text: str, name: str, here: FileRef, storage_options: Mapping[str, Any] | None
+) -> FileRef:
     if glob.has_magic(plain_name(text)):
-        raise ConfigError(at="data_files", problem=f"{name!r}: a web server lists no files", fix="Give the URL of every file.")
+        raise ConfigError(
+            at="data_files",
+            problem=f"{name!r}: a web server lists no files",
+            fix="Give the URL of every file.",
+        )
 
     def attempt(timeout_s: float) -> remote.HttpFacts:
         fs, _ = filesystem(text, dict(storage_options or {}))
@@ -85,13 +126,29 @@ def _resolve_http(text: str, name: str, here: FileRef, storage_options: Mapping[
     except StorageError as error:
         raise SourceError(at=name, problem=error.problem, fix=error.fix) from None
     if facts.num_bytes is None:
-        raise SourceError(at=name, problem="the server does not tell its size", fix="Copy the file to storage that does.")
+        raise SourceError(
+            at=name,
+            problem="the server does not tell its size",
+            fix="Copy the file to storage that does.",
+        )
     if not facts.ranges and facts.num_bytes > WHOLE_BYTES:
         problem = f"the server sends no ranges, so every read would transfer all {facts.num_bytes >> 20} MiB"
-        raise SourceError(at=name, problem=problem, fix="Download the file, or serve it from storage that does.")
+        raise SourceError(
+            at=name, problem=problem, fix="Download the file, or serve it from storage that does."
+        )
     if not facts.ranges:
-        log.warning("%s: the server sends no ranges: every read transfers the whole file (%d bytes)", name, facts.num_bytes)
-    return replace(here, num_bytes=facts.num_bytes, identity=facts.identity, url=text, storage_options=storage_options)
+        log.warning(
+            "%s: the server sends no ranges: every read transfers the whole file (%d bytes)",
+            name,
+            facts.num_bytes,
+        )
+    return replace(
+        here,
+        num_bytes=facts.num_bytes,
+        identity=facts.identity,
+        url=text,
+        storage_options=storage_options,
+    )
 
 
 def _identity(info: Mapping[str, Any]) -> str:

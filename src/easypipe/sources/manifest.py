@@ -1,4 +1,5 @@
-"""What a token cache holds, as one JSON file: the commit of a prepared dataset, written after everything that it names.
+"""What a token cache holds, as one JSON file: the commit of a prepared dataset, written after
+everything that it names.
 
 cache_dir/
   manifests/<key>.json                 this file; key = digest of the range keys
@@ -38,8 +39,11 @@ class Part:
     file: str = ""  # below `tokens/`
     num_bytes: int = 0
     checksum: str = ""  # XXH3-128 of the file
-    blocks: str = ""  # checksums of its blocks, see sources/blocks.py; "" in manifests that earlier versions wrote
-    content: str = ""  # XXH3-128 of offsets, tokens and row numbers; does not depend on the Arrow version that wrote the file
+    # checksums of its blocks, see sources/blocks.py; "" in manifests that earlier versions wrote
+    blocks: str = ""
+    # XXH3-128 of offsets, tokens and row numbers; does not depend on the Arrow version that wrote
+    # the file
+    content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,9 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Conservation of one preparation: rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated."""
+    """Conservation of one preparation: rows + pieces = docs + rejects; encoded + added + overlap =
+    tokens + truncated.
+    """
 
     rows: int
     docs: int
@@ -67,13 +73,22 @@ class Counts:
     special: int = 0  # special strings in the texts of the documents that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
     lost: int = 0  # characters of the texts that became no token
-    lengths: Mapping[str, int] = field(default_factory=dict)  # documents over max_length by policy, `pieces` and `overlap` of splitting
+    # documents over max_length by policy, `pieces` and `overlap` of splitting
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
     def ledger(self, dataset: str, facts: Mapping[str, Any]) -> Ledger:
         ledger = Ledger(facts=dict(facts))
         over = dict(self.lengths)
-        pieces, overlap = ({name: over.pop(name)} if name in over else {} for name in ("pieces", "overlap"))
-        ledger.add("tokenize", dataset, "rows", into={"read": self.rows, **pieces}, out={"written": self.docs, **self.rejects})
+        pieces, overlap = (
+            {name: over.pop(name)} if name in over else {} for name in ("pieces", "overlap")
+        )
+        ledger.add(
+            "tokenize",
+            dataset,
+            "rows",
+            into={"read": self.rows, **pieces},
+            out={"written": self.docs, **self.rejects},
+        )
         ledger.add(
             "tokenize",
             dataset,
@@ -82,15 +97,33 @@ class Counts:
             out={"stored": self.tokens, "truncated": self.truncated},
         )
         if over:
-            ledger.add("lengths", dataset, "documents", into={"over max_length": sum(over.values())}, out=over)
+            ledger.add(
+                "lengths",
+                dataset,
+                "documents",
+                into={"over max_length": sum(over.values())},
+                out=over,
+            )
         if self.trained is not None:
             out = {"targets": self.trained, "masked": self.tokens - self.trained}
             ledger.add("loss_mask", dataset, "tokens", into={"stored": self.tokens}, out=out)
         if self.special or self.escaped:
             out = {"special tokens": self.special, "ordinary text": self.escaped}
-            ledger.add("tokenize", dataset, "special strings", into={"in texts": self.special + self.escaped}, out=out)
+            ledger.add(
+                "tokenize",
+                dataset,
+                "special strings",
+                into={"in texts": self.special + self.escaped},
+                out=out,
+            )
         if self.lost:
-            ledger.add("tokenize", dataset, "lost characters", into={"in texts": self.lost}, out={"without a token": self.lost})
+            ledger.add(
+                "tokenize",
+                dataset,
+                "lost characters",
+                into={"in texts": self.lost},
+                out={"without a token": self.lost},
+            )
         return ledger
 
 
@@ -108,9 +141,11 @@ class Manifest:
     counts: Counts
     fingerprint: str  # of the documents: equal wherever the same text met the same tokenizer
     loss_mask: bool = False
-    pairs: bool = False  # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
+    # every document is two: the second begins where its loss_mask is SEGMENT_BREAK
+    pairs: bool = False
     quarantine: str = ""  # file beside this one ...
-    quarantine_checksum: str = ""  # ... and its XXH3-128; "" in manifests that earlier versions wrote
+    # ... and its XXH3-128; "" in manifests that earlier versions wrote
+    quarantine_checksum: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)  # seconds, bytes, backend: measured
     format: int = FORMAT
 
@@ -124,7 +159,9 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: str | Path, storage_options: dict[str, Any] | None = None) -> Manifest:
-    """Raises CacheError for another format version or a file that is no manifest, MissingFileError where there is none."""
+    """Raises CacheError for another format version or a file that is no manifest, MissingFileError
+    where there is none.
+    """
     return parse_manifest(read_bytes(path, storage_options), path)
 
 
@@ -144,9 +181,15 @@ def parse_manifest(data: bytes, path: str | Path) -> Manifest:
             }
         )
     except DamagedFileError as error:
-        raise CacheError(at=str(path), problem=error.problem, fix="Delete it and prepare again.") from None
+        raise CacheError(
+            at=str(path), problem=error.problem, fix="Delete it and prepare again."
+        ) from None
     except (KeyError, TypeError) as error:
-        raise CacheError(at=str(path), problem=f"not a token cache manifest: {error}", fix="Delete it and prepare again.") from error
+        raise CacheError(
+            at=str(path),
+            problem=f"not a token cache manifest: {error}",
+            fix="Delete it and prepare again.",
+        ) from error
 
 
 _KEYS = tuple(entry.name for entry in dataclasses.fields(Manifest))

@@ -1,8 +1,10 @@
-"""Token files of this machine, mapped while they are read: for caches of more files than one process may map.
+"""Token files of this machine, mapped while they are read: for caches of more files than one
+process may map.
 
-A process maps at most vm.max_map_count files. Caches are mapped whole when they are opened, until those of the process have half of that.
-From then on a file has its place in a reserved stretch of addresses, which costs nothing, and is mapped there while somebody reads it.
-A quarter of the limit is for such files; those that were not read for the longest go first.
+A process maps at most vm.max_map_count files. Caches are mapped whole when they are opened, until
+those of the process have half of that. From then on a file has its place in a reserved stretch of
+addresses, which costs nothing, and is mapped there while somebody reads it. A quarter of the limit
+is for such files; those that were not read for the longest go first.
 
 Linux alone has that limit.
 """
@@ -36,7 +38,8 @@ _NOTHING = 0  # PROT_NONE
 
 _lock = threading.RLock()  # re-entrant: a collector may run _forget within it
 _standing = 0  # files of caches that are mapped whole
-_open: OrderedDict[tuple[int, int], _Entry] = OrderedDict()  # by (number of MappedFiles, file), the longest unread first
+# by (number of MappedFiles, file), the longest unread first
+_open: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
 _numbers = itertools.count()
 
 
@@ -70,7 +73,9 @@ def _give_back(files: int) -> None:
 
 
 class _Entry:
-    """A file that is mapped in its place. pins: readers at work on it, for as long as the owner lives."""
+    """A file that is mapped in its place. pins: readers at work on it, for as long as the owner
+    lives.
+    """
 
     def __init__(self, owner: weakref.ref[MappedFiles], pins: int) -> None:
         self.owner, self.pins = owner, pins
@@ -79,20 +84,30 @@ class _Entry:
 class MappedFiles:
     """Files at addresses that do not change. Thread safe.
 
-    Law: between `hold` and its end the bytes of file i stand at `addresses[i]`; at other times nothing may be read there.
+    Law: between `hold` and its end the bytes of file i stand at `addresses[i]`; at other times
+    nothing may be read there.
     """
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
-        """sizes: bytes of each. Raises CacheError where so many addresses are not to be had. Opens no file."""
+        """sizes: bytes of each. Raises CacheError where so many addresses are not to be had. Opens
+        no file.
+        """
         step = mmap.ALLOCATIONGRANULARITY
-        places = np.cumsum([0, *(-(-max(size, 1) // step) * step for size in sizes)], dtype=np.int64)
+        places = np.cumsum(
+            [0, *(-(-max(size, 1) // step) * step for size in sizes)], dtype=np.int64
+        )
         self._paths, self._sizes, self._number = paths, sizes, next(_numbers)
         region = _map(None, int(places[-1]), _NOTHING, _RESERVED, -1)
         if region is None:
-            raise CacheError(at=paths[0], problem=f"no room for the addresses of {int(places[-1])} bytes", fix="Raise ulimit -v.")
+            raise CacheError(
+                at=paths[0],
+                problem=f"no room for the addresses of {int(places[-1])} bytes",
+                fix="Raise ulimit -v.",
+            )
         self.addresses: NDArray[np.uint64] = places[:-1].astype(np.uint64) + np.uint64(region)
         gone = weakref.finalize(self, _forget, self._number, region, int(places[-1]))
-        gone.atexit = False  # threads that still read when the process ends are not to find nothing there
+        # threads that still read when the process ends are not to find nothing there
+        gone.atexit = False
 
     @property
     def most(self) -> int:
@@ -101,7 +116,9 @@ class MappedFiles:
 
     @contextlib.contextmanager
     def hold(self, files: NDArray[np.integer]) -> Generator[None]:
-        """While the block lasts, `files` (Int[n]) may be read. Raises CacheError where one cannot be mapped."""
+        """While the block lasts, `files` (Int[n]) may be read. Raises CacheError where one cannot
+        be mapped.
+        """
         held: list[_Entry] = []
         try:
             with _lock:
@@ -130,23 +147,49 @@ class MappedFiles:
         try:
             descriptor = os.open(self._paths[i], os.O_RDONLY)
         except OSError as error:
-            raise CacheError(at=self._paths[i], problem=f"cannot be read: {error}", fix="Prepare the dataset again.") from error
+            raise CacheError(
+                at=self._paths[i],
+                problem=f"cannot be read: {error}",
+                fix="Prepare the dataset again.",
+            ) from error
         try:
-            if os.fstat(descriptor).st_size != self._sizes[i]:  # what lies behind its end must not be read
-                raise CacheError(at=self._paths[i], problem=f"was changed: no longer {self._sizes[i]} bytes", fix="Prepare it again.")
-            if _map(int(self.addresses[i]), self._sizes[i], mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, descriptor) is None:
+            # what lies behind its end must not be read
+            if os.fstat(descriptor).st_size != self._sizes[i]:
+                raise CacheError(
+                    at=self._paths[i],
+                    problem=f"was changed: no longer {self._sizes[i]} bytes",
+                    fix="Prepare it again.",
+                )
+            if (
+                _map(
+                    int(self.addresses[i]),
+                    self._sizes[i],
+                    mmap.PROT_READ,
+                    mmap.MAP_SHARED | _FIXED,
+                    descriptor,
+                )
+                is None
+            ):
                 reason = os.strerror(ctypes.get_errno())
-                raise CacheError(at=self._paths[i], problem=f"cannot be mapped: {reason}", fix=limit_named(len(self._paths)))
+                raise CacheError(
+                    at=self._paths[i],
+                    problem=f"cannot be mapped: {reason}",
+                    fix=limit_named(len(self._paths)),
+                )
         finally:
             os.close(descriptor)
 
     def _drop(self, i: int) -> None:
-        done = _map(int(self.addresses[i]), max(self._sizes[i], 1), _NOTHING, _RESERVED | _FIXED, -1)
+        done = _map(
+            int(self.addresses[i]), max(self._sizes[i], 1), _NOTHING, _RESERVED | _FIXED, -1
+        )
         assert done is not None, "taking a map away needs no new one"
 
 
 def _shrink(most: int) -> None:
-    """Takes maps away, those that were not read for the longest first, until `most` are left, or all that are left are read."""
+    """Takes maps away, those that were not read for the longest first, until `most` are left, or
+    all that are left are read.
+    """
     for _ in range(len(_open)):
         if len(_open) <= most:
             return
@@ -155,7 +198,8 @@ def _shrink(most: int) -> None:
             _open.move_to_end(key)
             continue
         _open.pop(key, None)
-        owner = entry.owner()  # held from here on: its addresses cannot become somebody else's meanwhile
+        # held from here on: its addresses cannot become somebody else's meanwhile
+        owner = entry.owner()
         if owner is not None:
             owner._drop(key[1])
 
@@ -167,7 +211,9 @@ def _forget(number: int, region: int, num_bytes: int) -> None:
         _libc().munmap(region, num_bytes)
 
 
-def _map(address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int | None:
+def _map(
+    address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int
+) -> int | None:
     """mmap(2); None where it fails. Python's own mmap cannot be told where."""
     found = _libc().mmap(address, num_bytes, protection, flags, descriptor, 0)
     return None if found is None or found == ctypes.c_void_p(-1).value else int(found)
@@ -177,6 +223,13 @@ def _map(address: int | None, num_bytes: int, protection: int, flags: int, descr
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc

@@ -1,8 +1,10 @@
-"""Megatron's indexed datasets: `name.bin` holds tokens one after the other, `name.idx` says where sequences and documents lie.
+"""Megatron's indexed datasets: `name.bin` holds tokens one after the other, `name.idx` says where
+sequences and documents lie.
 
 name.idx, little-endian (after Megatron-LM, core/datasets/indexed_dataset.py):
-  9 bytes "MMIDIDX\\0\\0" · uint64 version 1 · uint8 dtype code · uint64 sequences · uint64 length of doc_idx
-  int32[sequences] tokens of each · int64[sequences] byte of .bin at which each begins · int64[documents + 1] each document's first sequence
+  9 bytes "MMIDIDX\\0\\0" · uint64 version 1 · uint8 dtype code · uint64 sequences · uint64 length
+  of doc_idx int32[sequences] tokens of each · int64[sequences] byte of .bin at which each begins ·
+  int64[documents + 1] each document's first sequence
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class MegatronIndex:
         return len(self.documents) - 1
 
     def read(self, file: FileRef, start: int, stop: int) -> tuple[np.ndarray, NDArray[np.int64]]:
-        """Tokens of documents `start` to `stop`, and their offsets. Raises SourceError for places outside of the .bin file."""
+        """Tokens of documents `start` to `stop`, and their offsets. Raises SourceError for places
+        outside of the .bin file.
+        """
         first, last = int(self.documents[start]), int(self.documents[stop])
         begins = np.array(self.pointers[first:last], np.int64)
         lengths = np.array(self.sizes[first:last], np.int64)
@@ -60,10 +64,19 @@ class MegatronIndex:
             row = int(np.searchsorted(self.documents, first + int(wrong[0]), side="right")) - 1
             problem = f"bytes {begins[wrong[0]]}:{ends[wrong[0]]} of {file.path}, which has {file.num_bytes}"
             raise SourceError(
-                at=place(self.path, row=row), problem=problem, fix="Copy or write both files again: one is truncated or not its own."
+                at=place(self.path, row=row),
+                problem=problem,
+                fix="Copy or write both files again: one is truncated or not its own.",
             )
-        breaks = [0, *(np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist(), len(begins)] if len(begins) else [0]
-        parts = [np.frombuffer(read_range(file, int(begins[a]), int(ends[b - 1])), self.dtype) for a, b in itertools.pairwise(breaks)]
+        breaks = (
+            [0, *(np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist(), len(begins)]
+            if len(begins)
+            else [0]
+        )
+        parts = [
+            np.frombuffer(read_range(file, int(begins[a]), int(ends[b - 1])), self.dtype)
+            for a, b in itertools.pairwise(breaks)
+        ]
         running = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return np.concatenate(parts) if parts else np.empty(0, self.dtype), running[
             np.array(self.documents[start : stop + 1], np.int64) - first
@@ -71,39 +84,66 @@ class MegatronIndex:
 
 
 def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
-    """The index of a .bin file. Raises SourceError where it is not one, is truncated, or does not belong to `data`."""
+    """The index of a .bin file. Raises SourceError where it is not one, is truncated, or does not
+    belong to `data`.
+    """
     head = read_range(index, 0, min(HEADER_BYTES, index.num_bytes))
     if not head.startswith(MAGIC) or len(head) < HEADER_BYTES:
         raise SourceError(
-            at=index.path, problem=f"not a Megatron index: it begins with {head[:9]!r}, not {MAGIC!r}", fix="Check the file, or remove it."
+            at=index.path,
+            problem=f"not a Megatron index: it begins with {head[:9]!r}, not {MAGIC!r}",
+            fix="Check the file, or remove it.",
         )
     version, code = int.from_bytes(head[9:17], "little"), head[17]
-    sequences, documents = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
+    sequences, documents = (
+        int.from_bytes(head[18:26], "little"),
+        int.from_bytes(head[26:34], "little"),
+    )
     if version != 1 or code not in DTYPES:
         what = f"version {version}" if version != 1 else f"dtype code {code}"
         raise SourceError(
-            at=index.path, problem=f"{what} is not known", have=DTYPES.values() if version == 1 else [1], fix="Write it again as integers."
+            at=index.path,
+            problem=f"{what} is not known",
+            have=DTYPES.values() if version == 1 else [1],
+            fix="Write it again as integers.",
         )
     expected = HEADER_BYTES + 12 * sequences + 8 * documents
     if index.num_bytes != expected:
-        what = "truncated" if index.num_bytes < expected else "it may be of a multimodal dataset, which is not read"
+        what = (
+            "truncated"
+            if index.num_bytes < expected
+            else "it may be of a multimodal dataset, which is not read"
+        )
         raise SourceError(
-            at=index.path, problem=f"{index.num_bytes} bytes, its header says {expected}: {what}", fix="Copy or write it again."
+            at=index.path,
+            problem=f"{index.num_bytes} bytes, its header says {expected}: {what}",
+            fix="Copy or write it again.",
         )
 
     def array(at: int, count: int, dtype: str) -> NDArray[Any]:
         if count == 0:
             return np.empty(0, dtype)
         if index.remote:
-            return np.frombuffer(read_range(index, at, at + count * np.dtype(dtype).itemsize), dtype)
+            return np.frombuffer(
+                read_range(index, at, at + count * np.dtype(dtype).itemsize), dtype
+            )
         with LocalFile(index):  # refuses a file that changed since
             return np.memmap(index.here.path, dtype=dtype, mode="r", offset=at, shape=(count,))
 
     sizes = array(HEADER_BYTES, sequences, "<i4")
     pointers = array(HEADER_BYTES + 4 * sequences, sequences, "<i8")
     firsts = array(HEADER_BYTES + 12 * sequences, documents, "<i8")
-    if not documents or firsts[0] != 0 or firsts[-1] != sequences or (firsts[1:] < firsts[:-1]).any():
-        raise SourceError(at=index.path, problem="its documents do not cover its sequences in order", fix="Write it again.")
+    if (
+        not documents
+        or firsts[0] != 0
+        or firsts[-1] != sequences
+        or (firsts[1:] < firsts[:-1]).any()
+    ):
+        raise SourceError(
+            at=index.path,
+            problem="its documents do not cover its sequences in order",
+            fix="Write it again.",
+        )
     dtype = np.dtype(DTYPES[code])
     if sequences and int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize > data.num_bytes:
         problem = f"{data.num_bytes} bytes, {index.path} says {int(pointers[-1]) + int(sizes[-1]) * dtype.itemsize}: truncated"
@@ -112,33 +152,48 @@ def open_index(index: FileRef, data: FileRef) -> MegatronIndex:
 
 
 def write_megatron(
-    prefix: str | os.PathLike[str], documents: ShardedSource | Iterable[ArrayLike], *, dtype: Literal["uint16", "int32"] = "uint16"
+    prefix: str | os.PathLike[str],
+    documents: ShardedSource | Iterable[ArrayLike],
+    *,
+    dtype: Literal["uint16", "int32"] = "uint16",
 ) -> tuple[int, int]:
-    """Writes `prefix.bin` and `prefix.idx`, one sequence per document; the .idx is the commit. Returns documents and tokens written.
+    """Writes `prefix.bin` and `prefix.idx`, one sequence per document; the .idx is the commit.
+    Returns documents and tokens written.
 
-    documents: a source with `input_ids`, or one-dimensional integer arrays. Memory does not grow with them.
-    Raises SourceError for a token that `dtype` does not hold.
+    documents: a source with `input_ids`, or one-dimensional integer arrays. Memory does not grow
+    with them. Raises SourceError for a token that `dtype` does not hold.
     """
     target = os.fspath(prefix)
     if not storage.is_remote(target):
-        Path(f"{target}.idx").unlink(missing_ok=True)  # an old index must never describe the new tokens
+        # an old index must never describe the new tokens
+        Path(f"{target}.idx").unlink(missing_ok=True)
     kind, limits = np.dtype(dtype).newbyteorder("<"), np.iinfo(dtype)
     docs = tokens = 0
     with tempfile.TemporaryFile() as lengths_file:
         with storage.commit_file(f"{target}.bin") as (temporary, _), open(temporary, "wb") as out:
             for values, lengths in _blocks(documents):
-                wrong = np.flatnonzero((values < limits.min) | (values > limits.max)) if len(values) else values
+                wrong = (
+                    np.flatnonzero((values < limits.min) | (values > limits.max))
+                    if len(values)
+                    else values
+                )
                 if len(wrong):
                     row = docs + int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
                     raise SourceError(
-                        at=place(target, row=row), problem=f"token {values[wrong[0]]} is no {dtype}", fix="Write it with dtype='int32'."
+                        at=place(target, row=row),
+                        problem=f"token {values[wrong[0]]} is no {dtype}",
+                        fix="Write it with dtype='int32'.",
                     )
                 out.write(values.astype(kind).tobytes())
                 lengths_file.write(lengths.astype("<i4").tobytes())
                 docs, tokens = docs + len(lengths), tokens + len(values)
         with storage.commit_file(f"{target}.idx") as (temporary, _), open(temporary, "wb") as out:
             out.write(
-                MAGIC + (1).to_bytes(8, "little") + bytes([CODES[dtype]]) + docs.to_bytes(8, "little") + (docs + 1).to_bytes(8, "little")
+                MAGIC
+                + (1).to_bytes(8, "little")
+                + bytes([CODES[dtype]])
+                + docs.to_bytes(8, "little")
+                + (docs + 1).to_bytes(8, "little")
             )
             for lengths in _chunks(lengths_file):
                 out.write(lengths.tobytes())
@@ -148,7 +203,9 @@ def write_megatron(
                 out.write((ends - lengths.astype(np.int64) * kind.itemsize).astype("<i8").tobytes())
                 at = int(ends[-1])
             for start in range(0, docs + 1, CHUNK_DOCS):
-                out.write(np.arange(start, min(docs + 1, start + CHUNK_DOCS), dtype="<i8").tobytes())
+                out.write(
+                    np.arange(start, min(docs + 1, start + CHUNK_DOCS), dtype="<i8").tobytes()
+                )
     return docs, tokens
 
 
@@ -158,16 +215,22 @@ def _chunks(file: Any) -> Iterator[NDArray[np.int32]]:
         yield np.frombuffer(data, "<i4")
 
 
-def _blocks(documents: ShardedSource | Iterable[ArrayLike]) -> Iterator[tuple[np.ndarray, NDArray[np.int64]]]:
+def _blocks(
+    documents: ShardedSource | Iterable[ArrayLike],
+) -> Iterator[tuple[np.ndarray, NDArray[np.int64]]]:
     """(tokens, length of each document) of some documents at a time."""
     if isinstance(documents, ShardedSource):
         for number, shard in enumerate(documents.shards):
             edges = sorted({*shard.cuts, shard.num_rows or 0})
             for a, b in itertools.pairwise(edges):
                 for start in range(a, b, CHUNK_DOCS):
-                    lists = documents.read(number, start, min(b, start + CHUNK_DOCS)).column(INPUT_IDS)
+                    lists = documents.read(number, start, min(b, start + CHUNK_DOCS)).column(
+                        INPUT_IDS
+                    )
                     lengths = (
-                        np.diff(lists.offsets.to_numpy()) if not lists.null_count else np.array([len(x or ()) for x in lists.to_pylist()])
+                        np.diff(lists.offsets.to_numpy())
+                        if not lists.null_count
+                        else np.array([len(x or ()) for x in lists.to_pylist()])
                     )
                     yield cast(pa.Array, lists.flatten()).to_numpy(), lengths.astype(np.int64)
         return

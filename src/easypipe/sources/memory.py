@@ -23,10 +23,10 @@ CUT_ROWS = 8192  # rows in memory can be read from anywhere; cuts only say where
 class InMemoryShardedSource(ShardedDataSource):
     """A table, list of dicts or dict of columns as a source of one shard; implements ShardedSource.
 
-    data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a dict of equally long columns (lists,
-    NumPy or Arrow arrays). Columns get plain types (large_string, large_list).
-    Lists, and objects, that have no common type inside are kept as JSON.
-    Raises SourceError naming row and column where the values of a column have no common type.
+    data: pa.Table or pa.RecordBatch; a list of dicts (keys may differ: what a row lacks is null); a
+    dict of equally long columns (lists, NumPy or Arrow arrays). Columns get plain types
+    (large_string, large_list). Lists, and objects, that have no common type inside are kept as
+    JSON. Raises SourceError naming row and column where the values of a column have no common type.
     """
 
     def __init__(
@@ -41,15 +41,26 @@ class InMemoryShardedSource(ShardedDataSource):
             for wanted in columns:
                 if wanted not in table.column_names:
                     fix = did_you_mean(wanted, table.column_names)
-                    raise SourceError(at=name, problem=f"no column {wanted!r}", have=table.column_names, fix=fix)
+                    raise SourceError(
+                        at=name, problem=f"no column {wanted!r}", have=table.column_names, fix=fix
+                    )
             table = table.select(list(columns))
         if not table.column_names:
-            raise SourceError(at=name, problem="holds no column", fix="Give at least one row with at least one key.")
+            raise SourceError(
+                at=name,
+                problem="holds no column",
+                fix="Give at least one row with at least one key.",
+            )
         self._schema = plain_schema(table.schema, name)
         arrays = [column(table.column(field.name).chunks, field.type) for field in self._schema]
         self._batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         rows = self._batch.num_rows
-        self._shard = Shard(name=name, num_rows=rows, cuts=tuple(range(0, rows, CUT_ROWS)) or (0,), num_bytes=self._batch.nbytes)
+        self._shard = Shard(
+            name=name,
+            num_rows=rows,
+            cuts=tuple(range(0, rows, CUT_ROWS)) or (0,),
+            num_bytes=self._batch.nbytes,
+        )
         self._content = digest("memory", READER_VERSION, content_hash(self._batch))
 
     @property
@@ -71,7 +82,11 @@ class InMemoryShardedSource(ShardedDataSource):
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         rows = self._batch.num_rows
         if shard != 0 or not 0 <= start <= stop <= rows:
-            raise SourceError(at=self._shard.name, problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{rows}.")
+            raise SourceError(
+                at=self._shard.name,
+                problem=f"rows {start}:{stop} were asked for",
+                fix=f"It has rows 0:{rows}.",
+            )
         return self._batch.slice(start, stop - start)
 
 
@@ -84,21 +99,36 @@ def _table(data: Any, name: str) -> pa.Table:
         arrays = {str(key): _array(values, name, str(key)) for key, values in data.items()}
         lengths = {key: len(array) for key, array in arrays.items()}
         if len(set(lengths.values())) > 1:
-            raise SourceError(at=name, problem=f"columns differ in length: {lengths}", fix="Give every column a value for every row.")
+            raise SourceError(
+                at=name,
+                problem=f"columns differ in length: {lengths}",
+                fix="Give every column a value for every row.",
+            )
         return pa.table(arrays)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         keys: dict[str, None] = {}
-        for number, row in enumerate(data):  # user rows are Python objects: there is no column to work on yet
+        # user rows are Python objects: there is no column to work on yet
+        for number, row in enumerate(data):
             if not isinstance(row, Mapping):
                 kind = type(row).__name__
-                raise SourceError(at=place(name, row=number), problem=f"expected a dict, got {kind}", fix="Give rows like {'text': ...}.")
+                raise SourceError(
+                    at=place(name, row=number),
+                    problem=f"expected a dict, got {kind}",
+                    fix="Give rows like {'text': ...}.",
+                )
             for key in row:
                 if not isinstance(key, str):
-                    raise SourceError(at=place(name, row=number), problem=f"key {key!r} is not a string", fix="Name columns with strings.")
+                    raise SourceError(
+                        at=place(name, row=number),
+                        problem=f"key {key!r} is not a string",
+                        fix="Name columns with strings.",
+                    )
             keys.update(dict.fromkeys(row))
         return pa.table({key: _array([row.get(key) for row in data], name, key) for key in keys})
     raise SourceError(
-        at=name, problem=f"cannot read rows from {type(data).__name__}", fix="Give a pyarrow.Table, a list of dicts or a dict of columns."
+        at=name,
+        problem=f"cannot read rows from {type(data).__name__}",
+        fix="Give a pyarrow.Table, a list of dicts or a dict of columns.",
     )
 
 
@@ -115,7 +145,9 @@ def _array(values: Any, name: str, key: str) -> pa.Array | pa.ChunkedArray:
                 return as_json(values)
         row = _first_misfit(values)
         raise SourceError(
-            at=place(name, row=row, column=key), problem=f"its values have no common type: {error}", fix="Give every row the same type."
+            at=place(name, row=row, column=key),
+            problem=f"its values have no common type: {error}",
+            fix="Give every row the same type.",
         ) from error
 
 

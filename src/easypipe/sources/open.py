@@ -18,7 +18,8 @@ from easypipe.sources.refs import TOKEN_EXTENSIONS
 from easypipe.sources.tokens import TokenFilesConfig, TokenShardedSource
 from easypipe.sources.txt import TextShardedSource, TextUnit
 
-UNREAD = (".xz", ".lzma", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar")  # compressions and archives that people have
+# compressions and archives that people have
+UNREAD = (".xz", ".lzma", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar")
 
 FORMATS: dict[str, type[FileSource]] = {
     "parquet": ParquetShardedSource,
@@ -42,15 +43,22 @@ def open_files(
     token_files: TokenFilesConfig | None = None,
     text_unit: TextUnit | None = None,
 ) -> FileSource:
-    """A source of the format `type` (a key of FORMATS), by default of the one that the extensions name. Options are those of FileSource.
+    """A source of the format `type` (a key of FORMATS), by default of the one that the extensions
+    name. Options are those of FileSource.
 
-    token_files: how documents lie in files of tokens. text_unit: what a row of text files is; None: a line.
+    token_files: how documents lie in files of tokens. text_unit: what a row of text files is; None:
+    a line.
 
-    Raises MissingFileError for files that are not there, SourceError for extensions that are unknown or name different formats,
-    ConfigError for an unknown type.
+    Raises MissingFileError for files that are not there, SourceError for extensions that are
+    unknown or name different formats, ConfigError for an unknown type.
     """
     if type is not None and type not in FORMATS:
-        raise ConfigError(at="type", problem=f"{type!r} is no file format", have=FORMATS, fix=did_you_mean(type, FORMATS))
+        raise ConfigError(
+            at="type",
+            problem=f"{type!r} is no file format",
+            have=FORMATS,
+            fix=did_you_mean(type, FORMATS),
+        )
     if type is None:
         by_format: dict[str | None, str] = {}
         for file in resolve(data_files, storage_options):
@@ -60,27 +68,49 @@ def open_files(
         if len(by_format) > 1:
             raise SourceError(
                 at=str(data_files),
-                problem="files of several formats: " + ", ".join(f"{path} ({kind})" for kind, path in by_format.items()),
+                problem="files of several formats: "
+                + ", ".join(f"{path} ({kind})" for kind, path in by_format.items()),
                 fix="Give one format by type= or by a glob, and the others as datasets of their own.",
             )
         type = str(next(iter(by_format)))
-    layouts: dict[str, Any] = {"tokens": TokenShardedSource, "arrayrecord": ArrayRecordShardedSource}
+    layouts: dict[str, Any] = {
+        "tokens": TokenShardedSource,
+        "arrayrecord": ArrayRecordShardedSource,
+    }
     if token_files is not None and type not in layouts:
-        raise ConfigError(at="token_files", problem=f"has no effect on {type} files", fix="Leave it out.")
+        raise ConfigError(
+            at="token_files", problem=f"has no effect on {type} files", fix="Leave it out."
+        )
     require_text_files(text_unit, type)
     if type in layouts:
         return layouts[type](
-            data_files, layout=token_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir
+            data_files,
+            layout=token_files,
+            columns=columns,
+            on_error=on_error,
+            storage_options=storage_options,
+            index_dir=index_dir,
         )
     source: Any = FORMATS[type]
     more = {} if text_unit is None else {"text_unit": text_unit}
-    return source(data_files, columns=columns, on_error=on_error, storage_options=storage_options, index_dir=index_dir, **more)
+    return source(
+        data_files,
+        columns=columns,
+        on_error=on_error,
+        storage_options=storage_options,
+        index_dir=index_dir,
+        **more,
+    )
 
 
 def require_text_files(text_unit: TextUnit | None, kind: str) -> None:
     """Raises ConfigError where a unit of text is named for files of another format."""
     if text_unit is not None and kind != "txt":
-        raise ConfigError(at="text_unit", problem=f"has no effect on {kind} files", fix="Leave it out: it is for text files.")
+        raise ConfigError(
+            at="text_unit",
+            problem=f"has no effect on {kind} files",
+            fix="Leave it out: it is for text files.",
+        )
 
 
 def _unknown(path: str) -> SourceError:
@@ -88,8 +118,27 @@ def _unknown(path: str) -> SourceError:
     stem, ending = os.path.splitext(path)
     if ending.lower() in UNREAD:
         problem = f"{ending} files are not read"
-        return SourceError(at=path, problem=problem, have=COMPRESSIONS, fix="Unpack it, or compress it as one of those.")
+        return SourceError(
+            at=path,
+            problem=problem,
+            have=COMPRESSIONS,
+            fix="Unpack it, or compress it as one of those.",
+        )
     if ending.lower() == ".idx":
-        return SourceError(at=path, problem="an index holds no tokens", fix=f"Name the file beside it: {os.path.basename(stem)}.bin.")
-    endings = [ending for known in (EXTENSIONS, TOKEN_EXTENSIONS) for endings in known.values() for ending in endings]
-    return SourceError(at=path, problem="its extension names no format", have=endings, fix="Give the format by type=.")
+        return SourceError(
+            at=path,
+            problem="an index holds no tokens",
+            fix=f"Name the file beside it: {os.path.basename(stem)}.bin.",
+        )
+    endings = [
+        ending
+        for known in (EXTENSIONS, TOKEN_EXTENSIONS)
+        for endings in known.values()
+        for ending in endings
+    ]
+    return SourceError(
+        at=path,
+        problem="its extension names no format",
+        have=endings,
+        fix="Give the format by type=.",
+    )

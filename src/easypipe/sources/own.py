@@ -1,7 +1,8 @@
-"""Sources of users' own: whatever gives rows as dicts, shard by shard from the start, becomes a source that is read anywhere.
+"""Sources of users' own: whatever gives rows as dicts, shard by shard from the start, becomes a
+source that is read anywhere.
 
-Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file of this process, from which
-every read takes its own.
+Law (stateless reads): rows that can only be read forward are read once and kept in a temporary file
+of this process, from which every read takes its own.
 """
 
 from __future__ import annotations
@@ -35,25 +36,37 @@ from easypipe.sources.dicts import FIRST_ROWS, as_arrays, columns_of, require_ro
 log = logging.getLogger("easypipe")
 
 BLOCK_ROWS = 256  # converted and written at a time
-MANY_ROWS = 10_000_000  # after so many a source that is counted is thought to have no end, which is said
+# after so many a source that is counted is thought to have no end, which is said
+MANY_ROWS = 10_000_000
 
 
 def is_complete(data: Any) -> bool:
     """Whether it has `shards` and `read(shard, start, stop)`: a ShardedSource."""
-    return not isinstance(data, type) and _has(data, "shards") and callable(getattr(data, "read", None))
+    return (
+        not isinstance(data, type)
+        and _has(data, "shards")
+        and callable(getattr(data, "read", None))
+    )
 
 
 def is_sharded(data: Any) -> bool:
     """Whether it opens shards by name, as ShardedDataSource says."""
-    opens = isinstance(data, ShardedDataSource) or _has(data, "open_shard") or _has(data, "open_shard_at_row")
+    opens = (
+        isinstance(data, ShardedDataSource)
+        or _has(data, "open_shard")
+        or _has(data, "open_shard_at_row")
+    )
     return not isinstance(data, type) and opens
 
 
 def is_generator(data: Any) -> bool:
-    """Rows one after the other: a generator function, any other function without arguments, or what can be iterated over again."""
+    """Rows one after the other: a generator function, any other function without arguments, or what
+    can be iterated over again.
+    """
     if isinstance(data, type) or hasattr(data, "__fspath__"):
         return False
-    plain = hasattr(data, "__len__") and hasattr(data, "__getitem__")  # a list, a table, rows by number
+    # a list, a table, rows by number
+    plain = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     return callable(data) or (hasattr(data, "__iter__") and not plain)
 
 
@@ -69,11 +82,15 @@ def as_source(
     """The source that `data` is, or that its rows become.
 
     Args:
-        data: A ShardedSource; an object that opens shards by name; a function that gives rows; or what can be iterated over again.
+        data: A ShardedSource; an object that opens shards by name; a function that gives rows; or
+        what can be iterated over again.
         name: Of the dataset, for errors and for the one shard of what has no shards.
-        version: What its rows are known by; None takes that of `data`. Without one its tokens are not kept.
-        num_rows: Only the first so many, over the shards in order; no row behind them is asked for. Of a ShardedSource, all.
-        counted: Whether the rows of every shard are needed before the first is read; False leaves shards whose ends are not known.
+        version: What its rows are known by; None takes that of `data`. Without one its tokens are
+        not kept.
+        num_rows: Only the first so many, over the shards in order; no row behind them is asked for.
+        Of a ShardedSource, all.
+        counted: Whether the rows of every shard are needed before the first is read; False leaves
+        shards whose ends are not known.
         folder: Where the counts of sources with a version are kept between runs; None keeps none.
 
     Raises:
@@ -82,8 +99,14 @@ def as_source(
     if is_complete(data):
         missing = [member for member in ("schema", "fingerprint") if not _has(data, member)]
         if missing:
-            problem = f"{type(data).__name__} has shards and read(), but no {' and no '.join(missing)}"
-            raise ConfigError(at=name, problem=problem, fix="Give all four, or only shard_names and open_shard(name).")
+            problem = (
+                f"{type(data).__name__} has shards and read(), but no {' and no '.join(missing)}"
+            )
+            raise ConfigError(
+                at=name,
+                problem=problem,
+                fix="Give all four, or only shard_names and open_shard(name).",
+            )
         if version is not None:
             problem = f"has no effect: {type(data).__name__} has a fingerprint of its own"
             raise ConfigError(at="version", problem=problem, fix="Leave it out.")
@@ -100,14 +123,18 @@ def as_source(
         identity = digest("rows of this process", given.label, secrets.token_hex(16))
     else:
         identity = digest("own rows", READER_VERSION, given.label, given.held, str(version))
-    return OwnSource(given, name, identity, version is not None, num_rows, counted=counted, folder=folder)
+    return OwnSource(
+        given, name, identity, version is not None, num_rows, counted=counted, folder=folder
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a source of a user's gives. open: its rows from physical row r of a shard on. seeks: whether that costs nothing for a large r.
+    """What a source of a user's gives. open: its rows from physical row r of a shard on. seeks:
+    whether that costs nothing for a large r.
 
-    counts: rows of each shard, None where it does not say. label, held: what it is called, and the values that it holds.
+    counts: rows of each shard, None where it does not say. label, held: what it is called, and the
+    values that it holds.
     """
 
     shards: tuple[Shard, ...]
@@ -119,17 +146,33 @@ class Given:
 
 
 class OwnSource(ShardedDataSource):
-    """The rows of a source of a user's own; implements ShardedSource. Made by `as_source`, which knows what to make of what.
+    """The rows of a source of a user's own; implements ShardedSource. Made by `as_source`, which
+    knows what to make of what.
 
-    Columns follow from the first 1,024 rows, lists and objects without a common type inside as JSON; a later row that does not fit them
-    raises SourceError, as does one that is no dict. Rows that can only be read forward are asked for once, in order, on one thread; those
-    of a source with `open_shard_at_row` are asked for where they are needed, on any thread.
+    Columns follow from the first 1,024 rows, lists and objects without a common type inside as
+    JSON; a later row that does not fit them raises SourceError, as does one that is no dict. Rows
+    that can only be read forward are asked for once, in order, on one thread; those of a source
+    with `open_shard_at_row` are asked for where they are needed, on any thread.
     """
 
     def __init__(
-        self, given: Given, name: str, identity: str, cacheable: bool, num_rows: int | None, *, counted: bool, folder: Path | None
+        self,
+        given: Given,
+        name: str,
+        identity: str,
+        cacheable: bool,
+        num_rows: int | None,
+        *,
+        counted: bool,
+        folder: Path | None,
     ) -> None:
-        self._given, self._name, self._identity, self.cacheable, self._num_rows = given, name, identity, cacheable, num_rows
+        self._given, self._name, self._identity, self.cacheable, self._num_rows = (
+            given,
+            name,
+            identity,
+            cacheable,
+            num_rows,
+        )
         self._counted = counted or num_rows is not None
         self._columns: tuple[str, ...] | None = None
         self._folder = folder
@@ -140,7 +183,11 @@ class OwnSource(ShardedDataSource):
     @property
     def schema(self) -> pa.Schema:
         whole = self._whole
-        return whole if self._columns is None else pa.schema([whole.field(name) for name in self._columns])
+        return (
+            whole
+            if self._columns is None
+            else pa.schema([whole.field(name) for name in self._columns])
+        )
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -149,13 +196,17 @@ class OwnSource(ShardedDataSource):
             if "shards" not in self._known:
                 self._recall()
             if "shards" not in self._known:
-                self._known["shards"] = tuple(self._count()) if self._counted else self._given.shards
+                self._known["shards"] = (
+                    tuple(self._count()) if self._counted else self._given.shards
+                )
                 self._remember()
             return self._known["shards"]
 
     @property
     def fingerprint(self) -> str:
-        return digest("own", self._identity, [shard.name for shard in self._given.shards], self._num_rows)
+        return digest(
+            "own", self._identity, [shard.name for shard in self._given.shards], self._num_rows
+        )
 
     def shard_identity(self, shard: int) -> str:
         return digest("own shard", self._identity, self._given.shards[shard].name)
@@ -166,23 +217,40 @@ class OwnSource(ShardedDataSource):
         have = self.schema.names
         for name in columns:
             if name not in have:
-                raise SourceError(at=self._name, problem=f"no column {name!r}", have=have, fix=did_you_mean(name, have))
+                raise SourceError(
+                    at=self._name,
+                    problem=f"no column {name!r}",
+                    have=have,
+                    fix=did_you_mean(name, have),
+                )
         twin._columns = tuple(columns)
         return twin
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
-        """Rows `start` to `stop`; of a shard whose end is not known as many of them as there are."""
+        """Rows `start` to `stop`; of a shard whose end is not known as many of them as there
+        are.
+        """
         info = self.shards[shard]
         if not 0 <= start <= stop or (info.num_rows is not None and stop > info.num_rows):
-            raise SourceError(at=self._at(shard), problem=f"rows {start}:{stop} were asked for", fix=f"It has rows 0:{info.num_rows}.")
+            raise SourceError(
+                at=self._at(shard),
+                problem=f"rows {start}:{stop} were asked for",
+                fix=f"It has rows 0:{info.num_rows}.",
+            )
         if self._given.seeks:
             batch = self._sought(shard, start, stop)
         else:
             limit = None if self._num_rows is None else info.num_rows
             batch = self._kept.read(shard, start, stop, self._whole, self._at(shard), limit)
         if info.num_rows is not None and batch.num_rows < stop - start:
-            problem = f"ended behind {start + batch.num_rows} rows, and {info.num_rows} were counted"
-            raise SourceError(at=self._at(shard), problem=problem, fix="Give it another version whenever its rows change.")
+            problem = (
+                f"ended behind {start + batch.num_rows} rows, and {info.num_rows} were counted"
+            )
+            raise SourceError(
+                at=self._at(shard),
+                problem=problem,
+                fix="Give it another version whenever its rows change.",
+            )
         return batch if self._columns is None else batch.select(list(self._columns))
 
     def at_end(self, shard: int, position: int) -> bool:
@@ -198,7 +266,9 @@ class OwnSource(ShardedDataSource):
             if "schema" not in self._known:
                 self._recall()
             if "schema" not in self._known:
-                self._known["schema"] = columns_of(self._kept.first_rows(FIRST_ROWS, self._at), self._name)
+                self._known["schema"] = columns_of(
+                    self._kept.first_rows(FIRST_ROWS, self._at), self._name
+                )
             return self._known["schema"]
 
     def _at(self, shard: int) -> str:
@@ -212,7 +282,9 @@ class OwnSource(ShardedDataSource):
             taken = _taken(rows, start, stop - start, at)
         finally:
             _close(rows)
-        return pa.RecordBatch.from_arrays(as_arrays(taken, range(start, start + len(taken)), columns, at), schema=columns)
+        return pa.RecordBatch.from_arrays(
+            as_arrays(taken, range(start, start + len(taken)), columns, at), schema=columns
+        )
 
     def _count(self) -> Iterator[Shard]:
         left = self._num_rows
@@ -227,35 +299,63 @@ class OwnSource(ShardedDataSource):
                 size = self._kept.num_bytes(number)
             rows = rows if left is None else min(rows, left)
             left = None if left is None else left - rows
-            yield replace(shard, num_rows=rows, num_bytes=size, cuts=tuple(cut for cut in shard.cuts if cut < rows) or (0,))
+            yield replace(
+                shard,
+                num_rows=rows,
+                num_bytes=size,
+                cuts=tuple(cut for cut in shard.cuts if cut < rows) or (0,),
+            )
 
     def _path(self) -> Path | None:
         """What is known of a source with a version outlives the process."""
         keep = self._folder is not None and self.cacheable and self._counted
-        return self._folder / f"{digest('counted', READER_VERSION, self.fingerprint)}.rows.json" if keep and self._folder else None
+        return (
+            self._folder / f"{digest('counted', READER_VERSION, self.fingerprint)}.rows.json"
+            if keep and self._folder
+            else None
+        )
 
     def _remember(self) -> None:
         path = self._path()
         if path is not None:
-            shards = [[shard.name, shard.num_rows, shard.num_bytes] for shard in self._known["shards"]]
-            commit_checked(path, {"shards": shards, "schema": base64.b64encode(self._whole.serialize().to_pybytes()).decode()})
+            shards = [
+                [shard.name, shard.num_rows, shard.num_bytes] for shard in self._known["shards"]
+            ]
+            commit_checked(
+                path,
+                {
+                    "shards": shards,
+                    "schema": base64.b64encode(self._whole.serialize().to_pybytes()).decode(),
+                },
+            )
 
     def _recall(self) -> None:
         path = self._path()
         known = {shard.name: shard for shard in self._given.shards}
 
         def parse(value: dict[str, Any]) -> dict[str, Any]:
-            shards = tuple(replace(known[name], num_rows=rows, num_bytes=size) for name, rows, size in value["shards"])
-            return {"shards": shards, "schema": pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value["schema"])))}
+            shards = tuple(
+                replace(known[name], num_rows=rows, num_bytes=size)
+                for name, rows, size in value["shards"]
+            )
+            return {
+                "shards": shards,
+                "schema": pa.ipc.read_schema(pa.py_buffer(base64.b64decode(value["schema"]))),
+            }
 
         if path is not None:
-            self._known |= recall_checked(path, parse, what=f"the count of the rows of dataset {self._name}") or {}
+            self._known |= (
+                recall_checked(path, parse, what=f"the count of the rows of dataset {self._name}")
+                or {}
+            )
 
 
 class _Kept:
-    """Rows that can only be read forward, each taken once, in a temporary file without a name. Thread safe.
+    """Rows that can only be read forward, each taken once, in a temporary file without a name.
+    Thread safe.
 
-    All iterators are begun and advanced on one thread: what many of them hold, such as a connection to a database, belongs to one.
+    All iterators are begun and advanced on one thread: what many of them hold, such as a connection
+    to a database, belongs to one.
     """
 
     def __init__(self, given: Given, folder: Path | None) -> None:
@@ -281,8 +381,11 @@ class _Kept:
 
         return self._on_thread(look)
 
-    def pull(self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None = None) -> int:
-        """Takes rows until there are `rows` of them; None takes all. Returns how many there are, at least those asked for or all.
+    def pull(
+        self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None = None
+    ) -> int:
+        """Takes rows until there are `rows` of them; None takes all. Returns how many there are, at
+        least those asked for or all.
 
         limit: of the whole shard; no row behind it is ever asked for.
         """
@@ -291,14 +394,31 @@ class _Kept:
             self._on_thread(lambda: self._advance(shard, rows, columns, at, limit))
         return pulled.rows
 
-    def read(self, shard: int, start: int, stop: int, columns: pa.Schema, at: str, limit: int | None = None) -> pa.RecordBatch:
+    def read(
+        self,
+        shard: int,
+        start: int,
+        stop: int,
+        columns: pa.Schema,
+        at: str,
+        limit: int | None = None,
+    ) -> pa.RecordBatch:
         stop = min(stop, self.pull(shard, stop, columns, at, limit))
         if start >= stop:
-            return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in columns], schema=columns)
+            return pa.RecordBatch.from_arrays(
+                [pa.nulls(0, field.type) for field in columns], schema=columns
+            )
         pulled = self._shards[shard]
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
-        blocks = [pa.ipc.read_record_batch(pa.py_buffer(self._bytes(*place)), columns) for place in pulled.places[first:last]]
-        table = pa.Table.from_batches(blocks, schema=columns).slice(start - first * BLOCK_ROWS, stop - start).combine_chunks()
+        blocks = [
+            pa.ipc.read_record_batch(pa.py_buffer(self._bytes(*place)), columns)
+            for place in pulled.places[first:last]
+        ]
+        table = (
+            pa.Table.from_batches(blocks, schema=columns)
+            .slice(start - first * BLOCK_ROWS, stop - start)
+            .combine_chunks()
+        )
         [batch] = table.to_batches()
         return batch
 
@@ -311,26 +431,45 @@ class _Kept:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="easypipe-rows")
         return self._thread.submit(work).result()
 
-    def _advance(self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None) -> None:
-        """Whole blocks, so that row r always stands in block r // BLOCK_ROWS. Runs on the one thread."""
+    def _advance(
+        self, shard: int, rows: int | None, columns: pa.Schema, at: str, limit: int | None
+    ) -> None:
+        """Whole blocks, so that row r always stands in block r // BLOCK_ROWS. Runs on the one
+        thread.
+        """
         pulled = self._shards[shard]
         while not pulled.ended and (rows is None or pulled.rows < rows):
             if pulled.iterator is None:
-                pulled.iterator = iter(self._given.open(self._given.shards[shard].name, pulled.rows))
+                pulled.iterator = iter(
+                    self._given.open(self._given.shards[shard].name, pulled.rows)
+                )
             try:
-                taken = _taken(pulled.iterator, pulled.rows, min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows), at)
+                taken = _taken(
+                    pulled.iterator,
+                    pulled.rows,
+                    min(BLOCK_ROWS, (limit or sys.maxsize) - pulled.rows),
+                    at,
+                )
                 numbers = range(pulled.rows, pulled.rows + len(taken))
-                batch = pa.RecordBatch.from_arrays(as_arrays(taken, numbers, columns, at), schema=columns)
+                batch = pa.RecordBatch.from_arrays(
+                    as_arrays(taken, numbers, columns, at), schema=columns
+                )
             except BaseException:
                 _close(pulled.iterator)
-                pulled.iterator = None  # an iterator that raised looks as if it had ended: another one is begun behind what is kept
+                # an iterator that raised looks as if it had ended: another one is begun behind what
+                # is kept
+                pulled.iterator = None
                 raise
             data = memoryview(batch.serialize())
             pulled.places.append((self._append(data), len(data)))
             pulled.num_bytes += batch.nbytes
             pulled.rows += len(taken)
             if pulled.rows // MANY_ROWS > (pulled.rows - len(taken)) // MANY_ROWS and rows is None:
-                log.warning("%s: %d rows and no end; if it has none, set num_rows, or streaming=True", at, pulled.rows)
+                log.warning(
+                    "%s: %d rows and no end; if it has none, set num_rows, or streaming=True",
+                    at,
+                    pulled.rows,
+                )
             pulled.ended = len(taken) < BLOCK_ROWS or pulled.rows == limit
         if pulled.ended:
             _close(pulled.iterator)
@@ -368,24 +507,38 @@ class _Pulled:
 def _sharded(data: Any) -> Given:
     kind, base = type(data), ShardedDataSource
     own = [
-        name for name in ("open_shard", "open_shard_at_row") if _has(data, name) and getattr(kind, name, None) is not getattr(base, name)
+        name
+        for name in ("open_shard", "open_shard_at_row")
+        if _has(data, name) and getattr(kind, name, None) is not getattr(base, name)
     ]
     if not own:
         problem = f"{kind.__name__} has neither open_shard(name) nor read(shard, start, stop)"
-        raise ConfigError(at="data_files", problem=problem, fix="Give it shard_names and open_shard, which yields a dict for every row.")
+        raise ConfigError(
+            at="data_files",
+            problem=problem,
+            fix="Give it shard_names and open_shard, which yields a dict for every row.",
+        )
     shards = getattr(data, "shards", None)
     names: Any = data.shard_names if shards is None else [shard.name for shard in shards]
     names = names() if callable(names) else names
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not len(names) == len(set(names)) > 0:
+    if (
+        isinstance(names, str)
+        or not all(isinstance(name, str) for name in names)
+        or not len(names) == len(set(names)) > 0
+    ):
         problem = f"shard_names of {kind.__name__} are {names!r}"
-        raise ConfigError(at="data_files", problem=problem, fix="Give a list of different names, one at least.")
+        raise ConfigError(
+            at="data_files", problem=problem, fix="Give a list of different names, one at least."
+        )
 
     def from_start(name: str, row: int) -> Iterable[Any]:
         return _behind(iter(data.open_shard(name)), row)
 
     seeks = "open_shard_at_row" in own
     return Given(
-        shards=tuple(Shard(name=name, num_rows=None) for name in names) if shards is None else tuple(shards),
+        shards=tuple(Shard(name=name, num_rows=None) for name in names)
+        if shards is None
+        else tuple(shards),
         open=data.open_shard_at_row if seeks else from_start,
         seeks=seeks,
         label=name_of(data),
@@ -397,7 +550,11 @@ def _sharded(data: Any) -> Given:
 def _one_shard(data: Any, name: str) -> Given:
     if isinstance(data, Iterator):
         problem = f"a {type(data).__name__} can be read only once, and rows are read again where they are needed again"
-        raise ConfigError(at="data_files", problem=problem, fix="Give the function that makes it, without calling it.")
+        raise ConfigError(
+            at="data_files",
+            problem=problem,
+            fix="Give the function that makes it, without calling it.",
+        )
     called = callable(data) and not hasattr(data, "__iter__")
 
     def from_start(_: str, row: int) -> Iterable[Any]:
@@ -410,7 +567,8 @@ def _one_shard(data: Any, name: str) -> Given:
         seeks=False,
         label=name_of(data),
         held=[held_by(data), held_by(getattr(data, "__self__", None))],
-        version=getattr(data, "version", None) if called else None,  # what libraries call the version of a dataset says little of its rows
+        # what libraries call the version of a dataset says little of its rows
+        version=getattr(data, "version", None) if called else None,
     )
 
 
@@ -422,7 +580,9 @@ def _behind(rows: Iterator[Any], row: int) -> Iterator[Any]:
 
 
 def _taken(rows: Iterator[Any], start: int, count: int, at: str) -> list[Mapping[str, Any]]:
-    """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the place."""
+    """The next `count` rows, fewer where it ends. What the user's code raises is passed on with the
+    place.
+    """
     taken: list[Mapping[str, Any]] = []
     for _ in range(count):
         try:
@@ -445,7 +605,13 @@ def _close(rows: Any) -> None:
 
 
 def _has(data: Any, name: str) -> bool:
-    """Whether it has a member, without asking for its value: that may open files. Only what hands members on is asked for them."""
+    """Whether it has a member, without asking for its value: that may open files. Only what hands
+    members on is asked for them.
+    """
     missing = object()
     found = inspect.getattr_static(data, name, missing)
-    return found is not None if found is not missing else hasattr(type(data), "__getattr__") and getattr(data, name, None) is not None
+    return (
+        found is not None
+        if found is not missing
+        else hasattr(type(data), "__getattr__") and getattr(data, name, None) is not None
+    )

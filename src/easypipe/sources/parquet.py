@@ -1,7 +1,8 @@
 """Parquet files, read by row group.
 
-A range that covers a row group decodes it; one that covers a part of a small group keeps the decoded group for its neighbours; one that
-covers a part of a large group streams through it, so that memory is bounded however large row groups are.
+A range that covers a row group decodes it; one that covers a part of a small group keeps the
+decoded group for its neighbours; one that covers a part of a large group streams through it, so
+that memory is bounded however large row groups are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from easypipe.sources.base import FileSource, Rows, Survey
 from easypipe.sources.files import FileRef, open_binary, read_range
 from easypipe.sources.schemas import plain_schema
 
-SMALL_GROUP_BYTES = 32 << 20  # a group up to this size (decoded, columns that are read) is decoded whole
+# a group up to this size (decoded, columns that are read) is decoded whole
+SMALL_GROUP_BYTES = 32 << 20
 KEPT_GROUPS = 4  # decoded small groups that a source remembers
 STREAMED_BYTES = 4 << 20  # of a large group, decoded at a time
 KEPT_STREAMS = 4  # places in large groups from which reading can go on, per file
@@ -59,7 +61,9 @@ class ParquetFormat:
         self._decoded: OrderedDict[Any, pa.Table] = OrderedDict()
         self._streams: dict[str, tuple[threading.Lock, list[_Stream]]] = {}
 
-    def survey(self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None) -> Survey:
+    def survey(
+        self, file: FileRef, columns: tuple[str, ...] | None, index_dir: Path | None
+    ) -> Survey:
         _check_magic(file)
         with open_binary(file, JUMP_BYTES) as opened, _arrow_errors(file):
             parquet = pq.ParquetFile(opened)
@@ -69,9 +73,16 @@ class ParquetFormat:
         cuts: list[int] = []
         for group, count in enumerate(rows):
             pieces = max(1, min(count, _group_bytes(metadata, group, columns) // CUT_BYTES))
-            cuts += [int(first[group]) + count * piece // pieces for piece in range(pieces)] if count else []
+            cuts += (
+                [int(first[group]) + count * piece // pieces for piece in range(pieces)]
+                if count
+                else []
+            )
         return Survey(
-            num_rows=int(first[-1]), cuts=tuple(cuts) or (0,), schema=plain_schema(schema, file.path), detail=_Groups(metadata, first)
+            num_rows=int(first[-1]),
+            cuts=tuple(cuts) or (0,),
+            schema=plain_schema(schema, file.path),
+            detail=_Groups(metadata, first),
         )
 
     def rows(self, file: FileRef, survey: Survey, fields: pa.Schema, start: int, stop: int) -> Rows:
@@ -81,7 +92,10 @@ class ParquetFormat:
         whole: list[int] = []  # groups side by side that are read from end to end
         group = int(np.searchsorted(groups.first_row, start, side="right")) - 1
         while group < groups.metadata.num_row_groups and groups.first_row[group] < stop:
-            first, count = int(groups.first_row[group]), int(groups.first_row[group + 1] - groups.first_row[group])
+            first, count = (
+                int(groups.first_row[group]),
+                int(groups.first_row[group + 1] - groups.first_row[group]),
+            )
             a, b = max(start - first, 0), min(stop - first, count)
             if a < b and (a, b) == (0, count):
                 whole.append(group)
@@ -99,16 +113,42 @@ class ParquetFormat:
     def raw(self, file: FileRef, survey: Survey, row: int) -> str | None:
         return None
 
-    def _whole(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]) -> list[pa.Table]:
-        """Groups side by side from end to end; decoded into one array where they can be, so that nothing is copied together afterwards."""
+    def _whole(
+        self, file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[int]
+    ) -> list[pa.Table]:
+        """Groups side by side from end to end; decoded into one array where they can be, so that
+        nothing is copied together afterwards.
+        """
         with self._lock:
             known = any((file.path, group, columns) in self._decoded for group in run)
         if len(run) > 1 and not known and not file.remote:
-            with contextlib.suppress(pa.ArrowException, OSError):  # read one by one, the damaged one is named
+            # read one by one, the damaged one is named
+            with contextlib.suppress(pa.ArrowException, OSError):
                 return [_decode(file, groups, columns, run)]
-        return [self._part(file, groups, columns, g, 0, int(groups.first_row[g + 1] - groups.first_row[g]), whole=True) for g in run]
+        return [
+            self._part(
+                file,
+                groups,
+                columns,
+                g,
+                0,
+                int(groups.first_row[g + 1] - groups.first_row[g]),
+                whole=True,
+            )
+            for g in run
+        ]
 
-    def _part(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int, *, whole: bool) -> pa.Table:
+    def _part(
+        self,
+        file: FileRef,
+        groups: _Groups,
+        columns: tuple[str, ...],
+        group: int,
+        a: int,
+        b: int,
+        *,
+        whole: bool,
+    ) -> pa.Table:
         key = (file.path, group, columns)
         small = _group_bytes(groups.metadata, group, columns) <= SMALL_GROUP_BYTES
         if small:
@@ -128,11 +168,15 @@ class ParquetFormat:
                     self._decoded.popitem(last=False)
         return decoded.slice(a, b - a)
 
-    def _streamed(self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int) -> pa.Table:
+    def _streamed(
+        self, file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int, a: int, b: int
+    ) -> pa.Table:
         with self._lock:
             lock, streams = self._streams.setdefault(file.path, (threading.Lock(), []))
         with lock:
-            usable = [s for s in streams if s.group == group and s.columns == columns and s.position <= a]
+            usable = [
+                s for s in streams if s.group == group and s.columns == columns and s.position <= a
+            ]
             if usable:
                 stream = max(usable, key=lambda s: s.position)
                 streams.remove(stream)
@@ -142,7 +186,11 @@ class ParquetFormat:
             while True:
                 end = stream.position + stream.held.num_rows
                 if end > a:
-                    taken.append(stream.held.slice(max(a - stream.position, 0), min(end, b) - max(a, stream.position)))
+                    taken.append(
+                        stream.held.slice(
+                            max(a - stream.position, 0), min(end, b) - max(a, stream.position)
+                        )
+                    )
                 if end >= b:
                     break
                 stream.position = end
@@ -167,11 +215,22 @@ def _decode(file: FileRef, groups: _Groups, columns: tuple[str, ...], run: list[
 
 
 def _open_stream(file: FileRef, groups: _Groups, columns: tuple[str, ...], group: int) -> _Stream:
-    parquet = pq.ParquetFile(open_binary(file, JUMP_BYTES), metadata=groups.metadata, pre_buffer=False, buffer_size=1 << 20)
+    parquet = pq.ParquetFile(
+        open_binary(file, JUMP_BYTES),
+        metadata=groups.metadata,
+        pre_buffer=False,
+        buffer_size=1 << 20,
+    )
     info = groups.metadata.row_group(group)
-    rows = max(1, info.num_rows * STREAMED_BYTES // max(1, _group_bytes(groups.metadata, group, columns)))
-    batches = parquet.iter_batches(batch_size=rows, row_groups=[group], columns=list(columns), use_threads=False)
-    empty = pa.table({}) if not columns else parquet.schema_arrow.empty_table().select(list(columns))
+    rows = max(
+        1, info.num_rows * STREAMED_BYTES // max(1, _group_bytes(groups.metadata, group, columns))
+    )
+    batches = parquet.iter_batches(
+        batch_size=rows, row_groups=[group], columns=list(columns), use_threads=False
+    )
+    empty = (
+        pa.table({}) if not columns else parquet.schema_arrow.empty_table().select(list(columns))
+    )
     return _Stream(group=group, columns=columns, position=0, held=empty, batches=iter(batches))
 
 
@@ -179,19 +238,31 @@ def _group_bytes(metadata: pq.FileMetaData, group: int, columns: tuple[str, ...]
     """Decoded bytes of the columns that are read."""
     info = metadata.row_group(group)
     chunks = [info.column(i) for i in range(info.num_columns)]
-    return sum(c.total_uncompressed_size for c in chunks if columns is None or c.path_in_schema.split(".")[0] in columns)
+    return sum(
+        c.total_uncompressed_size
+        for c in chunks
+        if columns is None or c.path_in_schema.split(".")[0] in columns
+    )
 
 
 def _check_magic(file: FileRef) -> None:
     head = read_range(file, 0, min(4, file.num_bytes))
     if head == b"PARE":
-        raise SourceError(at=file.path, problem="is an encrypted parquet file", fix="Decrypt it first.")
+        raise SourceError(
+            at=file.path, problem="is an encrypted parquet file", fix="Decrypt it first."
+        )
     if head != MAGIC:
-        raise SourceError(at=file.path, problem=f"not a parquet file: it begins with {head!r}, not b'PAR1'", fix="Check its type.")
+        raise SourceError(
+            at=file.path,
+            problem=f"not a parquet file: it begins with {head!r}, not b'PAR1'",
+            fix="Check its type.",
+        )
     tail = read_range(file, max(0, file.num_bytes - 4), file.num_bytes)
     if tail != MAGIC or file.num_bytes < 12:
         raise SourceError(
-            at=file.path, problem="truncated: it begins as parquet but ends without the footer's b'PAR1'", fix="Copy or write it again."
+            at=file.path,
+            problem="truncated: it begins as parquet but ends without the footer's b'PAR1'",
+            fix="Copy or write it again.",
         )
 
 
@@ -206,4 +277,8 @@ class _arrow_errors:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (pa.ArrowException, OSError)) and not isinstance(error, SourceError):
-            raise SourceError(at=self._at, problem=f"damaged parquet: {error}", fix="Copy or write the file again.") from error
+            raise SourceError(
+                at=self._at,
+                problem=f"damaged parquet: {error}",
+                fix="Copy or write the file again.",
+            ) from error

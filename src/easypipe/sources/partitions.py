@@ -1,4 +1,6 @@
-"""Folders that name values (`year=2024/lang=en/`, as Hive and Spark write them): columns of the rows below them."""
+"""Folders that name values (`year=2024/lang=en/`, as Hive and Spark write them): columns of the
+rows below them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ NOTHING = "__HIVE_DEFAULT_PARTITION__"  # how Hive writes null
 LARGEST = 2**63
 
 
-def partition_values(paths: Sequence[str], root: str) -> list[tuple[tuple[str, str | int | None], ...]]:
-    """For each path its (name, value) pairs, from the folders between `root` and the file; a value is int where all of its name are.
+def partition_values(
+    paths: Sequence[str], root: str
+) -> list[tuple[tuple[str, str | int | None], ...]]:
+    """For each path its (name, value) pairs, from the folders between `root` and the file; a value
+    is int where all of its name are.
 
     Raises SourceError for files with different names of partitions.
     """
@@ -27,14 +32,28 @@ def partition_values(paths: Sequence[str], root: str) -> list[tuple[tuple[str, s
             problem=f"its folders name the partitions {list(pairs[b])}, those of {paths[a]} {list(pairs[a])}",
             fix="Give the two kinds as datasets of their own.",
         )
-    whole = {name: all(_is_int(found[name]) for found in pairs if found[name] is not None) for name in (pairs[0] if pairs else {})}
-    return [tuple((name, int(value) if value is not None and whole[name] else value) for name, value in found.items()) for found in pairs]
+    whole = {
+        name: all(_is_int(found[name]) for found in pairs if found[name] is not None)
+        for name in (pairs[0] if pairs else {})
+    }
+    return [
+        tuple(
+            (name, int(value) if value is not None and whole[name] else value)
+            for name, value in found.items()
+        )
+        for found in pairs
+    ]
 
 
 def partition_schema(partitions: Sequence[tuple[str, str | int | None]]) -> pa.Schema:
     """The columns that the partitions of one file give, null where the value is."""
     kinds = {int: pa.int64(), str: pa.large_string()}
-    return pa.schema([pa.field(name, pa.null() if value is None else kinds[type(value)]) for name, value in partitions])
+    return pa.schema(
+        [
+            pa.field(name, pa.null() if value is None else kinds[type(value)])
+            for name, value in partitions
+        ]
+    )
 
 
 def constant(value: str | int | None, rows: int, kind: pa.DataType) -> pa.Array:
@@ -53,4 +72,9 @@ def _pairs(below: str) -> dict[str, str | None]:
 def _is_int(text: str | None) -> bool:
     """Decimal digits that read back as they stand: 007 stays text."""
     digits = (text or "").removeprefix("-")
-    return digits.isascii() and digits.isdigit() and str(int(text or "")) == text and -LARGEST <= int(text or "") < LARGEST
+    return (
+        digits.isascii()
+        and digits.isdigit()
+        and str(int(text or "")) == text
+        and -LARGEST <= int(text or "") < LARGEST
+    )

@@ -1,7 +1,9 @@
-"""Text files as sequences of records (lines, array elements, CSV records): a sparse index of where they begin, and ranges of them.
+"""Text files as sequences of records (lines, array elements, CSV records): a sparse index of where
+they begin, and ranges of them.
 
-The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so that finding a row costs at most that
-much reading. It is kept beside other indexes as `<identity>.index.json` where an index_dir is given, and made again when the file changed.
+The index has an entry (row, plain offset) every 1,024 records or 1 MiB, whichever comes first, so
+that finding a row costs at most that much reading. It is kept beside other indexes as
+`<identity>.index.json` where an index_dir is given, and made again when the file changed.
 """
 
 from __future__ import annotations
@@ -36,14 +38,17 @@ MAX_RECORD_BYTES = 1 << 30
 KEPT_FILES = 32  # compressed files that keep places to go on from
 
 # (data, final, starts, ends) -> (records, bytes consumed, status), see scanners.py
-Splitter = Callable[[NDArray[np.uint8], bool, NDArray[np.int64], NDArray[np.int64]], tuple[int, int, int]]
+Splitter = Callable[
+    [NDArray[np.uint8], bool, NDArray[np.int64], NDArray[np.int64]], tuple[int, int, int]
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How records lie in one file.
 
-    start: plain offset of the first record. lead: bytes of separator that `starts` includes. closes: the file says where records end.
+    start: plain offset of the first record. lead: bytes of separator that `starts` includes.
+    closes: the file says where records end.
     """
 
     name: str
@@ -56,9 +61,11 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordIndex:
-    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. Records end at `stop`. `facts` are the format's own, as JSON.
+    """Row `rows[k]` begins at plain offset `offsets[k]`; rows[0] is 0. Records end at `stop`.
+    `facts` are the format's own, as JSON.
 
-    total_rows: of the whole file, where `num_rows` are those of its head (FileRef.head_bytes); None where nobody has counted them.
+    total_rows: of the whole file, where `num_rows` are those of its head (FileRef.head_bytes); None
+    where nobody has counted them.
     """
 
     num_rows: int
@@ -82,22 +89,34 @@ class RecordIndex:
         """The range in pieces of about PIECE_BYTES, cut where the index has entries."""
         while start < stop:
             here = int(np.searchsorted(self.rows, start, side="right")) - 1
-            there = max(here + 1, int(np.searchsorted(self.offsets, self.offsets[here] + PIECE_BYTES, side="right")) - 1)
+            there = max(
+                here + 1,
+                int(np.searchsorted(self.offsets, self.offsets[here] + PIECE_BYTES, side="right"))
+                - 1,
+            )
             end = min(stop, int(self.rows[there])) if there < len(self.rows) else stop
             yield start, end
             start = end
 
     def span(self, start: int, stop: int) -> tuple[int, int, int, int]:
-        """(row at which to begin, its offset, offset at which to end, offset at which a next range would begin)."""
+        """(row at which to begin, its offset, offset at which to end, offset at which a next range
+        would begin).
+        """
         here = int(np.searchsorted(self.rows, start, side="right")) - 1
         there = int(np.searchsorted(self.rows, stop, side="left"))
         end = int(self.offsets[there]) if there < len(self.offsets) else self.stop
-        following = int(self.offsets[int(np.searchsorted(self.rows, stop, side="right")) - 1]) if stop < self.num_rows else end
+        following = (
+            int(self.offsets[int(np.searchsorted(self.rows, stop, side="right")) - 1])
+            if stop < self.num_rows
+            else end
+        )
         return int(self.rows[here]), int(self.offsets[here]), end, following
 
 
 class Records(NamedTuple):
-    """Records [row, row + len(starts)) of a file: record i is data[starts[i]:ends[i]], and data[0] has plain offset `offset`."""
+    """Records [row, row + len(starts)) of a file: record i is data[starts[i]:ends[i]], and data[0]
+    has plain offset `offset`.
+    """
 
     data: NDArray[np.uint8]
     starts: NDArray[np.int64]
@@ -118,22 +137,35 @@ class Found:
 
 
 class RecordReader:
-    """Records of files that were surveyed. Compressed files remember places, so the most recently used ones are kept; thread safe."""
+    """Records of files that were surveyed. Compressed files remember places, so the most recently
+    used ones are kept; thread safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Bytes] = OrderedDict()
 
     def pieces(self, file: FileRef, found: Found, start: int, stop: int) -> Iterator[Records]:
-        """Records [start, stop), without their separators. Raises SourceError where the file is not what the index says."""
+        """Records [start, stop), without their separators. Raises SourceError where the file is not
+        what the index says.
+        """
         for a, b in found.index.pieces(start, stop):
             yield self._read(file, found, a, b)
 
     def parsed(
-        self, file: FileRef, found: Found, start: int, stop: int, parse: Callable[[Records], tuple[Any, NDArray[np.int64], list[Reject]]]
+        self,
+        file: FileRef,
+        found: Found,
+        start: int,
+        stop: int,
+        parse: Callable[[Records], tuple[Any, NDArray[np.int64], list[Reject]]],
     ) -> tuple[list[Any], NDArray[np.int64], list[Reject]]:
-        """What `parse` makes of every piece: a table or column of its good rows, their numbers, and the rejects in order."""
-        parts, numbers, rejects = zip(*(parse(piece) for piece in self.pieces(file, found, start, stop)), strict=True)
+        """What `parse` makes of every piece: a table or column of its good rows, their numbers, and
+        the rejects in order.
+        """
+        parts, numbers, rejects = zip(
+            *(parse(piece) for piece in self.pieces(file, found, start, stop)), strict=True
+        )
         return list(parts), np.concatenate(numbers), [reject for some in rejects for reject in some]
 
     def text(self, file: FileRef, found: Found, row: int) -> str:
@@ -144,7 +176,10 @@ class RecordReader:
         """The line, from 1, on which the text of a record begins."""
         piece = self._read(file, found, row, row + 1)
         text = piece.record(0)
-        return _line_at(self._bytes(file, found.index), piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip()))
+        return _line_at(
+            self._bytes(file, found.index),
+            piece.offset + int(piece.starts[0]) + len(text) - len(text.lstrip()),
+        )
 
     def _bytes(self, file: FileRef, index: RecordIndex) -> Bytes:
         with self._lock:
@@ -166,9 +201,13 @@ class RecordReader:
 
 
 def index_records(
-    file: FileRef, layout: Layout, observe: Callable[[Records], None] | None, facts: Callable[[], dict[str, Any]]
+    file: FileRef,
+    layout: Layout,
+    observe: Callable[[Records], None] | None,
+    facts: Callable[[], dict[str, Any]],
 ) -> RecordIndex:
-    """Reads the file, or its head, once: counts records, notes where they begin, and shows them to `observe` in order.
+    """Reads the file, or its head, once: counts records, notes where they begin, and shows them to
+    `observe` in order.
 
     Raises SourceError for a file that is damaged, truncated or has a record above MAX_RECORD_BYTES.
     """
@@ -190,7 +229,8 @@ def index_records(
                     raise SourceError(at=place(file.path, row=row), problem=problem, fix=fix)
                 buffer = np.concatenate([buffer, np.empty_like(buffer)])
             room = len(buffer) if limit is None else min(len(buffer), limit - base)
-            while have < room and not final:  # full, so that a record longer than the buffer is scanned few times
+            # full, so that a record longer than the buffer is scanned few times
+            while have < room and not final:
                 count = stream.readinto(buffer.data[have:room])
                 final = count == 0
                 have += count
@@ -204,29 +244,43 @@ def index_records(
                 continue
             while True:
                 data = frozen(buffer[at:have])
-                found, consumed, status = layout.split(data, final, starts, ends) if not closed else (0, 0, CLOSED)
+                found, consumed, status = (
+                    layout.split(data, final, starts, ends) if not closed else (0, 0, CLOSED)
+                )
                 if found:
-                    picked = pick_entries(starts[:found], row, base + at, ENTRY_ROWS, ENTRY_BYTES, last, rows, offsets)
+                    picked = pick_entries(
+                        starts[:found], row, base + at, ENTRY_ROWS, ENTRY_BYTES, last, rows, offsets
+                    )
                     kept_rows.append(rows[:picked].copy())
                     kept_offsets.append(offsets[:picked].copy())
                     if observe is not None:
-                        observe(Records(data, starts[:found] + layout.lead, ends[:found], row, base + at))
+                        observe(
+                            Records(
+                                data, starts[:found] + layout.lead, ends[:found], row, base + at
+                            )
+                        )
                     row += found
                 at += consumed
                 if status == BROKEN:
                     raise SourceError(
-                        at=place(file.path, row=row), problem=f"broken JSON array near byte {base + at}", fix="Correct the file."
+                        at=place(file.path, row=row),
+                        problem=f"broken JSON array near byte {base + at}",
+                        fix="Correct the file.",
                     )
                 if status == OPEN_QUOTE:
                     raise SourceError(
-                        at=place(file.path, row=row), problem="a quoted field begins here and never ends", fix="Close the quote."
+                        at=place(file.path, row=row),
+                        problem="a quoted field begins here and never ends",
+                        fix="Close the quote.",
                     )
                 if status == CLOSED:
                     closed = True
                     rest = buffer[at:have].tobytes().strip(b" \t\r\n")
                     if rest:
                         raise SourceError(
-                            at=file.path, problem=f"goes on after the end of the array: {rest[:20]!r}", fix="Correct the file."
+                            at=file.path,
+                            problem=f"goes on after the end of the array: {rest[:20]!r}",
+                            fix="Correct the file.",
                         )
                     at = have
                 if found < len(starts):
@@ -234,7 +288,11 @@ def index_records(
             buffer[: have - at] = buffer[at:have]
             base, have = base + at, have - at
         if layout.closes and not closed and not cut:
-            raise SourceError(at=place(file.path, row=row), problem="truncated: the JSON array does not end", fix="Copy or write it again.")
+            raise SourceError(
+                at=place(file.path, row=row),
+                problem="truncated: the JSON array does not end",
+                fix="Copy or write it again.",
+            )
         return RecordIndex(
             num_rows=row,
             total_rows=None if cut else row,
@@ -248,14 +306,25 @@ def index_records(
         stream.close()
 
 
-def kept_index(file: FileRef, index_dir: Path | None, options: Any, build: Callable[[], RecordIndex]) -> RecordIndex:
-    """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again, with a warning.
+def kept_index(
+    file: FileRef, index_dir: Path | None, options: Any, build: Callable[[], RecordIndex]
+) -> RecordIndex:
+    """The index from its sidecar, or made and kept. A sidecar that cannot be read is made again,
+    with a warning.
 
     That of a head is not kept; its file's sidecar, where there is one, tells `total_rows`.
     """
     whole = file if file.head_bytes is None else replace(file, head_bytes=None)
-    sidecar = None if index_dir is None else index_dir / f"{digest('index', INDEX_VERSION, whole.digest, options)}.index.json"
-    kept = None if sidecar is None else recall_checked(sidecar, _from_json, what=f"the index of {file.path}")
+    sidecar = (
+        None
+        if index_dir is None
+        else index_dir / f"{digest('index', INDEX_VERSION, whole.digest, options)}.index.json"
+    )
+    kept = (
+        None
+        if sidecar is None
+        else recall_checked(sidecar, _from_json, what=f"the index of {file.path}")
+    )
     if file.head_bytes is not None:
         head = build()
         return head if kept is None else replace(head, total_rows=kept.num_rows)
@@ -278,7 +347,9 @@ def _line_at(store: Bytes, offset: int) -> int:
 
 
 def read_head(file: FileRef, num_bytes: int) -> bytes:
-    """The first plain bytes, fewer where the file is shorter. Raises SourceError for a file that holds none."""
+    """The first plain bytes, fewer where the file is shorter. Raises SourceError for a file that
+    holds none.
+    """
     stream = open_stream(file)
     try:
         buffer = bytearray(num_bytes)
@@ -291,12 +362,18 @@ def read_head(file: FileRef, num_bytes: int) -> bytes:
     finally:
         stream.close()
     if not have:
-        raise SourceError(at=file.path, problem="is empty (nothing is left when it is decompressed)", fix="Remove it from data_files.")
+        raise SourceError(
+            at=file.path,
+            problem="is empty (nothing is left when it is decompressed)",
+            fix="Remove it from data_files.",
+        )
     return bytes(buffer[:have])
 
 
 def frozen(data: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A read-only UInt8 view: the one array type that the kernels of scanners.py are compiled for."""
+    """A read-only UInt8 view: the one array type that the kernels of scanners.py are compiled
+    for.
+    """
     view = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     view.flags.writeable = False
     return view
@@ -314,7 +391,10 @@ def _to_json(index: RecordIndex) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> RecordIndex:
-    rows, offsets = (np.frombuffer(base64.b64decode(value[key], validate=True), "<i8").astype(np.int64) for key in ("rows", "offsets"))
+    rows, offsets = (
+        np.frombuffer(base64.b64decode(value[key], validate=True), "<i8").astype(np.int64)
+        for key in ("rows", "offsets")
+    )
     if len(rows) != len(offsets) or not len(rows) or rows[0] != 0 or (np.diff(offsets) < 0).any():
         raise ValueError("its entries do not ascend")
     return RecordIndex(

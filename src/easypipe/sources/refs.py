@@ -24,7 +24,10 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
     "txt": (".txt", ".text"),
 }
 # Read where they are named, or by type=: a folder of text may hold a .bin of anything.
-TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {"tokens": (".npy", ".bin"), "arrayrecord": (".array_record", ".arrayrecord")}
+TOKEN_EXTENSIONS: dict[str, tuple[str, ...]] = {
+    "tokens": (".npy", ".bin"),
+    "arrayrecord": (".array_record", ".arrayrecord"),
+}
 COMPRESSIONS: dict[str, str] = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".bz2": "bz2"}
 COMPRESSIBLE = ("json", "csv", "txt")
 
@@ -35,10 +38,11 @@ T = TypeVar("T")
 class FileRef:
     """One file as it was when it was resolved.
 
-    path: absolute path or URL, without credentials. num_bytes: size at rest. identity: changes when the content does (mtime in ns; an
-    object's etag). partitions: values that its folders name (`lang=en/`), constant columns of its rows. url: where it is read, where
-    that is not `path`. twin: a copy on this machine, which is read instead. head_bytes: of a file of records, look only at those that end
-    within so many first plain bytes.
+    path: absolute path or URL, without credentials. num_bytes: size at rest. identity: changes when
+    the content does (mtime in ns; an object's etag). partitions: values that its folders name
+    (`lang=en/`), constant columns of its rows. url: where it is read, where that is not `path`.
+    twin: a copy on this machine, which is read instead. head_bytes: of a file of records, look only
+    at those that end within so many first plain bytes.
     """
 
     path: str
@@ -46,7 +50,8 @@ class FileRef:
     identity: str
     partitions: tuple[tuple[str, str | int | None], ...] = ()
     url: str | None = field(default=None, compare=False, repr=False)  # may be signed: never shown
-    storage_options: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # may hold credentials: never shown
+    # may hold credentials: never shown
+    storage_options: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     twin: FileRef | None = field(default=None, compare=False, repr=False)
     head_bytes: int | None = None
 
@@ -86,7 +91,9 @@ def format_of(path: str) -> str | None:
 
 
 def compression_of(path: str) -> str | None:
-    """ "gz", "zst", "bz2" or None, by the extension; whether the content agrees is checked when it is read."""
+    """ "gz", "zst", "bz2" or None, by the extension; whether the content agrees is checked when it
+    is read.
+    """
     return COMPRESSIONS.get(os.path.splitext(plain_name(path).lower())[1])
 
 
@@ -95,8 +102,12 @@ def plain_name(path: str) -> str:
     return path.partition("?")[0] if remote.is_http(path) else path
 
 
-def data_files_in(folder: str, text: str, inside: Iterable[str], kinds: tuple[str, ...]) -> list[str]:
-    """The data files among `inside`, sorted; names that begin with "." or "_" are bookkeeping of whoever wrote the folder."""
+def data_files_in(
+    folder: str, text: str, inside: Iterable[str], kinds: tuple[str, ...]
+) -> list[str]:
+    """The data files among `inside`, sorted; names that begin with "." or "_" are bookkeeping of
+    whoever wrote the folder.
+    """
     kept = []
     for name in inside:
         parts = name[len(folder) :].strip("/").split("/")
@@ -104,7 +115,11 @@ def data_files_in(folder: str, text: str, inside: Iterable[str], kinds: tuple[st
             kept.append(name)
     if not kept:
         endings = [ending for kind in kinds for ending in {**EXTENSIONS, **TOKEN_EXTENSIONS}[kind]]
-        raise MissingFileError(at=text, problem=f"the folder holds no data file ({' '.join(endings)})", fix="Give the files, or a glob.")
+        raise MissingFileError(
+            at=text,
+            problem=f"the folder holds no data file ({' '.join(endings)})",
+            fix="Give the files, or a glob.",
+        )
     return sorted(kept, key=natural)
 
 
@@ -117,12 +132,19 @@ def fixed_part(pattern: str) -> str:
 def partitioned(files: list[FileRef], root: str) -> list[FileRef]:
     """The files with the values that their folders below `root` name."""
     values = partition_values([file.path for file in files], root)
-    return [replace(file, partitions=value) if value else file for file, value in zip(files, values, strict=True)]
+    return [
+        replace(file, partitions=value) if value else file
+        for file, value in zip(files, values, strict=True)
+    ]
 
 
 def natural(path: str) -> list[tuple[int, int, str]]:
     """Sort key under which part-2 comes before part-10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"([0-9]+)", path) if part]
+    return [
+        (0, int(part), "") if part.isdigit() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", path)
+        if part
+    ]
 
 
 def reading(file: FileRef, call: Callable[[], T]) -> T:
@@ -130,14 +152,20 @@ def reading(file: FileRef, call: Callable[[], T]) -> T:
     try:
         return call()
     except FileNotFoundError as error:
-        raise MissingFileError(at=file.path, problem="was there when the source was made, and is gone") from error
+        raise MissingFileError(
+            at=file.path, problem="was there when the source was made, and is gone"
+        ) from error
     except StorageError as error:
         raise SourceError(at=file.path, problem=error.problem, fix=error.fix) from None
     except OSError as error:
         if isinstance(error, EasypipeError):
             raise
-        raise SourceError(at=file.path, problem=f"cannot be read: {error.strerror or error}") from error
+        raise SourceError(
+            at=file.path, problem=f"cannot be read: {error.strerror or error}"
+        ) from error
 
 
 def changed(file: FileRef) -> SourceError:
-    return SourceError(at=file.path, problem="changed after the source was made", fix="Make the source again.")
+    return SourceError(
+        at=file.path, problem="changed after the source was made", fix="Make the source again."
+    )

@@ -1,4 +1,6 @@
-"""Folders that `datasets` wrote with `save_to_disk`: a Dataset (state.json and Arrow shards), or a DatasetDict with a folder per split."""
+"""Folders that `datasets` wrote with `save_to_disk`: a Dataset (state.json and Arrow shards), or a
+DatasetDict with a folder per split.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def is_saved_dataset(path: str | os.PathLike[str]) -> bool:
 
 
 def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """The splits of a folder that `is_saved_dataset`, and whether it is a DatasetDict, of which one has to be chosen."""
+    """The splits of a folder that `is_saved_dataset`, and whether it is a DatasetDict, of which one
+    has to be chosen.
+    """
     folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
     if (folder / SPLITS).is_file():
         return [str(name) for name in _read(folder / SPLITS).get("splits", [])], True
@@ -27,30 +31,51 @@ def saved_splits(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
 
 
 def saved_dataset_files(path: str | os.PathLike[str], split: str | None = None) -> list[str]:
-    """The Arrow shards, in their order. Raises ConfigError for a split that is not there, SourceError for a folder that is damaged."""
+    """The Arrow shards, in their order. Raises ConfigError for a split that is not there,
+    SourceError for a folder that is damaged.
+    """
     folder = Path(os.path.expanduser(str(path).removeprefix("file://")))
     if (folder / SPLITS).is_file():
         splits = [str(name) for name in _read(folder / SPLITS).get("splits", [])]
         chosen = split or (splits[0] if len(splits) == 1 else None)
         if chosen not in splits:
-            problem = f"{folder} has no split {split!r}" if split else f"{folder} holds several splits"
+            problem = (
+                f"{folder} has no split {split!r}" if split else f"{folder} holds several splits"
+            )
             raise ConfigError(
-                at="split", problem=problem, have=splits, fix=(did_you_mean(split, splits) if split else None) or "Name one by split=."
+                at="split",
+                problem=problem,
+                have=splits,
+                fix=(did_you_mean(split, splits) if split else None) or "Name one by split=.",
             )
         folder = folder / str(chosen)
-    elif split is not None and split != (own := str(_read(folder / STATE).get("_split") or "train")):
-        raise ConfigError(at="split", problem=f"{folder} holds the split {own!r} alone, not {split!r}", fix="Leave split out.")
+    elif split is not None and split != (
+        own := str(_read(folder / STATE).get("_split") or "train")
+    ):
+        raise ConfigError(
+            at="split",
+            problem=f"{folder} holds the split {own!r} alone, not {split!r}",
+            fix="Leave split out.",
+        )
     state = _read(folder / STATE)
     if state.get("_indices_data_files"):
         raise SourceError(
-            at=str(folder), problem="rows behind a list of indices", fix="Write it with dataset.flatten_indices().save_to_disk()."
+            at=str(folder),
+            problem="rows behind a list of indices",
+            fix="Write it with dataset.flatten_indices().save_to_disk().",
         )
     files = [str(folder / entry["filename"]) for entry in state.get("_data_files") or ()]
     if not files:
-        raise SourceError(at=str(folder / STATE), problem="names no data file", fix="Save the dataset again.")
+        raise SourceError(
+            at=str(folder / STATE), problem="names no data file", fix="Save the dataset again."
+        )
     missing = next((file for file in files if not os.path.isfile(file)), None)
     if missing is not None:
-        raise MissingFileError(at=missing, problem=f"named by {STATE}, but not there", fix="Copy or save the dataset again.")
+        raise MissingFileError(
+            at=missing,
+            problem=f"named by {STATE}, but not there",
+            fix="Copy or save the dataset again.",
+        )
     return files
 
 
@@ -58,9 +83,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise MissingFileError(at=str(path), problem="no such file", fix="Copy or save the dataset again.") from None
+        raise MissingFileError(
+            at=str(path), problem="no such file", fix="Copy or save the dataset again."
+        ) from None
     except ValueError as error:
-        raise SourceError(at=str(path), problem=f"not JSON: {error}", fix="Save the dataset again.") from None
+        raise SourceError(
+            at=str(path), problem=f"not JSON: {error}", fix="Save the dataset again."
+        ) from None
     if not isinstance(value, dict):
         raise SourceError(at=str(path), problem="not a JSON object", fix="Save the dataset again.")
     return value

@@ -1,9 +1,11 @@
 # ruff: noqa: SIM109 - kernels spell out what numba compiles best
-"""Byte scanners in numba: where records begin and end, and which could be JSON objects. They release the GIL.
+"""Byte scanners in numba: where records begin and end, and which could be JSON objects. They
+release the GIL.
 
-`data` is always a read-only UInt8 array (records.frozen), so that every kernel is compiled once. A splitter fills `starts` and `ends`
-(Int64, as many as they hold), and returns (records, bytes consumed, status); it begins at the start of a record and, without `final`,
-leaves a record that `data` does not hold whole for the next call.
+`data` is always a read-only UInt8 array (records.frozen), so that every kernel is compiled once. A
+splitter fills `starts` and `ends` (Int64, as many as they hold), and returns (records, bytes
+consumed, status); it begins at the start of a record and, without `final`, leaves a record that
+`data` does not hold whole for the next call.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MAX_DEPTH = 200
 _QUOTE, _BACKSLASH, _NEWLINE, _RETURN = 34, 92, 10, 13
 
 
-# Eight bytes at a time (Mycroft's tests, Hacker's Delight 6-1): x has a zero byte where (x - ONES) & ~x & HIGHS is not 0, a byte below 32
+# Eight bytes at a time (Mycroft's tests, Hacker's Delight 6-1): x has a zero byte where (x - ONES)
+# & ~x & HIGHS is not 0, a byte below 32
 # where (x - 32 * ONES) & ~x & HIGHS is not 0.
 _ONES = np.uint64(0x0101010101010101)
 _HIGHS = np.uint64(0x8080808080808080)
@@ -68,7 +71,9 @@ def split_lines(data, final, starts, ends):
 
 @jit
 def split_paragraphs(data, final, starts, ends):
-    """Runs of lines that are not blank, as they stand, without the line break behind the last one."""
+    """Runs of lines that are not blank, as they stand, without the line break behind the last
+    one.
+    """
     n, count, consumed, i = len(data), 0, 0, 0
     start, end = -1, -1  # of the paragraph at hand; -1: none is open
     while i < n and count < len(starts):
@@ -95,7 +100,9 @@ def split_paragraphs(data, final, starts, ends):
 
 @jit
 def split_elements(data, final, starts, ends):
-    """Elements of a JSON array. `data` begins at the "[" or "," before an element, and so do `starts`: an element begins one byte later."""
+    """Elements of a JSON array. `data` begins at the "[" or "," before an element, and so do
+    `starts`: an element begins one byte later.
+    """
     n, count, i = len(data), 0, 0
     consumed = 0
     while count < len(starts):
@@ -146,7 +153,9 @@ def split_elements(data, final, starts, ends):
 
 @jit
 def split_csv(data, delimiter, final, starts, ends):
-    """Records of delimited text; a quote counts only at the start of a field, inside it "" stands for one quote."""
+    """Records of delimited text; a quote counts only at the start of a field, inside it "" stands
+    for one quote.
+    """
     n, count, start, i = len(data), 0, 0, 0
     while count < len(starts) and start < n:
         at_field = True
@@ -203,7 +212,9 @@ def flag_blank(data, starts, ends, flags):
 
 @jit
 def flag_objects(data, starts, ends, flags):
-    """GOOD where a record is one {...} with balanced brackets and closed strings, else BLANK or ODD. Returns how many are GOOD."""
+    """GOOD where a record is one {...} with balanced brackets and closed strings, else BLANK or
+    ODD. Returns how many are GOOD.
+    """
     good = 0
     words = data[: len(data) // 8 * 8].view(np.uint64)
     for r in range(len(starts)):
@@ -227,7 +238,9 @@ def flag_objects(data, starts, ends, flags):
 
 @jit
 def gather(data, starts, ends, flags, out):
-    """The GOOD records, each followed by "\\n", with line breaks inside them (between JSON tokens) made spaces. Returns bytes written."""
+    """The GOOD records, each followed by "\\n", with line breaks inside them (between JSON tokens)
+    made spaces. Returns bytes written.
+    """
     at = 0
     for r in range(len(starts)):
         if flags[r] == GOOD:
@@ -256,9 +269,11 @@ def gather_text(data, starts, ends, flags, out, offsets):
 
 @jit
 def pick_entries(starts, row, offset, every_rows, every_bytes, last, rows, offsets):
-    """Index entries among records that begin at `offset + starts`: one where `every_rows` rows or `every_bytes` bytes went by.
+    """Index entries among records that begin at `offset + starts`: one where `every_rows` rows or
+    `every_bytes` bytes went by.
 
-    last: Int64[2], row and offset of the last entry, updated. Returns how many went into `rows` and `offsets`.
+    last: Int64[2], row and offset of the last entry, updated. Returns how many went into `rows` and
+    `offsets`.
     """
     count = 0
     for r in range(len(starts)):
@@ -286,7 +301,9 @@ def skip_space(data, i, end):
 
 @jit
 def skip_string(data, words, i, end):
-    """From behind the opening quote to behind the closing one; -1 where there is none, or a control character stands in it."""
+    """From behind the opening quote to behind the closing one; -1 where there is none, or a control
+    character stands in it.
+    """
     while i < end:
         c = data[i]
         if c == _QUOTE:
@@ -311,7 +328,9 @@ def skip_string(data, words, i, end):
 
 @jit
 def skip_nested(data, words, i, end):
-    """From an opening bracket to behind the closing one; -1 where it does not close or goes deeper than MAX_DEPTH."""
+    """From an opening bracket to behind the closing one; -1 where it does not close or goes deeper
+    than MAX_DEPTH.
+    """
     depth = 0
     while i < end:
         c = data[i]
@@ -334,7 +353,9 @@ def skip_nested(data, words, i, end):
 
 @jit
 def split_tokens(data, itemsize, separator, final, starts, ends):
-    """Documents of little-endian integers of `itemsize` bytes, each with the separator that ends it."""
+    """Documents of little-endian integers of `itemsize` bytes, each with the separator that ends
+    it.
+    """
     n, count, start, i = len(data) // itemsize, 0, 0, 0
     while i < n and count < len(starts):
         value = np.uint64(0)

@@ -1,10 +1,13 @@
-"""One schema for files that differ: types without accidents of storage, merged by name, and arrays brought to them.
+"""One schema for files that differ: types without accidents of storage, merged by name, and arrays
+brought to them.
 
-string → large_string, list → large_list (so that no batch meets the 2^31 limit of int32 offsets), dictionaries and extensions → their
-values, every field nullable, no metadata. Equal content then has an equal schema whatever wrote it.
+string → large_string, list → large_list (so that no batch meets the 2^31 limit of int32 offsets),
+dictionaries and extensions → their values, every field nullable, no metadata. Equal content then
+has an equal schema whatever wrote it.
 
-A column whose values no Arrow type holds together (objects in which one key has several types) is JSON text, of the type `arrow.json`;
-so is one that has values of that type anywhere within, as `datasets` writes mixed types.
+A column whose values no Arrow type holds together (objects in which one key has several types) is
+JSON text, of the type `arrow.json`; so is one that has values of that type anywhere within, as
+`datasets` writes mixed types.
 """
 
 from __future__ import annotations
@@ -54,7 +57,12 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
         return pa.large_string()
     if t.is_binary(kind) or t.is_large_binary(kind) or t.is_binary_view(kind):
         return pa.large_binary()
-    if t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind) or t.is_large_list_view(kind):
+    if (
+        t.is_list(kind)
+        or t.is_large_list(kind)
+        or t.is_list_view(kind)
+        or t.is_large_list_view(kind)
+    ):
         return pa.large_list(plain_type(kind.value_type))
     if t.is_fixed_size_list(kind):
         return pa.list_(plain_type(kind.value_type), kind.list_size)
@@ -64,31 +72,48 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def plain_schema(schema: pa.Schema, at: str) -> pa.Schema:
-    """`schema` in plain types. A stored `__row_number__` is left out: it numbers rows of the shard it was made from, not of this one.
+    """`schema` in plain types. A stored `__row_number__` is left out: it numbers rows of the shard
+    it was made from, not of this one.
 
     Raises SchemaError naming a column that stands twice.
     """
     seen: set[str] = set()
     for name in schema.names:
         if name in seen:
-            raise SchemaError(at=at, problem=f"column {name!r} stands twice", have=schema.names, fix="Rename one of them.")
+            raise SchemaError(
+                at=at,
+                problem=f"column {name!r} stands twice",
+                have=schema.names,
+                fix="Rename one of them.",
+            )
         seen.add(name)
-    return pa.schema([pa.field(field.name, plain_type(field.type)) for field in schema if field.name != ROW_NUMBER])
+    return pa.schema(
+        [
+            pa.field(field.name, plain_type(field.type))
+            for field in schema
+            if field.name != ROW_NUMBER
+        ]
+    )
 
 
 def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
-    """The type that holds both: null gives way, numbers, decimals and units of time widen, structs join their fields, lists of a fixed
-    length meet others as lists. Raises TypeConflict."""
+    """The type that holds both: null gives way, numbers, decimals and units of time widen, structs
+    join their fields, lists of a fixed length meet others as lists. Raises TypeConflict."""
     t = pa.types
     if first.equals(second) or t.is_null(second):
         return first
     if t.is_null(first):
         return second
-    if (is_json(first) or is_json(second)) and all(is_json(k) or t.is_nested(k) or t.is_large_string(k) for k in (first, second)):
+    if (is_json(first) or is_json(second)) and all(
+        is_json(k) or t.is_nested(k) or t.is_large_string(k) for k in (first, second)
+    ):
         return JSON
     if t.is_struct(first) and t.is_struct(second):
         theirs = {field.name: field.type for field in _fields(second)}
-        joined = [(f.name, merge_types(f.type, theirs.pop(f.name)) if f.name in theirs else f.type) for f in _fields(first)]
+        joined = [
+            (f.name, merge_types(f.type, theirs.pop(f.name)) if f.name in theirs else f.type)
+            for f in _fields(first)
+        ]
         return pa.struct([*joined, *theirs.items()])
     if _is_list(first) and _is_list(second):
         return pa.large_list(merge_types(first.value_type, second.value_type))
@@ -98,7 +123,9 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
         return first if first.precision >= second.precision else second
     if t.is_floating(first) and t.is_floating(second):
         return first if first.bit_width >= second.bit_width else second
-    if (t.is_floating(first) and t.is_integer(second)) or (t.is_integer(first) and t.is_floating(second)):
+    if (t.is_floating(first) and t.is_integer(second)) or (
+        t.is_integer(first) and t.is_floating(second)
+    ):
         return pa.float64()
     if t.is_integer(first) and t.is_integer(second):
         if t.is_signed_integer(first) == t.is_signed_integer(second):
@@ -111,7 +138,8 @@ def merge_types(first: pa.DataType, second: pa.DataType) -> pa.DataType:
 
 
 def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """The schema of all files together, columns in order of first appearance; a file without a column has nulls there.
+    """The schema of all files together, columns in order of first appearance; a file without a
+    column has nulls there.
 
     Raises SchemaError naming the column, both types and both files where no common type exists.
     """
@@ -121,9 +149,15 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
         for field in schema:
             before = merged.get(field.name)
             try:
-                merged[field.name] = field.type if before is None else merge_types(before, field.type)
+                merged[field.name] = (
+                    field.type if before is None else merge_types(before, field.type)
+                )
             except TypeConflict:
-                if before is not None and pa.types.is_nested(before) and pa.types.is_nested(field.type):
+                if (
+                    before is not None
+                    and pa.types.is_nested(before)
+                    and pa.types.is_nested(field.type)
+                ):
                     merged[field.name] = JSON
                     continue
                 raise SchemaError(
@@ -136,7 +170,9 @@ def reconcile(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """`array` as `kind`, which came from merge_types of its plain type. Raises pa.ArrowInvalid where a value does not fit."""
+    """`array` as `kind`, which came from merge_types of its plain type. Raises pa.ArrowInvalid
+    where a value does not fit.
+    """
     if is_json(kind):
         return _as_json(array)
     if isinstance(array, pa.ExtensionArray):
@@ -148,21 +184,32 @@ def conform(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if t.is_null(have) or t.is_null(kind):  # a column of type null has no other values
         return pa.nulls(len(array), kind)
     if t.is_struct(have) and t.is_struct(kind):
-        by_name = {field.name: child for field, child in zip(_fields(have), array.flatten(), strict=True)}
+        by_name = {
+            field.name: child for field, child in zip(_fields(have), array.flatten(), strict=True)
+        }
         fields = _fields(kind)
-        children = [conform(by_name[f.name], f.type) if f.name in by_name else pa.nulls(len(array), f.type) for f in fields]
+        children = [
+            conform(by_name[f.name], f.type) if f.name in by_name else pa.nulls(len(array), f.type)
+            for f in fields
+        ]
         if not fields:
             return array.cast(kind)
-        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null() if array.null_count else None)
+        return pa.StructArray.from_arrays(
+            children, fields=fields, mask=array.is_null() if array.null_count else None
+        )
     if t.is_fixed_size_list(have) and t.is_large_list(kind):
         have = pa.large_list(have.value_type)
         array = array.cast(have)
     if (t.is_list(have) or t.is_large_list(have)) and t.is_large_list(kind):
-        lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(zero_copy_only=False)
+        lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_numpy(
+            zero_copy_only=False
+        )
         offsets = np.zeros(len(array) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         mask = array.is_null() if array.null_count else None
-        return pa.LargeListArray.from_arrays(pa.array(offsets), conform(array.flatten(), kind.value_type), type=kind, mask=mask)
+        return pa.LargeListArray.from_arrays(
+            pa.array(offsets), conform(array.flatten(), kind.value_type), type=kind, mask=mask
+        )
     return array.cast(kind)
 
 
@@ -174,11 +221,18 @@ def json_array(texts: Sequence[str | None]) -> pa.Array:
 def _as_json(array: pa.Array) -> pa.Array:
     if is_json(array.type):
         return pa.ExtensionArray.from_storage(JSON, array.storage.cast(pa.large_string()))
-    return json_array([None if value is None else json_text(value) for value in _decoded(array, ("role", "content"))])
+    return json_array(
+        [
+            None if value is None else json_text(value)
+            for value in _decoded(array, ("role", "content"))
+        ]
+    )
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON. Text that is JSON of a list or an object already stays as it is: others of its column are that."""
+    """A value as JSON. Text that is JSON of a list or an object already stays as it is: others of
+    its column are that.
+    """
     if isinstance(value, str):
         try:
             if isinstance(json.loads(value), list | dict):
@@ -189,8 +243,8 @@ def json_text(value: Any) -> str:
 
 
 def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
-    """Python values, of JSON text what it says. A null of a struct may be a key that other rows have, so it is left out, but for those in
-    `keep` of the outermost: messages have both."""
+    """Python values, of JSON text what it says. A null of a struct may be a key that other rows
+    have, so it is left out, but for those in `keep` of the outermost: messages have both."""
     kind, t = array.type, pa.types
     if is_json(kind):
         return [None if text is None else json.loads(text) for text in array.storage.to_pylist()]
@@ -200,13 +254,22 @@ def _decoded(array: pa.Array, keep: Sequence[str] = ()) -> list[Any]:
         names = [kind.field(i).name for i in range(kind.num_fields)]
         columns = [_decoded(child) for child in array.flatten()]
         rows = zip(*columns, strict=True) if columns else itertools.repeat((), len(array))
-        full = [{n: v for n, v in zip(names, row, strict=True) if v is not None or n in keep} for row in rows]
-        return [row if valid else None for row, valid in zip(full, array.is_valid().to_pylist(), strict=True)]
+        full = [
+            {n: v for n, v in zip(names, row, strict=True) if v is not None or n in keep}
+            for row in rows
+        ]
+        return [
+            row if valid else None
+            for row, valid in zip(full, array.is_valid().to_pylist(), strict=True)
+        ]
     if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind):
         lengths = pc.fill_null(pc.call_function("list_value_length", [array]), 0).to_pylist()
         values = iter(_decoded(array.flatten(), keep))
         lists = [list(itertools.islice(values, length)) for length in lengths]
-        return [one if valid else None for one, valid in zip(lists, array.is_valid().to_pylist(), strict=True)]
+        return [
+            one if valid else None
+            for one, valid in zip(lists, array.is_valid().to_pylist(), strict=True)
+        ]
     return array.to_pylist()
 
 

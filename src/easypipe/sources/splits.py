@@ -20,8 +20,8 @@ _WORDS = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `start` to `stop` of a split, over its files in order. Bounds are rows, or percent of all rows (`10%`), from the end where they
-    are negative; percent are rounded to the nearest row.
+    """Rows `start` to `stop` of a split, over its files in order. Bounds are rows, or percent of
+    all rows (`10%`), from the end where they are negative; percent are rounded to the nearest row.
     """
 
     text: str
@@ -30,7 +30,9 @@ class Part:
 
     @property
     def first_rows(self) -> int | None:
-        """As many as are asked for from the first on; None where that follows only from how many there are."""
+        """As many as are asked for from the first on; None where that follows only from how many
+        there are.
+        """
         head = self.start in (None, "0", "0%")
         return int(self.stop) if head and self.stop is not None and self.stop.isdigit() else None
 
@@ -38,24 +40,36 @@ class Part:
         """(first, behind the last). Raises ConfigError where that is none of `num_rows`."""
         start, stop = _bound(self.start, num_rows, 0), _bound(self.stop, num_rows, num_rows)
         if start >= stop:
-            raise ConfigError(at="split", problem=f"{self.text!r} holds none of the {num_rows} rows", fix="Correct its bounds.")
+            raise ConfigError(
+                at="split",
+                problem=f"{self.text!r} holds none of the {num_rows} rows",
+                fix="Correct its bounds.",
+            )
         return start, stop
 
 
 def parse_split(text: str) -> tuple[str, Part | None]:
-    """The name of a split, and the part of it that is asked for. Raises ConfigError for what is neither."""
+    """The name of a split, and the part of it that is asked for. Raises ConfigError for what is
+    neither.
+    """
     found = _WORDS.fullmatch(text)
     if found is None:
         several = "+" in text
         raise ConfigError(
             at="split",
             problem=f"{text!r} names {'several splits' if several else 'no split'}",
-            fix="Make each a dataset of its own." if several else "Write a name, or a part of it: train[:10%], train[100:200].",
+            fix="Make each a dataset of its own."
+            if several
+            else "Write a name, or a part of it: train[:10%], train[100:200].",
         )
     name, start, stop = found["name"], found["start"], found["stop"]
     for bound in (start, stop):
         if bound is not None and bound.endswith("%") and abs(int(bound[:-1])) > 100:
-            raise ConfigError(at="split", problem=f"{text!r}: {bound} of the rows are more than all", fix="Give at most 100%.")
+            raise ConfigError(
+                at="split",
+                problem=f"{text!r}: {bound} of the rows are more than all",
+                fix="Give at most 100%.",
+            )
     return name, None if found.end("name") == len(text) else Part(text, start, stop)
 
 
@@ -69,8 +83,9 @@ def _bound(bound: str | None, num_rows: int, default: int) -> int:
 class PartialSource(ShardedDataSource):
     """The rows of one part of a source, over its shards in order; implements ScanningSource.
 
-    A shard that begins in the middle of a file is named `file[first:last]`, and its rows count from 0. Opening it counts all rows.
-    Raises SourceError where rows cannot be counted, ConfigError for a part that holds none.
+    A shard that begins in the middle of a file is named `file[first:last]`, and its rows count from
+    0. Opening it counts all rows. Raises SourceError where rows cannot be counted, ConfigError for
+      a part that holds none.
     """
 
     def __init__(self, source: ShardedSource, part: Part) -> None:
@@ -106,7 +121,9 @@ class PartialSource(ShardedDataSource):
         return digest(whole, first) if first else whole
 
     def select(self, columns: Sequence[str]) -> PartialSource:
-        """The same rows with only `columns`, where the source can leave out the others; else the source as it is."""
+        """The same rows with only `columns`, where the source can leave out the others; else the
+        source as it is.
+        """
         return PartialSource(select(self.source, columns), self.part)
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
@@ -116,7 +133,10 @@ class PartialSource(ShardedDataSource):
     def scan(self, shard: int, start: int, stop: int) -> Scan:
         inner, first = self._place(shard, stop)
         batch, rejects = scan(self.source, inner, first + start, first + stop)
-        return Scan(_counted_from(batch, first), tuple(replace(reject, row=reject.row - first) for reject in rejects))
+        return Scan(
+            _counted_from(batch, first),
+            tuple(replace(reject, row=reject.row - first) for reject in rejects),
+        )
 
     def raw(self, shard: int, row: int) -> str | None:
         raw = getattr(self.source, "raw", None)
@@ -127,7 +147,9 @@ class PartialSource(ShardedDataSource):
         here, inner, first = self._pieces[shard]
         if stop > (here.num_rows or 0):
             raise SourceError(
-                at=here.name, problem=f"row {stop - 1} was asked for", fix=f"The part of the split has rows 0:{here.num_rows}."
+                at=here.name,
+                problem=f"row {stop - 1} was asked for",
+                fix=f"The part of the split has rows 0:{here.num_rows}.",
             )
         return inner, first
 
@@ -151,7 +173,11 @@ def _cut(shards: Sequence[Shard], part: Part) -> list[tuple[Shard, int, int]]:
     unknown = next((shard for shard in shards if shard.num_rows is None), None)
     if unknown is not None:
         fix = "Take the first rows by num_rows, or leave streaming out."
-        raise SourceError(at=unknown.name, problem=f"its rows are not counted, so nobody knows which {part.text!r} is", fix=fix)
+        raise SourceError(
+            at=unknown.name,
+            problem=f"its rows are not counted, so nobody knows which {part.text!r} is",
+            fix=fix,
+        )
     counts = [shard.num_rows or 0 for shard in shards]
     start, stop = part.rows(sum(counts))
     pieces, before = [], 0
@@ -162,5 +188,17 @@ def _cut(shards: Sequence[Shard], part: Part) -> list[tuple[Shard, int, int]]:
             continue
         name = f"{shard.name}[{a}:{b}]" if a else shard.name
         cuts = (0, *(cut - a for cut in shard.cuts if a < cut < b))
-        pieces.append((replace(shard, name=name, num_rows=b - a, cuts=cuts, num_bytes=shard.num_bytes * (b - a) // count), number, a))
+        pieces.append(
+            (
+                replace(
+                    shard,
+                    name=name,
+                    num_rows=b - a,
+                    cuts=cuts,
+                    num_bytes=shard.num_bytes * (b - a) // count,
+                ),
+                number,
+                a,
+            )
+        )
     return pieces

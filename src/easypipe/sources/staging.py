@@ -1,11 +1,13 @@
-"""Token files of a bucket, as memory that kernels can read: a sparse file on this machine into which their bytes come when asked for.
+"""Token files of a bucket, as memory that kernels can read: a sparse file on this machine into
+which their bytes come when asked for.
 
 part     a token file (sources/manifest.py), laid into the sparse file from a page on; its map is there from the start, its tokens are not
 index    what a part has beside tokens and masks: lengths, EOS flags, row numbers and Arrow's own words; fetched when the part is opened
 block    BLOCK bytes of a part, which have a checksum: what comes, is checked and, where it holds but tokens or masks, goes
 
-The file is unlinked as soon as it is open, so that it goes with the process, however that ends. `Staged.hold` brings what is asked for and
-keeps it while its block lasts; beyond `capacity` the parts that were not asked for the longest give their blocks back to the file system.
+The file is unlinked as soon as it is open, so that it goes with the process, however that ends.
+`Staged.hold` brings what is asked for and keeps it while its block lasts; beyond `capacity` the
+parts that were not asked for the longest give their blocks back to the file system.
 """
 
 from __future__ import annotations
@@ -48,32 +50,44 @@ class Staging:
     """The sparse file, and who may stay in it. capacity: bytes of blocks. Thread safe."""
 
     def __init__(self, folder: Path | None, capacity: int) -> None:
-        """folder: where the file is; None takes the system's temporary one. Raises StorageError where it cannot be made."""
+        """folder: where the file is; None takes the system's temporary one. Raises StorageError
+        where it cannot be made.
+        """
         try:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(prefix="easypipe-staged-", dir=folder, buffering=0)  # noqa: SIM115 (goes with this object)
         except OSError as error:
-            raise StorageError(at=str(folder), problem=f"cannot be written: {error}", fix="Set cache.staging_dir.") from error
+            raise StorageError(
+                at=str(folder), problem=f"cannot be written: {error}", fix="Set cache.staging_dir."
+            ) from error
         self.capacity = capacity
         self.used = 0
         self.fetched_bytes = 0
         self._size = self._stretch = 0  # bytes of parts; where the last map begins
         self._map = memoryview(b"")
         self._lock = threading.Lock()
-        self._parts: OrderedDict[int, StagedPart] = OrderedDict()  # those that have blocks, the longest unused first
+        # those that have blocks, the longest unused first
+        self._parts: OrderedDict[int, StagedPart] = OrderedDict()
         self._warned = False
         self.pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="easypipe-stage")
 
     def reserve(self, num_bytes: int) -> tuple[int, memoryview]:
-        """(offset, map) of room for a part; no disk is taken yet. Many parts share a map: a process may have but so many."""
+        """(offset, map) of room for a part; no disk is taken yet. Many parts share a map: a process
+        may have but so many.
+        """
         with self._lock:
             base, step = self._size, max(BLOCK, mmap.ALLOCATIONGRANULARITY)
             size = -(-num_bytes // step) * step
             if base + size > self._stretch + len(self._map):
                 length = max(STRETCH, size)
                 os.ftruncate(self._file.fileno(), base + length)
-                self._stretch, self._map = base, memoryview(mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=base))
+                self._stretch, self._map = (
+                    base,
+                    memoryview(
+                        mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=base)
+                    ),
+                )
             self._size += size
             return base, self._map[base - self._stretch :][:num_bytes]
 
@@ -112,25 +126,39 @@ class Staging:
                 del self._parts[part.base]
         if self.used > self.capacity and not self._warned:
             self._warned = True
-            log.warning("cache.staging_bytes=%d: the batches under way need %d bytes of token files at once", self.capacity, self.used)
+            log.warning(
+                "cache.staging_bytes=%d: the batches under way need %d bytes of token files at once",
+                self.capacity,
+                self.used,
+            )
 
     def punch(self, offset: int, length: int) -> None:
         """Gives room back to the file system; the bytes read as zeros afterwards."""
         if sys.platform != "linux":
             problem = "staged tokens can only be dropped again on Linux"
-            raise StorageError(at="cache.staging_bytes", problem=problem, fix="Raise it beyond the size of the cache.")
+            raise StorageError(
+                at="cache.staging_bytes",
+                problem=problem,
+                fix="Raise it beyond the size of the cache.",
+            )
         libc = ctypes.CDLL(None, use_errno=True)
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         if libc.fallocate(self._file.fileno(), _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
             reason = os.strerror(ctypes.get_errno())
             problem = f"the file system of the staging folder cannot give room back: {reason}"
-            raise StorageError(at="cache.staging_dir", problem=problem, fix="Choose a folder on a local disk.")
+            raise StorageError(
+                at="cache.staging_dir", problem=problem, fix="Choose a folder on a local disk."
+            )
 
 
 class StagedPart:
-    """One token file. url: where it is. Its map holds the index from the start; `ranges` of tokens after `fetch`."""
+    """One token file. url: where it is. Its map holds the index from the start; `ranges` of tokens
+    after `fetch`.
+    """
 
-    def __init__(self, staging: Staging, part: Part, url: str, options: dict[str, Any] | None) -> None:
+    def __init__(
+        self, staging: Staging, part: Part, url: str, options: dict[str, Any] | None
+    ) -> None:
         """Raises CacheError where the file is gone, of another size, damaged or no token file."""
         self.part, self.url, self.pins = part, url, 0
         self._sums = sums_of(part, url)
@@ -141,16 +169,25 @@ class StagedPart:
         address = np.frombuffer(self.map, np.uint8).ctypes.data
         lists = [column for column in self.batch.columns if pa.types.is_large_list(column.type)]
         lengths = lists[0].buffers()[1]
-        self._bring_missing(lengths.address - address, lengths.address - address + 8 * (self.batch.num_rows + 1))
+        self._bring_missing(
+            lengths.address - address, lengths.address - address + 8 * (self.batch.num_rows + 1)
+        )
         self.offsets: NDArray[np.int64] = np.frombuffer(lengths, np.int64, self.batch.num_rows + 1)
-        values = [(column.values.buffers()[1], column.type.value_type.bit_width // 8) for column in lists]
+        values = [
+            (column.values.buffers()[1], column.type.value_type.bit_width // 8) for column in lists
+        ]
         if not self.offsets[-1]:
             values = []
-        self.starts = tuple(buffer.address - address for buffer, _ in values)  # of ids, of masks: bytes into the file
+        # of ids, of masks: bytes into the file
+        self.starts = tuple(buffer.address - address for buffer, _ in values)
         self.widths = tuple(width for _, width in values)
         self.blocks = np.zeros(-(-part.num_bytes // BLOCK), np.bool_)  # that are here
-        data = [(start, start + int(self.offsets[-1]) * width) for start, width in zip(self.starts, self.widths, strict=True)]
-        self._inside = [(-(-start // BLOCK), stop // BLOCK) for start, stop in data]  # blocks without anything of the index: dropped
+        data = [
+            (start, start + int(self.offsets[-1]) * width)
+            for start, width in zip(self.starts, self.widths, strict=True)
+        ]
+        # blocks without anything of the index: dropped
+        self._inside = [(-(-start // BLOCK), stop // BLOCK) for start, stop in data]
         at = 0  # what lies between tokens and masks
         for start, stop in [*data, (part.num_bytes, part.num_bytes)]:
             self._bring_missing(at, start)
@@ -175,7 +212,11 @@ class StagedPart:
             footer = size - 10 - int.from_bytes(self.map[size - 10 : size - 6], "little")
             self._bring_missing(max(0, footer), size)
         try:
-            return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map))).get_batch(0).replace_schema_metadata(None)
+            return (
+                pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
+                .get_batch(0)
+                .replace_schema_metadata(None)
+            )
         except (pa.ArrowException, OSError, ValueError) as error:
             raise CacheError(at=self.url, problem=f"cannot be read: {error}", fix=AGAIN) from error
 
@@ -188,7 +229,9 @@ class StagedPart:
         try:
             self._fetch(start, stop)
         except MissingFileError as error:
-            raise CacheError(at=error.at, problem="missing from the token cache", fix=AGAIN) from None
+            raise CacheError(
+                at=error.at, problem="missing from the token cache", fix=AGAIN
+            ) from None
         self._known.append((start, stop))
 
     def _fetch(self, start: int, stop: int) -> None:
@@ -209,17 +252,28 @@ class StagedPart:
         return np.unique(np.concatenate(found))
 
     def fetch_ranges(self, blocks: NDArray[np.int64]) -> list[Callable[[], None]]:
-        """Work that brings `blocks` (Int64[n], ascending, n > 0), a request for each run of neighbours."""
+        """Work that brings `blocks` (Int64[n], ascending, n > 0), a request for each run of
+        neighbours.
+        """
         runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
         size = self.part.num_bytes
-        return [lambda run=run: self._fetch(int(run[0]) * BLOCK, min((int(run[-1]) + 1) * BLOCK, size)) for run in runs]
+        return [
+            lambda run=run: self._fetch(int(run[0]) * BLOCK, min((int(run[-1]) + 1) * BLOCK, size))
+            for run in runs
+        ]
 
     def fetch_all(self) -> None:
-        """The whole file. Raises CacheError where its checksum is not the one that was committed."""
+        """The whole file. Raises CacheError where its checksum is not the one that was
+        committed.
+        """
         data = storage.read_range(self.url, 0, self.part.num_bytes, self._options)
         found = xxhash.xxh3_128(data).hexdigest()
         if found != self.part.checksum:
-            raise CacheError(at=self.url, problem=f"damaged: checksum {found}, committed as {self.part.checksum}", fix=AGAIN)
+            raise CacheError(
+                at=self.url,
+                problem=f"damaged: checksum {found}, committed as {self.part.checksum}",
+                fix=AGAIN,
+            )
         self._staging.write(self.base, data)
 
     def drop(self) -> int:
@@ -233,7 +287,9 @@ class StagedPart:
 
 
 class Staged:
-    """The parts of one token cache in a bucket. reading: "shards" brings whole parts, checked; "ranges" blocks. Thread safe."""
+    """The parts of one token cache in a bucket. reading: "shards" brings whole parts, checked;
+    "ranges" blocks. Thread safe.
+    """
 
     def __init__(
         self,
@@ -244,23 +300,33 @@ class Staged:
         reading: Literal["shards", "ranges"],
     ) -> None:
         self._staging, self._whole = staging, reading == "shards"
-        work = [lambda part=part, url=url: StagedPart(staging, part, url, options) for part, url in zip(parts, urls, strict=True)]
+        work = [
+            lambda part=part, url=url: StagedPart(staging, part, url, options)
+            for part, url in zip(parts, urls, strict=True)
+        ]
         self.parts: list[StagedPart] = _all(staging.pool, work)
 
     @contextlib.contextmanager
     def hold(self, number: NDArray[np.int64], docs: NDArray[np.int64]) -> Generator[None]:
-        """Tokens and masks of document `docs[i]` (Int64[n]) of part `number[i]` are in its map while the block lasts."""
+        """Tokens and masks of document `docs[i]` (Int64[n]) of part `number[i]` are in its map
+        while the block lasts.
+        """
         held: list[StagedPart] = []
         with contextlib.ExitStack() as locks:
             try:
                 work: list[Callable[[], None]] = []
                 coming: list[tuple[StagedPart, NDArray[np.int64]]] = []
-                for i in np.unique(number).tolist():  # ascending, so that two threads never wait for each other
+                # ascending, so that two threads never wait for each other
+                for i in np.unique(number).tolist():
                     part = self.parts[i]
                     locks.enter_context(part.lock)
                     self._staging.pin(part)  # before anybody looks at what is here of it
                     held.append(part)
-                    blocks = np.arange(part.blocks.size) if self._whole else part.wanted(docs[number == i])
+                    blocks = (
+                        np.arange(part.blocks.size)
+                        if self._whole
+                        else part.wanted(docs[number == i])
+                    )
                     absent = blocks[~part.blocks[blocks]]
                     if absent.size:
                         work += [part.fetch_all] if self._whole else part.fetch_ranges(absent)
@@ -268,7 +334,8 @@ class Staged:
                 self._staging.grow(sum(absent.size for _, absent in coming) * BLOCK)
                 try:
                     _all(self._staging.pool, work)
-                except BaseException:  # Ctrl-C as well: room that was counted is given back; what came is asked for again
+                # Ctrl-C as well: room that was counted is given back; what came is asked for again
+                except BaseException:
                     self._staging.grow(-sum(absent.size for _, absent in coming) * BLOCK)
                     raise
                 for part, absent in coming:
@@ -293,5 +360,10 @@ def _missing(start: int, stop: int, known: Sequence[tuple[int, int]]) -> list[tu
     """What of `start` to `stop` is in none of `known`."""
     gaps = [(start, stop)] if stop > start else []
     for a, b in known:
-        gaps = [piece for x, y in gaps for piece in ((x, min(y, a)), (max(x, b), y)) if piece[1] > piece[0]]
+        gaps = [
+            piece
+            for x, y in gaps
+            for piece in ((x, min(y, a)), (max(x, b), y))
+            if piece[1] > piece[0]
+        ]
     return gaps

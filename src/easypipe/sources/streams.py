@@ -1,8 +1,11 @@
-"""The bytes of a file as text formats see them: plain, gzip, bzip2 or zstandard, read forward or by range.
+"""The bytes of a file as text formats see them: plain, gzip, bzip2 or zstandard, read forward or by
+range.
 
-Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file can only be entered at its start or where a
-new gzip member, bzip2 stream or zstd frame begins (its restarts; BGZF, pbzip2 and multi-frame zst have many). `CompressedBytes` keeps a few
-places from which reading can go on, so that consecutive ranges are decompressed once; what a fetch returns never depends on them.
+Offsets here are always *plain* offsets: positions in the decompressed bytes. A compressed file can
+only be entered at its start or where a new gzip member, bzip2 stream or zstd frame begins (its
+restarts; BGZF, pbzip2 and multi-frame zst have many). `CompressedBytes` keeps a few places from
+which reading can go on, so that consecutive ranges are decompressed once; what a fetch returns
+never depends on them.
 """
 
 from __future__ import annotations
@@ -17,21 +20,32 @@ from typing import Any, Protocol
 import zstandard
 
 from easypipe.core.errors import SourceError
-from easypipe.sources.files import FileRef, LocalFile, compression_of, open_binary, read_range, reading
+from easypipe.sources.files import (
+    FileRef,
+    LocalFile,
+    compression_of,
+    open_binary,
+    read_range,
+    reading,
+)
 
 INPUT_BYTES = 1 << 17  # compressed bytes taken at a time
 OUTPUT_BYTES = 1 << 20  # decompressed bytes handed on at a time
 KEPT_PLACES = 4  # per compressed file
 RESTART_BYTES = 1 << 20  # restarts closer than this in plain bytes are not worth remembering
 MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh"}
-BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # behind the level: the first block, or the end of a stream without one
+# behind the level: the first block, or the end of a stream without one
+BZ2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
 DAMAGED = (zlib.error, zstandard.ZstdError, OSError, EOFError)  # bz2 raises OSError
-SKIPPABLE = tuple(bytes([low]) + b"\x2a\x4d\x18" for low in range(0x50, 0x60))  # zstd frames without content (RFC 8878, 3.1.2)
+# zstd frames without content (RFC 8878, 3.1.2)
+SKIPPABLE = tuple(bytes([low]) + b"\x2a\x4d\x18" for low in range(0x50, 0x60))
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Decompression can begin at byte `packed` of the file and gives plain bytes from `plain` on."""
+    """Decompression can begin at byte `packed` of the file and gives plain bytes from `plain`
+    on.
+    """
 
     plain: int
     packed: int
@@ -56,12 +70,16 @@ class Bytes(Protocol):
     """Plain bytes by range. Thread safe."""
 
     def fetch(self, start: int, stop: int, resume: int) -> bytes:
-        """Plain bytes [start, stop), all of them. The next fetch is likely to begin at `resume` (start ≤ resume ≤ stop) or later."""
+        """Plain bytes [start, stop), all of them. The next fetch is likely to begin at `resume`
+        (start ≤ resume ≤ stop) or later.
+        """
         ...
 
 
 def check_compression(file: FileRef) -> str | None:
-    """The compression that the file's name promises. Raises SourceError where its first bytes say otherwise."""
+    """The compression that the file's name promises. Raises SourceError where its first bytes say
+    otherwise.
+    """
     kind = compression_of(file.path)
     first = read_range(file, 0, min(10, file.num_bytes))
     head = first[:4]
@@ -71,13 +89,23 @@ def check_compression(file: FileRef) -> str | None:
     if kind == "zst" and head in SKIPPABLE:
         found = "zst"
     if kind and found != kind:
-        raise SourceError(at=file.path, problem=f"not {kind} data, in spite of its name: it begins with {head!r}", fix="Rename the file.")
+        raise SourceError(
+            at=file.path,
+            problem=f"not {kind} data, in spite of its name: it begins with {head!r}",
+            fix="Rename the file.",
+        )
     if found and not kind:
         raise SourceError(
-            at=file.path, problem=f"is compressed ({found}), which its name does not say", fix=f"Rename it to end in .{found}."
+            at=file.path,
+            problem=f"is compressed ({found}), which its name does not say",
+            fix=f"Rename it to end in .{found}.",
         )
     if head.startswith((b"PAR1", b"ARROW1"[:4])):
-        raise SourceError(at=file.path, problem=f"not text: it begins with {head!r}", fix="Give the format by type=, or rename the file.")
+        raise SourceError(
+            at=file.path,
+            problem=f"not text: it begins with {head!r}",
+            fix="Give the format by type=, or rename the file.",
+        )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise SourceError(at=file.path, problem="is UTF-16", fix="Convert it to UTF-8.")
     return kind
@@ -92,7 +120,9 @@ def open_stream(file: FileRef, restart: Restart = START) -> ByteStream:
 
 
 def open_bytes(file: FileRef, restarts: Sequence[Restart]) -> Bytes:
-    return PlainBytes(file) if compression_of(file.path) is None else CompressedBytes(file, restarts)
+    return (
+        PlainBytes(file) if compression_of(file.path) is None else CompressedBytes(file, restarts)
+    )
 
 
 class PlainBytes:
@@ -104,7 +134,9 @@ class PlainBytes:
 
 
 class CompressedBytes:
-    """Fetches of one file wait for each other: whoever goes on where another stopped finds its work done."""
+    """Fetches of one file wait for each other: whoever goes on where another stopped finds its work
+    done.
+    """
 
     def __init__(self, file: FileRef, restarts: Sequence[Restart]) -> None:
         self._file = file
@@ -134,7 +166,9 @@ class CompressedBytes:
 
 
 class _Place:
-    """A place in a compressed file: `held` are the plain bytes from `position` on, the stream goes on after them."""
+    """A place in a compressed file: `held` are the plain bytes from `position` on, the stream goes
+    on after them.
+    """
 
     def __init__(self, file: FileRef, restart: Restart) -> None:
         self._file = file
@@ -153,7 +187,11 @@ class _Place:
                 break
             piece = self._stream.read()
             if not piece:
-                raise SourceError(at=self._file.path, problem=f"ends at plain byte {at}, expected {stop}", fix="Make the source again.")
+                raise SourceError(
+                    at=self._file.path,
+                    problem=f"ends at plain byte {at}, expected {stop}",
+                    fix="Make the source again.",
+                )
         data = b"".join(pieces)
         self.position, self.held = resume, data[resume - start :]
         return data if len(data) == stop - start else data[: stop - start]
@@ -207,13 +245,19 @@ class _Decompressed:
         return count
 
     def read(self) -> bytes:
-        """Some plain bytes; empty only at the end. Raises SourceError for damaged or truncated data."""
+        """Some plain bytes; empty only at the end. Raises SourceError for damaged or truncated
+        data.
+        """
         while True:
             if not self._rest and not self._held():
                 self._rest = reading(self._file, lambda: self._input.read(INPUT_BYTES))
                 if not self._rest:
                     if self._engine is not None:
-                        raise SourceError(at=self._file.path, problem=f"truncated {self._kind} data", fix="Copy or write the file again.")
+                        raise SourceError(
+                            at=self._file.path,
+                            problem=f"truncated {self._kind} data",
+                            fix="Copy or write the file again.",
+                        )
                     return b""
             if self._engine is None and not self._begin():
                 continue
@@ -225,7 +269,8 @@ class _Decompressed:
     def _begin(self) -> bool:
         """Starts a member (frame) at the current input; False where only padding stood there."""
         if self._kind == "gz":
-            stripped = self._rest.lstrip(b"\0")  # tapes and block devices pad with zeros; gzip allows it
+            # tapes and block devices pad with zeros; gzip allows it
+            stripped = self._rest.lstrip(b"\0")
             self._packed += len(self._rest) - len(stripped)
             self._rest = stripped
             if not stripped:

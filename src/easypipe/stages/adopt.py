@@ -1,4 +1,6 @@
-"""Tokens that others made, or that were saved and read again, become a token cache: then they are mixed and packed like any others."""
+"""Tokens that others made, or that were saved and read again, become a token cache: then they are
+mixed and packed like any others.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,23 @@ from numpy.typing import NDArray
 from easypipe.core import locks
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, MissingFileError, SourceError, place
-from easypipe.core.protocols import PipelineContext, ProgressEvent, Shard, ShardedDataSource, ShardedSource, scan
-from easypipe.core.schema import ATTENTION_MASK, INPUT_IDS, LABELS, LOSS_MASK, ROW_NUMBER, SEGMENT_IDS, token_dtype
+from easypipe.core.protocols import (
+    PipelineContext,
+    ProgressEvent,
+    Shard,
+    ShardedDataSource,
+    ShardedSource,
+    scan,
+)
+from easypipe.core.schema import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    LABELS,
+    LOSS_MASK,
+    ROW_NUMBER,
+    SEGMENT_IDS,
+    token_dtype,
+)
 from easypipe.loader.stored import decode
 from easypipe.sources.blocks import TokenStamp
 from easypipe.sources.cache import TokenCache, cache_schema
@@ -30,24 +47,40 @@ from easypipe.stages.token_rows import ends_closed, ends_with
 log = logging.getLogger("easypipe")
 
 ADOPT_VERSION = 1
-MASKED_VERSION = 2  # of documents with a loss mask: one that ends with EOS and one token more needs no other EOS
+# of documents with a loss mask: one that ends with EOS and one token more needs no other EOS
+MASKED_VERSION = 2
 
 
 class AdoptedTokens(ShardedDataSource):
-    """Documents of a source with `input_ids` (and `loss_mask`, or unshifted `labels`); rows without tokens are counted, not passed on.
+    """Documents of a source with `input_ids` (and `loss_mask`, or unshifted `labels`); rows without
+    tokens are counted, not passed on.
 
-    Reads nothing until `materialize()`. That raises SourceError naming file and row for a token outside the tokenizer's vocabulary, for
-    padding (`attention_mask` of 0) and for columns of unequal length.
+    Reads nothing until `materialize()`. That raises SourceError naming file and row for a token
+    outside the tokenizer's vocabulary, for padding (`attention_mask` of 0) and for columns of
+    unequal length.
     """
 
-    def __init__(self, name: str, source: ShardedSource, tokens: TokenInfo, context: PipelineContext) -> None:
+    def __init__(
+        self, name: str, source: ShardedSource, tokens: TokenInfo, context: PipelineContext
+    ) -> None:
         self.folder: CacheFolder = context.cache or CacheFolder(context.cache_dir)
         self.name, self.source, self.tokens, self.context = name, source, tokens, context
-        self._columns = [column for column in (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK) if column in source.schema.names]
+        self._columns = [
+            column
+            for column in (INPUT_IDS, LOSS_MASK, LABELS, ATTENTION_MASK)
+            if column in source.schema.names
+        ]
         self.has_mask = LOSS_MASK in self._columns or LABELS in self._columns
         self.schema = cache_schema(tokens.vocab_size, loss_mask=self.has_mask)
         version = MASKED_VERSION if self.has_mask else ADOPT_VERSION
-        self._key = digest("adopt", version, FORMAT, tokens.tokenizer_fingerprint, tokens.vocab_size, tokens.eos_token_id)
+        self._key = digest(
+            "adopt",
+            version,
+            FORMAT,
+            tokens.tokenizer_fingerprint,
+            tokens.vocab_size,
+            tokens.eos_token_id,
+        )
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -98,7 +131,9 @@ class AdoptedTokens(ShardedDataSource):
             parts.append(part)
             rejects.update(refused)
             rows += piece.stop - piece.start
-            self.context.progress(ProgressEvent(stage="adopt", dataset=self.name, done=rows, total=total, unit="rows"))
+            self.context.progress(
+                ProgressEvent(stage="adopt", dataset=self.name, done=rows, total=total, unit="rows")
+            )
         self.folder.commit_manifest(self._manifest(key, parts, rejects))
         return TokenCache(self.folder.manifest(key), dataset=self.name, folder=self.folder)
 
@@ -125,11 +160,17 @@ class AdoptedTokens(ShardedDataSource):
         return part, refused
 
     def _read(self, shard: int, start: int, stop: int) -> tuple[pa.RecordBatch, Counter[str], str]:
-        """Rows as the cache stores them, how many were left out by reason, and the digest of what is stored."""
+        """Rows as the cache stores them, how many were left out by reason, and the digest of what
+        is stored.
+        """
         name = self.source.shards[shard].name
         batch, rejects = scan(self.source, shard, start, stop)
         numbered = ROW_NUMBER in batch.schema.names
-        rows = batch.column(ROW_NUMBER).to_numpy() if numbered else np.arange(start, start + batch.num_rows, dtype=np.int64)
+        rows = (
+            batch.column(ROW_NUMBER).to_numpy()
+            if numbered
+            else np.arange(start, start + batch.num_rows, dtype=np.int64)
+        )
         block = decode(batch, self._columns, name, start)
         ids, offsets = block.columns[INPUT_IDS], block.offsets
         self._check(ids, offsets, block.columns.get(SEGMENT_IDS), rows, name)
@@ -138,12 +179,17 @@ class AdoptedTokens(ShardedDataSource):
         for reject in rejects:
             refused[reject.reason] += reject.count
         refused["empty"] += int((~full).sum())
-        offsets, rows = np.concatenate([[0], offsets[1:][full]]).astype(np.int64), rows[full]  # an empty row moves no offset
+        # an empty row moves no offset
+        offsets, rows = np.concatenate([[0], offsets[1:][full]]).astype(np.int64), rows[full]
         eos = self.tokens.eos_token_id
         stored = ids.astype(token_dtype(self.tokens.vocab_size))
         ends = (ends_closed if self.has_mask else ends_with)(stored, offsets, eos)
         hasher = xxhash.xxh3_128()
-        arrays = [pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(stored)), pa.array(ends), pa.array(rows, pa.int64())]
+        arrays = [
+            pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(stored)),
+            pa.array(ends),
+            pa.array(rows, pa.int64()),
+        ]
         for values in (offsets, stored, ends, rows):
             hasher.update(values.tobytes())
         if self.has_mask:
@@ -153,7 +199,12 @@ class AdoptedTokens(ShardedDataSource):
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema), +refused, hasher.hexdigest()
 
     def _check(
-        self, ids: NDArray[np.int32], offsets: NDArray[np.int64], attended: NDArray[np.int32] | None, rows: NDArray[np.int64], name: str
+        self,
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        attended: NDArray[np.int32] | None,
+        rows: NDArray[np.int64],
+        name: str,
     ) -> None:
         wrong = np.flatnonzero((ids < 0) | (ids >= self.tokens.vocab_size))
         if wrong.size:
@@ -173,7 +224,13 @@ class AdoptedTokens(ShardedDataSource):
     def _manifest(self, key: str, parts: Sequence[Part], rejects: Counter[str]) -> Manifest:
         info, shards = self.tokens, self.source.shards
         docs, tokens = sum(part.docs for part in parts), sum(part.tokens for part in parts)
-        counts = Counts(rows=docs + sum(rejects.values()), docs=docs, rejects=dict(sorted(rejects.items())), encoded=tokens, tokens=tokens)
+        counts = Counts(
+            rows=docs + sum(rejects.values()),
+            docs=docs,
+            rejects=dict(sorted(rejects.items())),
+            encoded=tokens,
+            tokens=tokens,
+        )
         return Manifest(
             dataset=self.name,
             key=key,
@@ -189,7 +246,11 @@ class AdoptedTokens(ShardedDataSource):
             shard_rows=tuple(shard.num_rows or 0 for shard in shards),
             parts=tuple(parts),
             counts=counts,
-            fingerprint=digest("tokens", info.tokenizer_fingerprint, [[p.shard, p.start, p.stop, p.content] for p in parts]),
+            fingerprint=digest(
+                "tokens",
+                info.tokenizer_fingerprint,
+                [[p.shard, p.start, p.stop, p.content] for p in parts],
+            ),
             loss_mask=self.has_mask,
         )
 

@@ -1,4 +1,6 @@
-"""The ledger of a pipeline, put together from what the token caches recorded and what the plan says; and what saving asks of a source."""
+"""The ledger of a pipeline, put together from what the token caches recorded and what the plan
+says; and what saving asks of a source.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from easypipe.stages.pack import PackedShardedSource
 from easypipe.stages.tokenize import TokenizedShardedSource
 from easypipe.stages.tokens import is_documents, is_paired
 
-WITHOUT_PROMPT = "without their prompt"  # targets of pieces that go on with a conversation or completion of another row
+# targets of pieces that go on with a conversation or completion of another row
+WITHOUT_PROMPT = "without their prompt"
 
 
 def is_endless(source: ShardedSource) -> bool:
@@ -29,7 +32,11 @@ def rows_of(source: ShardedSource) -> ShardedSource:
     """What is written of a source: token documents from their cache, everything else as it is."""
     if is_paired(source) or (isinstance(source, MixedShardedSource) and source.mixture.paired):
         fix = "Call pack() before save(), or load them without."
-        raise ConfigError(at="save", problem="pairs of answers have no columns of their own until they are packed", fix=fix)
+        raise ConfigError(
+            at="save",
+            problem="pairs of answers have no columns of their own until they are packed",
+            fix=fix,
+        )
     if not is_documents(source):
         return source
     if isinstance(source, TokenizedShardedSource) and source.keep:
@@ -38,7 +45,9 @@ def rows_of(source: ShardedSource) -> ShardedSource:
 
 
 def ledger_of(name: str, source: ShardedSource) -> Ledger:
-    """Every balance of what led to one epoch of `source`, called `name`. Raises LedgerError where one does not close."""
+    """Every balance of what led to one epoch of `source`, called `name`. Raises LedgerError where
+    one does not close.
+    """
     ledger = Ledger()
     if is_documents(source):
         ledger.extend(source.materialize().ledger)
@@ -51,8 +60,12 @@ def ledger_of(name: str, source: ShardedSource) -> Ledger:
     return ledger
 
 
-def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | PackedShardedSource) -> None:
-    """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots → tokens and padding."""
+def _plan_entries(
+    ledger: Ledger, whole: str, source: MixedShardedSource | PackedShardedSource
+) -> None:
+    """documents of all passes → drawn → placed; tokens drawn, EOS added → placed → targets; slots →
+    tokens and padding.
+    """
     mixture, packed = source.mixture, isinstance(source, PackedShardedSource)
     plan = source.plan() if isinstance(source, PackedShardedSource) else mixture.plan(None)
     tally = plan.tally()
@@ -61,20 +74,39 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
     first = stream_start(plan) if joined else -1  # the one dataset whose first token is no target
     # the one number that lengths do not tell
     hold = isinstance(source, PackedShardedSource) and source.rows().hold
-    trained = count_targets(plan, mixture.caches, tally.rows, joined=joined, hold=hold) if mixture.has_loss_mask else None
+    trained = (
+        count_targets(plan, mixture.caches, tally.rows, joined=joined, hold=hold)
+        if mixture.has_loss_mask
+        else None
+    )
     for i, (name, part) in enumerate(tally.datasets.items()):
         drawn = {"drawn": part.draws, "unreached": part.unreached}
-        ledger.add("mix", name, "documents", into={"passes x documents": part.passes * part.num_docs}, out=drawn)
+        ledger.add(
+            "mix",
+            name,
+            "documents",
+            into={"passes x documents": part.passes * part.num_docs},
+            out=drawn,
+        )
         ledger.facts[f"mix.{name}.epochs"] = part.epochs
         ledger.add(
             stage,
             name,
             "documents",
             into={"drawn": part.draws},
-            out={"placed": part.docs_placed, "pending": part.docs_pending, "dropped": part.docs_dropped, "empty": part.docs_empty},
+            out={
+                "placed": part.docs_placed,
+                "pending": part.docs_pending,
+                "dropped": part.docs_dropped,
+                "empty": part.docs_empty,
+            },
         )
         added = _eos_added(mixture, i, part) if packed else 0
-        into = {"drawn, with EOS": part.tokens_drawn} if added is None else {"drawn": part.tokens_drawn - added, "EOS": added}
+        into = (
+            {"drawn, with EOS": part.tokens_drawn}
+            if added is None
+            else {"drawn": part.tokens_drawn - added, "EOS": added}
+        )
         ledger.add(
             stage,
             name,
@@ -92,8 +124,16 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
         out = {"targets": labels}
         if trained is not None:
             targets, held = trained[:, i].tolist()
-            out = {"targets": targets, "masked": labels - targets - held} | ({WITHOUT_PROMPT: held} if held else {})
-        ledger.add("labels", name, "tokens", into={"placed": part.tokens_placed}, out={**out, "segment starts": starts})
+            out = {"targets": targets, "masked": labels - targets - held} | (
+                {WITHOUT_PROMPT: held} if held else {}
+            )
+        ledger.add(
+            "labels",
+            name,
+            "tokens",
+            into={"placed": part.tokens_placed},
+            out={**out, "segment starts": starts},
+        )
     if packed:
         slots = {"tokens": tally.slots - tally.padding, "padding": tally.padding}
         ledger.add("pack", whole, "slots", into={"slots": tally.slots}, out=slots)
@@ -101,7 +141,9 @@ def _plan_entries(ledger: Ledger, whole: str, source: MixedShardedSource | Packe
 
 
 def _eos_added(mixture: Mixture, i: int, part: DatasetTally) -> int | None:
-    """EOS tokens that the plan added to what was drawn; None where only a part of a dataset was drawn that has some of its own."""
+    """EOS tokens that the plan added to what was drawn; None where only a part of a dataset was
+    drawn that has some of its own.
+    """
     lacking = mixture.without_eos[i]
     if lacking in (0, part.num_docs):
         return part.draws if lacking else 0
@@ -109,7 +151,9 @@ def _eos_added(mixture: Mixture, i: int, part: DatasetTally) -> int | None:
 
 
 class CachedTokens(ShardedDataSource):
-    """The documents of a token cache as they are saved, a shard for each of its files: `input_ids`, and `loss_mask` where there is one."""
+    """The documents of a token cache as they are saved, a shard for each of its files: `input_ids`,
+    and `loss_mask` where there is one.
+    """
 
     def __init__(self, cache: TokenCache) -> None:
         self._cache = cache
@@ -117,8 +161,15 @@ class CachedTokens(ShardedDataSource):
         self._names = [name for name in (INPUT_IDS, LOSS_MASK) if name in cache.schema.names]
         self.schema = pa.schema([cache.schema.field(name) for name in self._names])
         self.fingerprint = cache.fingerprint
-        self.shards = tuple(Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes) for part in self._parts)
+        self.shards = tuple(
+            Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes)
+            for part in self._parts
+        )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         part = self._parts[shard]
-        return self._cache.read(part.shard, part.start, part.stop).slice(start, stop - start).select(self._names)
+        return (
+            self._cache.read(part.shard, part.start, part.stop)
+            .slice(start, stop - start)
+            .select(self._names)
+        )

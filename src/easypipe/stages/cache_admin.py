@@ -1,10 +1,12 @@
 """What lies in a cache folder, and removing it: by manifest, with whatever no other manifest needs.
 
 in use    an open reader holds the lock of its manifest (core/locks.py); such a dataset is never removed
-leftovers records, tokens and plans that no manifest names: of preparations that did not finish, or of files that changed since
+leftovers records, tokens and plans that no manifest names: of preparations that did not finish, or
+of files that changed since
 
-No lock reaches from machine to machine, so of a folder in a bucket nobody knows who reads it (in_use is False), and leftovers that are
-younger than YOUNG_S stay: they may be of a preparation that is under way.
+No lock reaches from machine to machine, so of a folder in a bucket nobody knows who reads it
+(in_use is False), and leftovers that are younger than YOUNG_S stay: they may be of a preparation
+that is under way.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ QUARANTINE = ".quarantine.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class CachedDataset:
-    """One manifest; None where it cannot be read. path: a URL in a bucket. num_bytes: of its token files, which others may share. age_s:
-    since it was prepared."""
+    """One manifest; None where it cannot be read. path: a URL in a bucket. num_bytes: of its token
+    files, which others may share. age_s: since it was prepared."""
 
     path: Path | str
     dataset: str
@@ -63,7 +65,9 @@ class CacheListing:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """removed, kept: names of datasets; kept are those that an open reader uses. num_bytes, files: that were removed, or would be."""
+    """removed, kept: names of datasets; kept are those that an open reader uses. num_bytes, files:
+    that were removed, or would be.
+    """
 
     removed: tuple[str, ...]
     kept: tuple[str, ...]
@@ -77,20 +81,33 @@ def list_cache(cache_dir: Path | CacheFolder) -> CacheListing:
     files = files_below(folder.at(), folder.options)
     datasets = _datasets(folder, files)
     leftover = _unnamed(folder, files, datasets)
-    return CacheListing(path=folder.at(), datasets=datasets, num_bytes=_bytes(files, files), leftover_bytes=_bytes(files, leftover))
+    return CacheListing(
+        path=folder.at(),
+        datasets=datasets,
+        num_bytes=_bytes(files, files),
+        leftover_bytes=_bytes(files, leftover),
+    )
 
 
 def clear_cache(
-    cache_dir: Path | CacheFolder, *, older_than_days: float | None = None, datasets: Sequence[str] | None = None, dry_run: bool = False
+    cache_dir: Path | CacheFolder,
+    *,
+    older_than_days: float | None = None,
+    datasets: Sequence[str] | None = None,
+    dry_run: bool = False,
 ) -> Cleared:
-    """Removes the datasets that were prepared more than `older_than_days` ago and are called one of `datasets`; None asks for all.
+    """Removes the datasets that were prepared more than `older_than_days` ago and are called one of
+    `datasets`; None asks for all.
 
-    With them goes what no remaining dataset needs; where nothing limits the choice, leftovers, plans and indexes go too. What a reader of
-    this machine has open stays. Raises ConfigError for a name that is not there, CacheError where somebody prepares in this folder.
+    With them goes what no remaining dataset needs; where nothing limits the choice, leftovers,
+    plans and indexes go too. What a reader of this machine has open stays. Raises ConfigError for a
+    name that is not there, CacheError where somebody prepares in this folder.
     """
     folder = folder_of(cache_dir)
     if older_than_days is not None and older_than_days < 0:
-        raise ConfigError(at="--older-than", problem=f"{older_than_days} days are no age", fix="Give 0 or more.")
+        raise ConfigError(
+            at="--older-than", problem=f"{older_than_days} days are no age", fix="Give 0 or more."
+        )
     if not folder.remote and not folder.local.is_dir():
         return Cleared(removed=(), kept=(), files=0, num_bytes=0)
     with _alone(folder):
@@ -100,9 +117,16 @@ def clear_cache(
             if name not in {one.dataset for one in known}:
                 names = sorted({one.dataset for one in known})
                 problem = f"no dataset {name!r} in {folder.at()}"
-                raise ConfigError(at="--dataset", problem=problem, have=names, fix=did_you_mean(name, names))
+                raise ConfigError(
+                    at="--dataset", problem=problem, have=names, fix=did_you_mean(name, names)
+                )
         least = None if older_than_days is None else older_than_days * 86_400
-        chosen = [one for one in known if (least is None or one.age_s >= least) and (datasets is None or one.dataset in datasets)]
+        chosen = [
+            one
+            for one in known
+            if (least is None or one.age_s >= least)
+            and (datasets is None or one.dataset in datasets)
+        ]
         with contextlib.ExitStack() as held:
             going = [one for one in chosen if _hold(folder, one.key, held)]
             staying = [one for one in known if one not in going]
@@ -111,16 +135,27 @@ def clear_cache(
             if not dry_run:
                 _remove(folder, names, [one.key for one in going])
     kept = tuple(one.dataset for one in chosen if one not in going)
-    return Cleared(removed=tuple(one.dataset for one in going), kept=kept, files=len(names), num_bytes=_bytes(files, names))
+    return Cleared(
+        removed=tuple(one.dataset for one in going),
+        kept=kept,
+        files=len(names),
+        num_bytes=_bytes(files, names),
+    )
 
 
 def _alone(folder: CacheFolder) -> contextlib.AbstractContextManager[Any]:
-    """Raises CacheError where a process of this machine prepares there; in a bucket nobody can tell."""
+    """Raises CacheError where a process of this machine prepares there; in a bucket nobody can
+    tell.
+    """
     if folder.remote:
         return contextlib.nullcontext()
     held = locks.try_hold(locks.work_lock(folder.local), exclusive=True)
     if held is None:
-        raise CacheError(at=str(folder.local), problem="a process prepares data in it right now", fix="Clear it when that has ended.")
+        raise CacheError(
+            at=str(folder.local),
+            problem="a process prepares data in it right now",
+            fix="Clear it when that has ended.",
+        )
     return held
 
 
@@ -138,7 +173,9 @@ def _remove(folder: CacheFolder, names: Sequence[str], keys: Sequence[str]) -> N
     """Manifests come first: what they name is then no longer promised."""
     first = [name for name in names if name.startswith("manifests/")]
     for some in (first, [name for name in names if name not in set(first)]):
-        _each(folder, lambda name: storage.remove(folder.at(*name.split("/")), folder.options), some)
+        _each(
+            folder, lambda name: storage.remove(folder.at(*name.split("/")), folder.options), some
+        )
     if not folder.remote:
         for key in keys:
             locks.remove(locks.reader_lock(folder.local, key))
@@ -147,7 +184,11 @@ def _remove(folder: CacheFolder, names: Sequence[str], keys: Sequence[str]) -> N
 
 
 def _datasets(folder: CacheFolder, files: Mapping[str, Found]) -> tuple[CachedDataset, ...]:
-    names = [name for name in files if name.startswith("manifests/") and name.endswith(".json") and not _temporary(name)]
+    names = [
+        name
+        for name in files
+        if name.startswith("manifests/") and name.endswith(".json") and not _temporary(name)
+    ]
     return tuple(_each(folder, lambda name: _describe(folder, name, files[name]), names))
 
 
@@ -183,17 +224,31 @@ def _in_use(folder: CacheFolder, key: str) -> bool:
 
 
 def _going(
-    folder: CacheFolder, files: Mapping[str, Found], going: Sequence[CachedDataset], staying: Sequence[CachedDataset], *, everything: bool
+    folder: CacheFolder,
+    files: Mapping[str, Found],
+    going: Sequence[CachedDataset],
+    staying: Sequence[CachedDataset],
+    *,
+    everything: bool,
 ) -> list[str]:
     """Files to remove, manifests first."""
     tokens = _token_files(going) - _token_files(staying)
-    if any(one.manifest is None for one in staying):  # nobody knows what it names, so no leftover is surely one
+    # nobody knows what it names, so no leftover is surely one
+    if any(one.manifest is None for one in staying):
         everything = False
-    named = [f"manifests/{one.key}{end}" for one in going for end in (".json", QUARANTINE)] + [f"{CONFIGS}/{one.key}.json" for one in going]
+    named = [f"manifests/{one.key}{end}" for one in going for end in (".json", QUARANTINE)] + [
+        f"{CONFIGS}/{one.key}.json" for one in going
+    ]
     if everything:
-        rest = [name for name in _unnamed(folder, files, staying) if not _young(folder, files[name]) or _of(name, tokens)]
+        rest = [
+            name
+            for name in _unnamed(folder, files, staying)
+            if not _young(folder, files[name]) or _of(name, tokens)
+        ]
         if not staying:
-            rest += [name for name in files if name.startswith(("plans/", "indexes/", f"{CONFIGS}/"))]
+            rest += [
+                name for name in files if name.startswith(("plans/", "indexes/", f"{CONFIGS}/"))
+            ]
     else:
         rest = [f"tokens/{file}" for file in sorted(tokens)]
     if tokens:
@@ -209,23 +264,51 @@ def _young(folder: CacheFolder, found: Found) -> bool:
     return folder.remote and time.time() - found.modified < YOUNG_S
 
 
-def _unnamed(folder: CacheFolder, files: Mapping[str, Found], datasets: Sequence[CachedDataset]) -> list[str]:
-    """Token files that no manifest names and the records of such, and quarantine files without a manifest."""
+def _unnamed(
+    folder: CacheFolder, files: Mapping[str, Found], datasets: Sequence[CachedDataset]
+) -> list[str]:
+    """Token files that no manifest names and the records of such, and quarantine files without a
+    manifest.
+    """
     needed, keys = _token_files(datasets), {one.key for one in datasets}
-    found = [name for name, file in _records(folder, files) if (file not in needed if file else not datasets)]
+    found = [
+        name
+        for name, file in _records(folder, files)
+        if (file not in needed if file else not datasets)
+    ]
     for name in files:
         top, _, rest = name.partition("/")
-        tokens = top == "tokens" and name.endswith(".arrow") and not _temporary(name) and rest not in needed
-        quarantine = top == "manifests" and name.endswith(QUARANTINE) and rest.removesuffix(QUARANTINE) not in keys
+        tokens = (
+            top == "tokens"
+            and name.endswith(".arrow")
+            and not _temporary(name)
+            and rest not in needed
+        )
+        quarantine = (
+            top == "manifests"
+            and name.endswith(QUARANTINE)
+            and rest.removesuffix(QUARANTINE) not in keys
+        )
         found += [name] if tokens or quarantine else []
     return found
 
 
 def _records(folder: CacheFolder, files: Mapping[str, Found]) -> list[tuple[str, str | None]]:
-    """(name, token file) of every range; "" where the range has no documents, None where the record cannot be read."""
-    names = [name for name in files if name.startswith("ranges/") and name.endswith(".json") and not _temporary(name)]
-    records = _each(folder, lambda name: read_record(folder.at(*name.split("/")), folder.options), names)
-    return [(name, None if record is None else record.file) for name, record in zip(names, records, strict=True)]
+    """(name, token file) of every range; "" where the range has no documents, None where the record
+    cannot be read.
+    """
+    names = [
+        name
+        for name in files
+        if name.startswith("ranges/") and name.endswith(".json") and not _temporary(name)
+    ]
+    records = _each(
+        folder, lambda name: read_record(folder.at(*name.split("/")), folder.options), names
+    )
+    return [
+        (name, None if record is None else record.file)
+        for name, record in zip(names, records, strict=True)
+    ]
 
 
 def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
@@ -237,7 +320,13 @@ def _each(folder: CacheFolder, work: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _token_files(datasets: Sequence[CachedDataset]) -> set[str]:
-    return {part.file for one in datasets if one.manifest is not None for part in one.manifest.parts if part.file}
+    return {
+        part.file
+        for one in datasets
+        if one.manifest is not None
+        for part in one.manifest.parts
+        if part.file
+    }
 
 
 def _temporary(name: str) -> bool:

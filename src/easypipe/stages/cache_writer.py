@@ -1,7 +1,9 @@
-"""Filling the token cache: ranges of rows are read, tokenized and committed by threads; the manifest is written last.
+"""Filling the token cache: ranges of rows are read, tokenized and committed by threads; the
+manifest is written last.
 
-Whatever was committed is used again: a range whose file did not change is not read, one whose text did not change is not tokenized.
-A process that is killed leaves committed ranges behind, and the next one goes on from there. Layout: sources/manifest.py.
+Whatever was committed is used again: a range whose file did not change is not read, one whose text
+did not change is not tokenized. A process that is killed leaves committed ranges behind, and the
+next one goes on from there. Layout: sources/manifest.py.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from xxhash import xxh3_128_hexdigest
 from easypipe.core import locks, storage
 from easypipe.core.config import digest
 from easypipe.core.errors import CacheError, ConfigError, MissingFileError, StorageError
-from easypipe.core.protocols import ProgressEvent, ProgressListener, Reject, ShardedSource, counted, silent
+from easypipe.core.protocols import (
+    ProgressEvent,
+    ProgressListener,
+    Reject,
+    ShardedSource,
+    counted,
+    silent,
+)
 from easypipe.sources.base import innermost
 from easypipe.sources.blocks import TokenStamp, block_sums
 from easypipe.sources.cache import TokenCache
@@ -50,13 +59,18 @@ UPLOADS = 8  # ... or are on their way to a bucket
 
 
 class Options(TypedDict, total=False):
-    """What `prepare` and its kin take beside source, tokenizer and progress. dataset and cache_dir are required.
+    """What `prepare` and its kin take beside source, tokenizer and progress. dataset and cache_dir
+    are required.
 
-    cache_dir: a folder of this machine, or a CacheFolder. form: what the rows are; None: text in the column `content_field`.
-    on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and count it by reason, or write it to a
-        file beside the manifest as well. max_bad_rows: stop at the first bad row after so many, counted in the order of the shards.
+    cache_dir: a folder of this machine, or a CacheFolder. form: what the rows are; None: text in
+    the column `content_field`.
+    on_error: at a bad row (null, empty, no string, refused by the source) stop, or leave it out and
+    count it by reason, or write it to a
+        file beside the manifest as well. max_bad_rows: stop at the first bad row after so many,
+        counted in the order of the shards.
     ranges_of: `ranges.ranges_of`, or something that remembers what it gave.
-    num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size: texts encoded at a time; 1,000.
+    num_workers: ranges in work at a time, each held in memory; None takes one per core. batch_size:
+    texts encoded at a time; 1,000.
     """
 
     dataset: Required[str]
@@ -70,26 +84,42 @@ class Options(TypedDict, total=False):
     batch_size: int
 
 
-def prepare(source: ShardedSource, tokenizer: Tokenizer, *, progress: ProgressListener = silent, **options: Unpack[Options]) -> TokenCache:
+def prepare(
+    source: ShardedSource,
+    tokenizer: Tokenizer,
+    *,
+    progress: ProgressListener = silent,
+    **options: Unpack[Options],
+) -> TokenCache:
     """The token cache of a source: opened where it stands, finished where it was begun.
 
-    Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each names file and row where one is to blame.
+    Raises SourceError (missing column, bad row), BudgetError, TokenizerError, StorageError; each
+    names file and row where one is to blame.
     """
     job = _Job.of(source, tokenizer, **options)
     opened = _open(job)
     if opened is not None:
-        logger.info("dataset %s: token cache %s is complete, nothing is tokenized", job.dataset, job.key)
+        logger.info(
+            "dataset %s: token cache %s is complete, nothing is tokenized", job.dataset, job.key
+        )
         return opened
     with locks.preparing(job.folder.local, job.key, job.dataset) as waited:
         return (_open(job) if waited else None) or _fill(job, progress)
 
 
 def prepare_part(
-    source: ShardedSource, tokenizer: Tokenizer, *, part: Sequence[int], progress: ProgressListener = silent, **options: Unpack[Options]
+    source: ShardedSource,
+    tokenizer: Tokenizer,
+    *,
+    part: Sequence[int],
+    progress: ProgressListener = silent,
+    **options: Unpack[Options],
 ) -> int:
-    """Tokenizes and commits the ranges whose numbers `part` lists and writes no manifest: `prepare` finds them done, on any machine.
+    """Tokenizes and commits the ranges whose numbers `part` lists and writes no manifest: `prepare`
+    finds them done, on any machine.
 
-    Errors as `prepare`; bad rows are charged to the budget by `prepare`, in their order. Returns how many rows were gone through.
+    Errors as `prepare`; bad rows are charged to the budget by `prepare`, in their order. Returns
+    how many rows were gone through.
     """
     job = _Job.of(source, tokenizer, **options)
     mine = [job.ranges[number] for number in part]
@@ -98,16 +128,26 @@ def prepare_part(
     with locks.working(job.folder.local), contextlib.closing(_run(job, mine)) as records:
         for piece, record in zip(mine, records, strict=True):
             totals.add(piece, record)
-            progress(ProgressEvent(stage="tokenize", dataset=job.dataset, done=totals.rows, total=rows, unit="rows"))
+            progress(
+                ProgressEvent(
+                    stage="tokenize", dataset=job.dataset, done=totals.rows, total=rows, unit="rows"
+                )
+            )
     return rows
 
 
-def pending(source: ShardedSource, tokenizer: Tokenizer, **options: Unpack[Options]) -> tuple[list[int], int]:
-    """(numbers of the ranges that nobody has committed, how many ranges there are); none once the manifest stands. Reads no text."""
+def pending(
+    source: ShardedSource, tokenizer: Tokenizer, **options: Unpack[Options]
+) -> tuple[list[int], int]:
+    """(numbers of the ranges that nobody has committed, how many ranges there are); none once the
+    manifest stands. Reads no text.
+    """
     job = _Job.of(source, tokenizer, **options)
     if storage.exists(job.manifest, job.folder.options):
         return [], len(job.ranges)
-    return [number for number, piece in enumerate(job.ranges) if job.record(piece) is None], len(job.ranges)
+    return [number for number, piece in enumerate(job.ranges) if job.record(piece) is None], len(
+        job.ranges
+    )
 
 
 def manifest_key(ranges: Sequence[Range], on_error: OnError, max_bad_rows: int | None) -> str:
@@ -117,7 +157,13 @@ def manifest_key(ranges: Sequence[Range], on_error: OnError, max_bad_rows: int |
 
 def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
     """Whatever is missing of the ranges, then the manifest."""
-    source, tokenizer, dataset, form, ranges = job.source, job.tokenizer, job.dataset, job.form, job.ranges
+    source, tokenizer, dataset, form, ranges = (
+        job.source,
+        job.tokenizer,
+        job.dataset,
+        job.form,
+        job.ranges,
+    )
     storage.sweep(job.folder.local)
     started = time.perf_counter()
     totals = Totals(dataset, form.label, job.on_error, job.max_bad_rows)
@@ -126,9 +172,20 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
         for piece, record in zip(ranges, records, strict=True):
             totals.add(piece, record)
             done = totals.rows
-            progress(ProgressEvent(stage="tokenize", dataset=dataset, done=done, total=rows, unit="rows", num_bytes=totals.text_bytes))
+            progress(
+                ProgressEvent(
+                    stage="tokenize",
+                    dataset=dataset,
+                    done=done,
+                    total=rows,
+                    unit="rows",
+                    num_bytes=totals.text_bytes,
+                )
+            )
     totals.require_documents()
-    quarantine, checksum = _write_quarantine(job) if job.on_error == "quarantine" and totals.bad else ("", "")
+    quarantine, checksum = (
+        _write_quarantine(job) if job.on_error == "quarantine" and totals.bad else ("", "")
+    )
     seconds = time.perf_counter() - started
     manifest = Manifest(
         dataset=dataset,
@@ -139,7 +196,11 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
         shard_rows=tuple(shard.num_rows or 0 for shard in source.shards),
         parts=tuple(totals.parts),
         counts=totals.counts(),
-        fingerprint=digest("tokens", tokenizer.fingerprint, [[p.shard, p.start, p.stop, p.content] for p in totals.parts]),
+        fingerprint=digest(
+            "tokens",
+            tokenizer.fingerprint,
+            [[p.shard, p.start, p.stop, p.content] for p in totals.parts],
+        ),
         loss_mask=form.masked,
         pairs=form.pairs,
         quarantine=quarantine,
@@ -147,11 +208,26 @@ def _fill(job: _Job, progress: ProgressListener) -> TokenCache:
         facts={
             "seconds": round(seconds, 3),
             "text_bytes": totals.text_bytes,
-            # of all of it; where some was done before, or elsewhere, these seconds say nothing about it
-            **({} if job.done["ranges_reused"] else {"megabytes_per_second": round(totals.text_bytes / 1e6 / max(seconds, 1e-9), 1)}),
+            # of all of it; where some was done before, or elsewhere, these seconds say nothing
+            # about it
+            **(
+                {}
+                if job.done["ranges_reused"]
+                else {
+                    "megabytes_per_second": round(totals.text_bytes / 1e6 / max(seconds, 1e-9), 1)
+                }
+            ),
             "encoder": ", ".join(sorted(totals.encoders)),
             **({"files_cut": cut} if (cut := getattr(innermost(source), "files_cut", 0)) else {}),
-            **{name: job.done[name] for name in ("ranges_reused", "ranges_found_by_content", "ranges_written", "documents_encoded")},
+            **{
+                name: job.done[name]
+                for name in (
+                    "ranges_reused",
+                    "ranges_found_by_content",
+                    "ranges_written",
+                    "documents_encoded",
+                )
+            },
         },
     )
     manifest.counts.ledger(dataset, {}).check()
@@ -191,7 +267,11 @@ class _Job:
         """Cuts the source into ranges. Raises ConfigError, SourceError; reads no text."""
         on_error, budget = options.get("on_error", "error"), options.get("max_bad_rows")
         if budget is not None and on_error == "error":
-            raise ConfigError(at="max_bad_rows", problem="has no effect while on_error is 'error'", fix="Set on_error to 'skip'.")
+            raise ConfigError(
+                at="max_bad_rows",
+                problem="has no effect while on_error is 'error'",
+                fix="Set on_error to 'skip'.",
+            )
         form = options.get("form") or TextForm(options.get("content_field", "text"))
         form.require(source, options["dataset"])
         workers = options.get("num_workers") or _cores()
@@ -232,12 +312,16 @@ class _Job:
 
 
 def _open(job: _Job) -> TokenCache | None:
-    """None where the cache was never finished, or a file of it is gone or damaged: then it is made good."""
+    """None where the cache was never finished, or a file of it is gone or damaged: then it is made
+    good.
+    """
     try:
         cache = TokenCache(job.manifest, dataset=job.dataset, folder=job.folder)
         if job.folder.holds_quarantine(cache.manifest):
             return cache
-        logger.warning("dataset %s: %s is gone or damaged, and is written again", job.dataset, cache.quarantine)
+        logger.warning(
+            "dataset %s: %s is gone or damaged, and is written again", job.dataset, cache.quarantine
+        )
         return None
     except MissingFileError:
         return None
@@ -247,17 +331,23 @@ def _open(job: _Job) -> TokenCache | None:
 
 
 def _run(job: _Job, ranges: Sequence[Range]) -> Generator[Record]:
-    """Records in the order of `ranges`, whatever order they are finished in; a bounded number is under way.
+    """Records in the order of `ranges`, whatever order they are finished in; a bounded number is
+    under way.
 
     A few threads more than work at a time: committing is waiting for the disk or the store.
     """
     under_way: deque[Future[Record]] = collections.deque()
     waiting = iter(ranges)
     threads = job.workers + (UPLOADS if job.folder.remote else SYNCS)
-    pool = ThreadPoolExecutor(max(1, min(threads, len(ranges))), thread_name_prefix="easypipe-tokenize")
+    pool = ThreadPoolExecutor(
+        max(1, min(threads, len(ranges))), thread_name_prefix="easypipe-tokenize"
+    )
     try:
         for _ in ranges:
-            while len(under_way) < max(2 * job.workers, threads) and (following := next(waiting, None)) is not None:
+            while (
+                len(under_way) < max(2 * job.workers, threads)
+                and (following := next(waiting, None)) is not None
+            ):
                 under_way.append(pool.submit(_process, job, following))
             yield under_way.popleft().result()
     finally:
@@ -279,7 +369,9 @@ def _process(job: _Job, piece: Range) -> Record:
         write_record(job.record_path(piece), record, job.folder.options)
         return record
     except Exception as error:
-        error.add_note(f"while tokenizing dataset {job.dataset!r}, {name}, rows {piece.start}:{piece.stop}")
+        error.add_note(
+            f"while tokenizing dataset {job.dataset!r}, {name}, rows {piece.start}:{piece.stop}"
+        )
         raise
 
 
@@ -292,7 +384,9 @@ def _finished(job: _Job, piece: Range) -> Record | None:
 
 
 def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
-    """The fast backend is used on this dataset only once it agreed with the reference on some of it."""
+    """The fast backend is used on this dataset only once it agreed with the reference on some of
+    it.
+    """
     with job.proving:
         if "proved" in job.done:
             return
@@ -303,7 +397,9 @@ def _prove(job: _Job, texts: pa.LargeStringArray) -> None:
 
 
 def _stored(job: _Job, piece: Range, name: str) -> Record:
-    """The record of a range, with its token file in place: written now, or found under the name that its content gives it."""
+    """The record of a range, with its token file in place: written now, or found under the name
+    that its content gives it.
+    """
     with job.at_work:
         texts = job.form.read(job.source, piece.shard, piece.start, piece.stop)
         text, text_bytes, rejects = texts.content_hash(), texts.num_bytes, list(texts.rejects)
@@ -312,7 +408,9 @@ def _stored(job: _Job, piece: Range, name: str) -> Record:
         (stats, stamp), documents = _found(job.folder, file), None
         if stats is None:
             _prove(job, texts.texts)
-            documents = job.form.encode(texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text)
+            documents = job.form.encode(
+                texts, job.tokenizer, batch_size=job.batch_size, at=name, audit_key=text
+            )
             job.count(documents_encoded=len(texts.texts), ranges_written=1)
             stats = _stats(documents, str(job.tokenizer.backend.name))
         del texts  # they are larger than their tokens
@@ -367,16 +465,26 @@ def _found(folder: CacheFolder, file: str) -> tuple[dict[str, Any] | None, Token
         logger.warning("%s: written again, it is damaged: %s", folder.tokens(file), error)
         return nothing
     if documents_hash(batch) != stats["content"]:
-        logger.warning("%s: written again, it is damaged: its tokens have another hash than was committed", folder.tokens(file))
+        logger.warning(
+            "%s: written again, it is damaged: its tokens have another hash than was committed",
+            folder.tokens(file),
+        )
         return nothing
-    return stats, TokenStamp(num_bytes=data.size, checksum=xxh3_128_hexdigest(data), blocks=block_sums(data))
+    return stats, TokenStamp(
+        num_bytes=data.size, checksum=xxh3_128_hexdigest(data), blocks=block_sums(data)
+    )
 
 
 def _write_quarantine(job: _Job) -> tuple[str, str]:
-    """The file and its checksum. One JSON object a line: file, row, reason, detail, raw. Benign rows are no bad rows."""
+    """The file and its checksum. One JSON object a line: file, row, reason, detail, raw. Benign
+    rows are no bad rows.
+    """
     name = f"{job.key}.quarantine.jsonl"
     with (
-        storage.commit_file(job.folder.at("manifests", name), job.folder.options) as (temporary, stamp),
+        storage.commit_file(job.folder.at("manifests", name), job.folder.options) as (
+            temporary,
+            stamp,
+        ),
         open(temporary, "w", encoding="utf-8") as out,
     ):
         for piece in job.ranges:
@@ -385,7 +493,13 @@ def _write_quarantine(job: _Job) -> tuple[str, str]:
             for reject in record.rejects:
                 if not reject.benign:
                     raw = raw_row(job.source, piece.shard, reject, job.form.columns[0])
-                    row = {"file": record.shard_name, "row": reject.row, "reason": reject.reason, "detail": reject.detail, "raw": raw}
+                    row = {
+                        "file": record.shard_name,
+                        "row": reject.row,
+                        "reason": reject.reason,
+                        "detail": reject.detail,
+                        "raw": raw,
+                    }
                     out.write(json.dumps(row, ensure_ascii=False) + "\n")
     return name, stamp().checksum
 

@@ -1,8 +1,10 @@
-"""The dataset card of a saved folder: what people want to know, and the YAML that the Hub and `datasets` read.
+"""The dataset card of a saved folder: what people want to know, and the YAML that the Hub and
+`datasets` read.
 
-In the folder it stands in files that readers of whole folders pass over, since their names begin with `_` or `.`: pandas and pyarrow take
-every other file for data. Only a repository on the Hub has a README.md. The card follows from the manifest alone: the same rows give the
-same bytes, and nothing of the machine that wrote them stands in it.
+In the folder it stands in files that readers of whole folders pass over, since their names begin
+with `_` or `.`: pandas and pyarrow take every other file for data. Only a repository on the Hub has
+a README.md. The card follows from the manifest alone: the same rows give the same bytes, and
+nothing of the machine that wrote them stands in it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ log = logging.getLogger("easypipe")
 CARD = "_README.md"
 YAML = ".huggingface.yaml"  # `datasets` reads it where there is no README.md, or after that
 HUB_CARD = "README.md"  # of easypipe 0.1, beside the shards too
-MARK = "Written by easypipe"  # in a card that may be replaced by the next run; without it a README.md is somebody's own
+# in a card that may be replaced by the next run; without it a README.md is somebody's own
+MARK = "Written by easypipe"
 
 # The Hub's own words for row counts: upper end, name.
 _SIZES = [
@@ -34,17 +37,23 @@ _SIZES = [
 
 @dataclass(frozen=True, kw_only=True)
 class CardPart:
-    """One saved folder of a card. folder: below the card's own, "" where the shards lie beside it."""
+    """One saved folder of a card. folder: below the card's own, "" where the shards lie beside
+    it.
+    """
 
     name: str
     folder: str
     manifest: SavedManifest
 
 
-def write_card(folder: str, manifest: SavedManifest, storage_options: dict[str, Any] | None = None) -> bool:
-    """Commits the card of a folder. Files of somebody's own stay, as do those that already say this. Returns whether it wrote.
+def write_card(
+    folder: str, manifest: SavedManifest, storage_options: dict[str, Any] | None = None
+) -> bool:
+    """Commits the card of a folder. Files of somebody's own stay, as do those that already say
+    this. Returns whether it wrote.
 
-    A README.md that an earlier easypipe wrote is removed; where it is somebody's own, `datasets` is left to what that says.
+    A README.md that an earlier easypipe wrote is removed; where it is somebody's own, `datasets` is
+    left to what that says.
     """
     part = CardPart(name="default", folder="", manifest=manifest)
     wanted = {CARD: card_text([part]), YAML: f"# {MARK}.\n{_yaml([part])}"}
@@ -61,7 +70,9 @@ def write_card(folder: str, manifest: SavedManifest, storage_options: dict[str, 
         del wanted[YAML]
     elif HUB_CARD in old:
         storage.remove(join(folder, HUB_CARD), storage_options)
-    missing = [name for name, text in wanted.items() if name not in foreign and old.get(name) != text]
+    missing = [
+        name for name, text in wanted.items() if name not in foreign and old.get(name) != text
+    ]
     for name in missing:
         storage.commit_bytes(join(folder, name), wanted[name].encode(), storage_options)
     return bool(missing)
@@ -70,7 +81,9 @@ def write_card(folder: str, manifest: SavedManifest, storage_options: dict[str, 
 def card_text(parts: Sequence[CardPart], load_from: str = "path/to/this/folder") -> str:
     """The card of one saved folder or of several below one root."""
     text = [f"---\n{_yaml(parts)}---\n", "# Saved rows\n"]
-    text.append(f"{MARK}. Every figure here is in `{MANIFEST}` too, which lies beside the shards.\n")
+    text.append(
+        f"{MARK}. Every figure here is in `{MANIFEST}` too, which lies beside the shards.\n"
+    )
     text += [_section(part, several=len(parts) > 1) for part in parts]
     text.append(_loading(parts, load_from))
     return "\n".join(text)
@@ -87,14 +100,24 @@ def _yaml(parts: Sequence[CardPart]) -> str:
 
 
 def _config(part: CardPart, *, default: bool) -> dict[str, Any]:
-    known = {"config_name": part.name, "data_files": [{"split": "train", "path": join_below(part.folder, shards_glob(part.manifest))}]}
+    known = {
+        "config_name": part.name,
+        "data_files": [
+            {"split": "train", "path": join_below(part.folder, shards_glob(part.manifest))}
+        ],
+    }
     return known | ({"default": True} if default else {})
 
 
 def _info(part: CardPart) -> dict[str, Any]:
     num_bytes = sum(shard.num_bytes for shard in part.manifest.shards)
     split = {"name": "train", "num_bytes": num_bytes, "num_examples": part.manifest.num_rows}
-    return {"config_name": part.name, "splits": [split], "download_size": num_bytes, "dataset_size": num_bytes}
+    return {
+        "config_name": part.name,
+        "splits": [split],
+        "download_size": num_bytes,
+        "dataset_size": num_bytes,
+    }
 
 
 def shards_glob(manifest: SavedManifest) -> str:
@@ -112,8 +135,16 @@ def _section(part: CardPart, *, several: bool) -> str:
     tokens = sum(shard.num_tokens for shard in manifest.shards)
     facts = [
         ("rows", f"{manifest.num_rows:,}"),
-        ("tokens", f"{tokens:,}" if manifest.tokens is not None or tokens else "none: the rows are not tokenized"),
-        ("files", f"{len(manifest.shards):,} {manifest.format}, compression {manifest.compression}"),
+        (
+            "tokens",
+            f"{tokens:,}"
+            if manifest.tokens is not None or tokens
+            else "none: the rows are not tokenized",
+        ),
+        (
+            "files",
+            f"{len(manifest.shards):,} {manifest.format}, compression {manifest.compression}",
+        ),
         ("bytes", f"{sum(shard.num_bytes for shard in manifest.shards):,}"),
         ("fingerprint", f"`{manifest.fingerprint}`"),
     ]
@@ -123,19 +154,38 @@ def _section(part: CardPart, *, several: bool) -> str:
             ("tokenizer", f"{public_name(info.tokenizer)}, vocabulary of {info.vocab_size:,}"),
             ("tokenizer fingerprint", f"`{info.tokenizer_fingerprint}`"),
             ("EOS, padding", f"{info.eos_token_id}, {info.pad_token_id}"),
-            ("a row is", "one document" if info.seq_length is None else f"{info.seq_length:,} slots of packed documents"),
+            (
+                "a row is",
+                "one document"
+                if info.seq_length is None
+                else f"{info.seq_length:,} slots of packed documents",
+            ),
         ]
     lines = [f"## {part.name}\n"] if several else []
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in facts), ""]
-    lines += ["| column | type |", "| --- | --- |", *(f"| `{field.name}` | `{field.type}` |" for field in manifest.schema), ""]
+    lines += [
+        "| column | type |",
+        "| --- | --- |",
+        *(f"| `{field.name}` | `{field.type}` |" for field in manifest.schema),
+        "",
+    ]
     return "\n".join([*lines, _ledger(manifest.ledger)])
 
 
 def _ledger(ledger: Mapping[str, Any]) -> str:
-    lines = ["Where every row and token went:\n", "| stage | dataset | unit | in | out |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "Where every row and token went:\n",
+        "| stage | dataset | unit | in | out |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for entry in ledger["entries"]:
-        into, out = (", ".join(f"{name} {count:,}" for name, count in entry[side].items()) for side in ("in", "out"))
-        lines.append(f"| {entry['stage']} | {entry['dataset']} | {entry['unit']} | {into} | {out} |")
+        into, out = (
+            ", ".join(f"{name} {count:,}" for name, count in entry[side].items())
+            for side in ("in", "out")
+        )
+        lines.append(
+            f"| {entry['stage']} | {entry['dataset']} | {entry['unit']} | {into} | {out} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""The config of a whole pipeline: every dataset and every stage, and what has to be right between them."""
+"""The config of a whole pipeline: every dataset and every stage, and what has to be right between
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class OrderConfig:
     """In which order the documents of each dataset are drawn.
 
     shuffle: a new keyed permutation every epoch; False keeps the order of the files.
-    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote storage stay large. Needs shuffle.
+    block_rows: permute blocks of so many neighbouring documents as one, so that reads from remote
+    storage stay large. Needs shuffle.
     """
 
     shuffle: bool = True
@@ -33,24 +36,40 @@ class OrderConfig:
 
     def check(self) -> None:
         if self.block_rows < 1:
-            raise ConfigError(at="block_rows", problem=f"{self.block_rows} is no block of rows", fix="Give at least 1.")
+            raise ConfigError(
+                at="block_rows",
+                problem=f"{self.block_rows} is no block of rows",
+                fix="Give at least 1.",
+            )
         if self.block_rows > 1 and not self.shuffle:
-            raise ConfigError(at="block_rows", problem="has no effect without shuffle", fix="Leave it out, or set shuffle.")
+            raise ConfigError(
+                at="block_rows",
+                problem="has no effect without shuffle",
+                fix="Leave it out, or set shuffle.",
+            )
 
 
 @config
 class PipelineConfig:
-    """Everything a pipeline knows. Stages that are called without a config of their own take theirs from here.
+    """Everything a pipeline knows. Stages that are called without a config of their own take theirs
+    from here.
 
     default_tokenizer: for datasets without one, where the tokenize stage names none either.
-    seed: of every order in the pipeline; None draws one, logs it and keeps it in `pipeline.get_context().seed`.
-    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE, else the user's cache folder. A URL
-        (`s3://`, `gs://`) keeps tokens there, and what is of this machine alone in the user's cache folder.
-    streaming: read forward and tokenize on the way: no row is counted, no token kept. docs/streaming.md says what is different then.
-    num_streams: with streaming, the canonical streams that the rows of a batch belong to; it divides the batch size, and decides the order.
-        None takes the largest divisor of the batch size up to 8. As many processes can share the reading.
+    seed: of every order in the pipeline; None draws one, logs it and keeps it in
+    `pipeline.get_context().seed`.
+    cache_dir: where tokens, indexes and plans are kept. None: the environment's EASYPIPE_CACHE,
+    else the user's cache folder. A URL
+        (`s3://`, `gs://`) keeps tokens there, and what is of this machine alone in the user's cache
+        folder.
+    streaming: read forward and tokenize on the way: no row is counted, no token kept.
+    docs/streaming.md says what is different then.
+    num_streams: with streaming, the canonical streams that the rows of a batch belong to; it
+    divides the batch size, and decides the order.
+        None takes the largest divisor of the batch size up to 8. As many processes can share the
+        reading.
     cache: how a cache_dir (or a dataset's cache_path) that is a URL is read and reached.
-    executor: who tokenizes. "local": threads of this process. "ray": tasks on a Ray cluster (the extra `ray`) whose machines all see the
+    executor: who tokenizes. "local": threads of this process. "ray": tasks on a Ray cluster (the
+    extra `ray`) whose machines all see the
         sources and cache_dir; the tokens are the same, byte for byte.
     """
 
@@ -70,13 +89,17 @@ class PipelineConfig:
     load: LoadStageConfig | None = None
 
     def validate(self) -> list[str]:
-        """What is wrong between the parts; each part has checked itself when it was made. `Pipeline.from_config` raises the first."""
+        """What is wrong between the parts; each part has checked itself when it was made.
+        `Pipeline.from_config` raises the first.
+        """
         return [str(problem) for problem in self.problems()]
 
     def named(self) -> PipelineConfig:
         """The same with a name for every dataset."""
         named = [
-            dataset if dataset.name is not None else dataclasses.replace(dataset, name=f"dataset{i}")
+            dataset
+            if dataset.name is not None
+            else dataclasses.replace(dataset, name=f"dataset{i}")
             for i, dataset in enumerate(self.datasets, start=1)
         ]
         return dataclasses.replace(self, datasets=tuple(named))
@@ -90,13 +113,22 @@ class PipelineConfig:
         for i, name in enumerate(names):
             if name in names[:i]:
                 problems.append(
-                    ConfigError(at=f"datasets[{i}].name", problem=f"{name!r} names an earlier dataset too", fix="Give each its own name.")
+                    ConfigError(
+                        at=f"datasets[{i}].name",
+                        problem=f"{name!r} names an earlier dataset too",
+                        fix="Give each its own name.",
+                    )
                 )
         if self.seed is not None and not 0 <= self.seed < 1 << 63:
             problems.append(ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^63)"))
         problems += problems_of(self)
         try:
-            check_cache(self.cache, self.cache_dir, [dataset.cache_path for dataset in self.datasets], streaming=self.streaming)
+            check_cache(
+                self.cache,
+                self.cache_dir,
+                [dataset.cache_path for dataset in self.datasets],
+                streaming=self.streaming,
+            )
         except ConfigError as error:
             problems.append(error)
         if self.mix is not None:
@@ -106,8 +138,16 @@ class PipelineConfig:
                 problems.append(error)
         saved = self.save is not None and self.save.enabled and self.save.output_dir is None
         if saved and any(dataset.save_path is None for dataset in self.datasets):
-            name = next(name for name, dataset in zip(names, self.datasets, strict=True) if dataset.save_path is None)
+            name = next(
+                name
+                for name, dataset in zip(names, self.datasets, strict=True)
+                if dataset.save_path is None
+            )
             problems.append(
-                ConfigError(at="save.output_dir", problem=f"no folder for dataset {name!r}", fix="Set it, or the dataset's save_path.")
+                ConfigError(
+                    at="save.output_dir",
+                    problem=f"no folder for dataset {name!r}",
+                    fix="Set it, or the dataset's save_path.",
+                )
             )
         return problems

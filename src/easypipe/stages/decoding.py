@@ -1,4 +1,6 @@
-"""Tokens back to text, for people who look at batches: the tokenizer of each dataset, loaded when it is first asked for."""
+"""Tokens back to text, for people who look at batches: the tokenizer of each dataset, loaded when
+it is first asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from easypipe.transforms.tokenizer import Tokenizer, TokenizerConfig, load_token
 
 
 def decoder_of(source: ShardedSource) -> Decoder:
-    """dataset → its tokenizer; for saved rows, whose datasets are no longer told apart, any name will do."""
-    parts = source.mixture.parts if isinstance(source, MixedShardedSource | PackedShardedSource) else {}
+    """dataset → its tokenizer; for saved rows, whose datasets are no longer told apart, any name
+    will do.
+    """
+    parts = (
+        source.mixture.parts if isinstance(source, MixedShardedSource | PackedShardedSource) else {}
+    )
 
     def decoder(dataset: str) -> Decodes:
         part: ShardedSource = parts.get(dataset, source)
@@ -24,18 +30,24 @@ def decoder_of(source: ShardedSource) -> Decoder:
             return own
         info = token_info(part)
         if info is None:
-            raise TokenizerError(at=f"dataset {dataset!r}" if dataset else "rows", problem="nobody knows whose tokens these are")
+            raise TokenizerError(
+                at=f"dataset {dataset!r}" if dataset else "rows",
+                problem="nobody knows whose tokens these are",
+            )
         return same_tokenizer_again(info.tokenizer, info.tokenizer_fingerprint)
 
     return functools.cache(decoder)
 
 
 def same_tokenizer_again(name: str, fingerprint: str) -> Tokenizer:
-    """The tokenizer that made some tokens, by the name and the fingerprint that were recorded with them.
+    """The tokenizer that made some tokens, by the name and the fingerprint that were recorded with
+    them.
 
-    Raises TokenizerError where it cannot be found, or where what is there now encodes differently (its golden probe is another).
+    Raises TokenizerError where it cannot be found, or where what is there now encodes differently
+    (its golden probe is another).
     """
-    for special in (False, True):  # of a TokenizerConfig, what the fingerprint knows beside the files
+    # of a TokenizerConfig, what the fingerprint knows beside the files
+    for special in (False, True):
         found = load_tokenizer(TokenizerConfig(name_or_path=name, add_special_tokens=special))
         if found.fingerprint == fingerprint:
             return found

@@ -1,7 +1,8 @@
-"""What is in a dataset, before anybody describes it: its splits, columns, types, rows, and what kind of rows they are.
+"""What is in a dataset, before anybody describes it: its splits, columns, types, rows, and what
+kind of rows they are.
 
-Reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first megabyte of files of lines, what a Hub
-dataset's card says.
+Reads little and bounded, however large the dataset is: footers of parquet and Arrow, the first
+megabyte of files of lines, what a Hub dataset's card says.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from easypipe.transforms.kinds import Kind
 
 PARTS = 24  # that are looked into; those of a Hub dataset that follow are listed
 
-Type = Literal["json", "jsonl", "parquet", "csv", "arrow", "txt", "tokens", "arrayrecord", "huggingface"]
+Type = Literal[
+    "json", "jsonl", "parquet", "csv", "arrow", "txt", "tokens", "arrayrecord", "huggingface"
+]
 
 
 def discover(
@@ -50,20 +53,27 @@ def discover(
     count: bool = False,
     cache_dir: str | Path | None = None,
 ) -> Discovery:
-    """What stands in `data`: anything that DatasetConfig.data_files takes, files of several kinds in one folder too.
+    """What stands in `data`: anything that DatasetConfig.data_files takes, files of several kinds
+    in one folder too.
 
-    type, subset, revision, token_files, storage_options: as in DatasetConfig. split, subset: look at these alone. sample_rows: how many
-    are shown. count: count the rows of files of lines by reading them; their indexes are kept in cache_dir, where the pipeline finds them.
+    type, subset, revision, token_files, storage_options: as in DatasetConfig. split, subset: look
+    at these alone. sample_rows: how many are shown. count: count the rows of files of lines by
+    reading them; their indexes are kept in cache_dir, where the pipeline finds them.
 
-    Nothing is mapped silently: `discovery.propose()` gives a config with the reason for every column. Raises MissingFileError for what is
-    not there, SourceError where nothing in it can be read, ConfigError for options that do not go together.
+    Nothing is mapped silently: `discovery.propose()` gives a config with the reason for every
+    column. Raises MissingFileError for what is not there, SourceError where nothing in it can be
+    read, ConfigError for options that do not go together.
     """
     if sample_rows < 0:
         raise ConfigError(at="sample_rows", problem=f"{sample_rows} rows", fix="Give 0 or more.")
     if isinstance(data, os.PathLike):
         data = os.fspath(data)
     files = _names_files(data)
-    chooses = not files or type == "huggingface" or (isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data)))
+    chooses = (
+        not files
+        or type == "huggingface"
+        or (isinstance(data, str) and (data.startswith("hf://") or is_saved_dataset(data)))
+    )
     dataset = DatasetConfig(  # which knows what goes together
         data_files=data,
         type=type,
@@ -74,21 +84,39 @@ def discover(
         storage_options=storage_options,
     )
     if split is not None and parse_split(split)[1] is not None:
-        raise ConfigError(at="split", problem=f"{split!r} is a part of a split", fix="Name the split: what is in it is the same.")
+        raise ConfigError(
+            at="split",
+            problem=f"{split!r} is a part of a split",
+            fix="Name the split: what is in it is the same.",
+        )
     indexes = cache_folder(cache_dir).local / "indexes"
-    look = Look(storage=storage_options, token_files=token_files, indexes=indexes, count=count, sample=sample_rows)
+    look = Look(
+        storage=storage_options,
+        token_files=token_files,
+        indexes=indexes,
+        count=count,
+        sample=sample_rows,
+    )
     if not files:
-        return Discovery(source=f"{data.__class__.__name__} in memory", parts=tuple(_in_memory(data, split, look)))
+        return Discovery(
+            source=f"{data.__class__.__name__} in memory",
+            parts=tuple(_in_memory(data, split, look)),
+        )
     if is_hub(dataset):
         found, notes = _on_hub(dataset)
     else:
         kind = None if type is None else READERS.get(type, type)
-        every, notes = _in_files(data if isinstance(data, str) else list(map(os.fspath, data)), kind, look)
+        every, notes = _in_files(
+            data if isinstance(data, str) else list(map(os.fspath, data)), kind, look
+        )
         found = [group for group in every if split in (None, group.split)]
         if not found:
             have = dict.fromkeys(group.split for group in every)
             raise ConfigError(
-                at="split", problem=f"nothing here is called {split!r}", have=have, fix="Leave split out to see what there is."
+                at="split",
+                problem=f"nothing here is called {split!r}",
+                have=have,
+                fix="Leave split out to see what there is.",
             )
     parts: list[Part] = []
     broken: list[EasypipeError] = []
@@ -105,7 +133,9 @@ def discover(
         notes += more
     if not parts:
         raise broken[0]
-    source = ", ".join(public_url(os.fspath(item)) for item in (data if isinstance(data, list | tuple) else [data]))
+    source = ", ".join(
+        public_url(os.fspath(item)) for item in (data if isinstance(data, list | tuple) else [data])
+    )
     return Discovery(source=source, parts=tuple(parts), notes=(*notes, *map(str, broken)))
 
 
@@ -121,17 +151,27 @@ def _names_files(data: Any) -> bool:
 def _in_memory(data: Any, split: str | None, look: Look) -> Iterable[Part]:
     if is_dataset_dict(data):
         for name in data if split is None else [split]:
-            yield rows_part(open_object(data, split=name), {"data_files": data, "split": name}, name, look)
+            yield rows_part(
+                open_object(data, split=name), {"data_files": data, "split": name}, name, look
+            )
         return
-    source = open_object(data, split=split, counted=False) if is_object(data) else InMemoryShardedSource(data)
+    source = (
+        open_object(data, split=split, counted=False)
+        if is_object(data)
+        else InMemoryShardedSource(data)
+    )
     yield rows_part(source, {"data_files": data}, split or TRAIN, look)
 
 
 # Files
 
 
-def _in_files(data: str | list[str], kind: str | None, look: Look) -> tuple[list[Candidate], list[str]]:
-    """What stands in paths, globs, folders and URLs: files by format and by the split that their names speak of."""
+def _in_files(
+    data: str | list[str], kind: str | None, look: Look
+) -> tuple[list[Candidate], list[str]]:
+    """What stands in paths, globs, folders and URLs: files by format and by the split that their
+    names speak of.
+    """
     reads: dict[str, Any] = {"data_files": data}
     reads |= {"storage_options": look.storage} if look.storage else {}
     if isinstance(data, str) and is_saved_dataset(data):
@@ -148,12 +188,23 @@ def _in_files(data: str | list[str], kind: str | None, look: Look) -> tuple[list
     if isinstance(data, str) and is_saved(data, look.storage):
         manifest = read_manifest(data, look.storage)
         files = tuple(resolve([join(data, shard.name) for shard in manifest.shards], look.storage))
-        return [Candidate(files=files, format=READERS.get(manifest.format, manifest.format), reads=reads, manifest=manifest)], []
+        return [
+            Candidate(
+                files=files,
+                format=READERS.get(manifest.format, manifest.format),
+                reads=reads,
+                manifest=manifest,
+            )
+        ], []
     files = resolve(data, look.storage, extensions=None if kind is None else [kind])
     reads |= {} if look.token_files is None else {"token_files": look.token_files}
     groups: dict[tuple[str, str], list[FileRef]] = {}
     notes = []
-    above = os.path.commonpath([os.path.dirname(file.path) for file in files]) if len(files) > 1 else os.path.dirname(files[0].path)
+    above = (
+        os.path.commonpath([os.path.dirname(file.path) for file in files])
+        if len(files) > 1
+        else os.path.dirname(files[0].path)
+    )
     for file in files:
         of = kind or format_of(file.path)
         if of is None:
@@ -165,7 +216,13 @@ def _in_files(data: str | list[str], kind: str | None, look: Look) -> tuple[list
     named = {} if kind is None else {"type": kind}
     alone = len(groups) == 1 and not notes
     return [
-        Candidate(files=tuple(group), format=of, split=split, apart=True, reads=reads | named | ({} if alone else _paths(group)))
+        Candidate(
+            files=tuple(group),
+            format=of,
+            split=split,
+            apart=True,
+            reads=reads | named | ({} if alone else _paths(group)),
+        )
         for (split, of), group in groups.items()
     ], notes
 
@@ -185,16 +242,25 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
     hub = HubRepo(asked.repo, dataset.storage_options)
     listing = hub.listing(asked.revision or dataset.revision)
     names = list(listing.sizes)
-    reads: dict[str, Any] = {name: getattr(dataset, name) for name in ("data_files", "revision", "storage_options")}
-    reads = {key: value for key, value in (reads | {"type": "huggingface"}).items() if value is not None}
+    reads: dict[str, Any] = {
+        name: getattr(dataset, name) for name in ("data_files", "revision", "storage_options")
+    }
+    reads = {
+        key: value for key, value in (reads | {"type": "huggingface"}).items() if value is not None
+    }
     found: list[Candidate] = []
 
     def ready(file: FileRef) -> FileRef:
         return hub.ready(file, listing.commit, whole=False)
 
     if asked.pattern is not None:
-        files = [hub.file(file, listing) for file in choose_files(names, listing.card, at=hub.at, pattern=asked.pattern)]
-        return [Candidate(files=tuple(files), format=one_format(files, hub), reads=reads, ready=ready)], []
+        files = [
+            hub.file(file, listing)
+            for file in choose_files(names, listing.card, at=hub.at, pattern=asked.pattern)
+        ]
+        return [
+            Candidate(files=tuple(files), format=one_format(files, hub), reads=reads, ready=ready)
+        ], []
     every = layouts(names, listing.card, at=hub.at, converted=listing.converted)
     for config, splits in every.items():
         for part, chosen in splits.items():
@@ -214,7 +280,12 @@ def _on_hub(dataset: DatasetConfig) -> tuple[list[Candidate], list[str]]:
             )
     if not found:
         have = [f"{config}/{part}" for config, splits in every.items() for part in splits]
-        raise ConfigError(at=hub.at, problem=f"no part {'/'.join(filter(None, (subset, split)))!r}", have=have, fix="Name one of these.")
+        raise ConfigError(
+            at=hub.at,
+            problem=f"no part {'/'.join(filter(None, (subset, split)))!r}",
+            have=have,
+            fix="Name one of these.",
+        )
     return found, [f"commit {listing.commit}"]
 
 
@@ -223,7 +294,11 @@ def _card_rows(card: Mapping[str, Any], subset: str, split: str) -> int | None:
     for info in infos if isinstance(infos, list) else [infos]:
         if isinstance(info, Mapping) and info.get("config_name", "default") == subset:
             for entry in info.get("splits") or ():
-                if isinstance(entry, Mapping) and entry.get("name") == split and isinstance(entry.get("num_examples"), int):
+                if (
+                    isinstance(entry, Mapping)
+                    and entry.get("name") == split
+                    and isinstance(entry.get("num_examples"), int)
+                ):
                     return entry["num_examples"]
     return None
 

@@ -1,4 +1,6 @@
-"""What `discover` found out about a dataset: its parts, and for each of them what its rows are and how a config would read them."""
+"""What `discover` found out about a dataset: its parts, and for each of them what its rows are and
+how a config would read them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ SHOWN_FILES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """type: as Arrow writes it, in the plain types that the pipeline reads (`large_string` is text)."""
+    """type: as Arrow writes it, in the plain types that the pipeline reads (`large_string` is
+    text).
+    """
 
     name: str
     type: str
@@ -31,13 +35,16 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Rows of one shape: a split of a subset, or of several files in a folder those that hold the same kind of rows.
+    """Rows of one shape: a split of a subset, or of several files in a folder those that hold the
+    same kind of rows.
 
-    subset, split: None and `train` where nothing names them. files: their paths; none for rows in memory. num_bytes: at rest; None for
-    rows in memory. num_rows: None where counting would have to read the files; then `cost` says what it would read. rows_from: who says
-    so: `files` (each is one row), `footer`, `index` (of a file that easypipe has read before), `read` (all of it was looked at),
-    `manifest`, `card`, `memory`, `count`. columns: None where the part was listed only. sample: the first rows. notes: what could not be
-    told, and why. because: why the config that is proposed reads the files as it does.
+    subset, split: None and `train` where nothing names them. files: their paths; none for rows in
+    memory. num_bytes: at rest; None for rows in memory. num_rows: None where counting would have to
+    read the files; then `cost` says what it would read. rows_from: who says
+    so: `files` (each is one row), `footer`, `index` (of a file that easypipe has read before),
+    `read` (all of it was looked at), `manifest`, `card`, `memory`, `count`. columns: None where the
+    part was listed only. sample: the first rows. notes: what could not be told, and why. because:
+    why the config that is proposed reads the files as it does.
     """
 
     subset: str | None
@@ -53,7 +60,8 @@ class Part:
     sample: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
     because: tuple[str, ...] = ()
-    reads: Mapping[str, Any] = dataclasses.field(repr=False)  # fields of the DatasetConfig that reads this part, but for its columns
+    # fields of the DatasetConfig that reads this part, but for its columns
+    reads: Mapping[str, Any] = dataclasses.field(repr=False)
     schema: pa.Schema | None = dataclasses.field(repr=False)
     rows: tuple[Mapping[str, Any], ...] = dataclasses.field(repr=False)  # all that were looked at
 
@@ -62,13 +70,19 @@ class Part:
         return self.split if self.subset is None else f"{self.subset}/{self.split}"
 
     def propose(
-        self, *, kind: str | None = None, columns: Mapping[str, str] | None = None, roles: Mapping[str, str] | None = None
+        self,
+        *,
+        kind: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        roles: Mapping[str, str] | None = None,
     ) -> Proposal:
-        """The config that would read these rows, with the reason for every column; nothing is read by it before you use it.
+        """The config that would read these rows, with the reason for every column; nothing is read
+        by it before you use it.
 
-        kind, columns ({"prompt": "question"}): what you decide; the rest is matched. roles ({"bot": "assistant"}): who speaks, of ShareGPT
-        rows with words of their own for it. Raises ConfigError where two columns fit equally well, naming both, where no kind fits, where
-        a speaker is unknown, and for a kind or column that is not there.
+        kind, columns ({"prompt": "question"}): what you decide; the rest is matched. roles ({"bot":
+        "assistant"}): who speaks, of ShareGPT rows with words of their own for it. Raises
+        ConfigError where two columns fit equally well, naming both, where no kind fits, where a
+        speaker is unknown, and for a kind or column that is not there.
         """
         return propose(self, kind=kind, columns=columns, roles=roles)
 
@@ -94,22 +108,36 @@ class Discovery:
 
     def part(self, split: str | None = None, *, subset: str | None = None) -> Part:
         """The only part, or the one of that name. Raises ConfigError with those there are."""
-        found = [part for part in self.parts if split in (None, part.split) and subset in (None, part.subset)]
+        found = [
+            part
+            for part in self.parts
+            if split in (None, part.split) and subset in (None, part.subset)
+        ]
         if len(found) != 1:
             have = [part.name for part in self.parts]
             asked = "/".join(filter(None, (subset, split))) or "one part"
-            problem = f"no part {asked!r}" if not found else f"{len(found)} parts are meant by {asked!r}: index `parts` for one"
-            raise ConfigError(at=self.source, problem=problem, have=have, fix=did_you_mean(asked, have))
+            problem = (
+                f"no part {asked!r}"
+                if not found
+                else f"{len(found)} parts are meant by {asked!r}: index `parts` for one"
+            )
+            raise ConfigError(
+                at=self.source, problem=problem, have=have, fix=did_you_mean(asked, have)
+            )
         return found[0]
 
     def propose(self, split: str | None = None, **decided: Any) -> Proposal:
-        """`part(split).propose(**decided)`; without a split the training part, where there are several."""
+        """`part(split).propose(**decided)`; without a split the training part, where there are
+        several.
+        """
         if split is None and len(self.parts) > 1 and "train" in self.splits:
             split = "train"
         return self.part(split).propose(**decided)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers; values of sample rows are cut to a few words, and bytes told by their number."""
+        """Plain dicts, lists and numbers; values of sample rows are cut to a few words, and bytes
+        told by their number.
+        """
         return {
             "source": self.source,
             "subsets": list(self.subsets),
@@ -138,31 +166,60 @@ def _part_lines(part: Part) -> Iterator[str]:
         yield f"  {file}"
     if len(part.files) > SHOWN_FILES:
         yield f"  … and {len(part.files) - SHOWN_FILES} more"
-    yield "  rows     " + (f"not counted: {part.cost}" if part.num_rows is None else f"{part.num_rows:,} ({part.rows_from})")
+    yield "  rows     " + (
+        f"not counted: {part.cost}"
+        if part.num_rows is None
+        else f"{part.num_rows:,} ({part.rows_from})"
+    )
     if part.columns is not None:
-        yield "  columns  " + ", ".join(f"{column.name} ({short_type(column.type)})" for column in part.columns)
+        yield "  columns  " + ", ".join(
+            f"{column.name} ({short_type(column.type)})" for column in part.columns
+        )
         yield f"  kind     {part.kind}"
         yield from (f"  proposed {reason}" for reason in part.because)
         trial = try_rows(part.kind, part.rows)
         word = "doubtful" if trial.failed else "proposed"
-        yield from (f"  {word} {choice.slot} = {choice.column!r}: {choice.reason}" for choice in part.kind.choices)
+        yield from (
+            f"  {word} {choice.slot} = {choice.column!r}: {choice.reason}"
+            for choice in part.kind.choices
+        )
         if trial.first is not None:
             yield f"  refused  {trial}"
         yield from (f"  refused  {tie.error(part.name).problem}" for tie in part.kind.ties)
-        yield from (f"  row {i}    {json.dumps(_shown(row), ensure_ascii=False)}" for i, row in enumerate(part.sample))
+        yield from (
+            f"  row {i}    {json.dumps(_shown(row), ensure_ascii=False)}"
+            for i, row in enumerate(part.sample)
+        )
     yield from (f"  note     {note}" for note in part.notes)
 
 
 def _part_json(part: Part) -> dict[str, Any]:
-    values = {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.name not in ("reads", "schema", "rows")}
+    values = {
+        f.name: getattr(part, f.name)
+        for f in dataclasses.fields(part)
+        if f.name not in ("reads", "schema", "rows")
+    }
     found = dataclasses.asdict(part.kind)
-    kind = found | {"choices": [dataclasses.asdict(choice) | {"reason": choice.reason} for choice in part.kind.choices]}
-    columns = None if part.columns is None else [dataclasses.asdict(column) for column in part.columns]
-    return values | {"files": list(part.files), "kind": kind, "columns": columns, "sample": [_shown(row) for row in part.sample]}
+    kind = found | {
+        "choices": [
+            dataclasses.asdict(choice) | {"reason": choice.reason} for choice in part.kind.choices
+        ]
+    }
+    columns = (
+        None if part.columns is None else [dataclasses.asdict(column) for column in part.columns]
+    )
+    return values | {
+        "files": list(part.files),
+        "kind": kind,
+        "columns": columns,
+        "sample": [_shown(row) for row in part.sample],
+    }
 
 
 def _shown(value: Any) -> Any:
-    """A value for people: long texts cut, bytes told by their number, what JSON does not know as text."""
+    """A value for people: long texts cut, bytes told by their number, what JSON does not know as
+    text.
+    """
     if isinstance(value, str):
         return value if len(value) <= SHOWN else value[:SHOWN] + "…"
     if isinstance(value, bytes):
@@ -170,13 +227,21 @@ def _shown(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _shown(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [*(_shown(item) for item in value[:8]), *([f"… {len(value) - 8} more"] if len(value) > 8 else [])]
+        return [
+            *(_shown(item) for item in value[:8]),
+            *([f"… {len(value) - 8} more"] if len(value) > 8 else []),
+        ]
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def short_type(text: str) -> str:
     """An Arrow type as people say it."""
-    text = text.replace("large_string", "text").replace("large_list", "list").replace("item: ", "").replace("element: ", "")
+    text = (
+        text.replace("large_string", "text")
+        .replace("large_list", "list")
+        .replace("item: ", "")
+        .replace("element: ", "")
+    )
     return text if len(text) <= SHOWN_TYPE else text[:SHOWN_TYPE] + "…"
 
 

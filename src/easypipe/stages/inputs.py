@@ -1,4 +1,6 @@
-"""Which kind of input a dataset names, beside plain files: the Hub, files of tokens, a folder of `datasets`, an object."""
+"""Which kind of input a dataset names, beside plain files: the Hub, files of tokens, a folder of
+`datasets`, an object.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +34,28 @@ def is_tokens(dataset: Any) -> bool:
     """Files that token_files may describe."""
     if dataset.type is not None:
         return dataset.type in TOKEN_EXTENSIONS
-    files = dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
-    return bool(files) and all(isinstance(file, str | Path) and format_of(str(file)) in TOKEN_EXTENSIONS for file in files)
+    files = (
+        dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    )
+    return bool(files) and all(
+        isinstance(file, str | Path) and format_of(str(file)) in TOKEN_EXTENSIONS for file in files
+    )
 
 
 def _may_be_text(dataset: Any) -> bool:
     """Whether these can be text files, as far as their names tell."""
     if dataset.in_memory or dataset.type not in (None, "txt", "huggingface"):
         return False
-    files = dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    files = (
+        dataset.data_files if isinstance(dataset.data_files, list | tuple) else [dataset.data_files]
+    )
     return dataset.type is not None or all(format_of(str(file)) in (None, "txt") for file in files)
 
 
 def check_input(dataset: Any) -> None:
-    """What type, split, subset and revision mean together. Raises ConfigError for those that would have no effect."""
+    """What type, split, subset and revision mean together. Raises ConfigError for those that would
+    have no effect.
+    """
     files = dataset.data_files
     if dataset.split is not None:
         parse_split(dataset.split)
@@ -54,26 +64,48 @@ def check_input(dataset: Any) -> None:
         raise ConfigError(at="version", problem=problem, fix="Leave it out.")
     if dataset.token_files is not None and not is_tokens(dataset):
         raise ConfigError(
-            at="token_files", problem="has no effect: these are no files of tokens", fix="Set type='tokens', or leave it out."
+            at="token_files",
+            problem="has no effect: these are no files of tokens",
+            fix="Set type='tokens', or leave it out.",
         )
     if dataset.text_unit is not None and not _may_be_text(dataset):
-        raise ConfigError(at="text_unit", problem="has no effect: these are no text files", fix="Leave it out.")
+        raise ConfigError(
+            at="text_unit", problem="has no effect: these are no text files", fix="Leave it out."
+        )
     if is_hub(dataset):
         if dataset.type not in (None, "huggingface"):
-            problem = f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
-            raise ConfigError(at="type", problem=problem, fix="Leave it out, or name files: hf://datasets/owner/name/*.jsonl.")
+            problem = (
+                f"{dataset.type!r}, but {files} is on the Hub, where file names tell the format"
+            )
+            raise ConfigError(
+                at="type",
+                problem=problem,
+                fix="Leave it out, or name files: hf://datasets/owner/name/*.jsonl.",
+            )
         if not isinstance(files, str):
-            raise ConfigError(at="data_files", problem=f"{files!r} names no dataset of the Hub", fix="Write owner/name.")
+            raise ConfigError(
+                at="data_files",
+                problem=f"{files!r} names no dataset of the Hub",
+                fix="Write owner/name.",
+            )
         if parse_hub_name(files).pattern and (dataset.split or dataset.subset):
             at = "split" if dataset.split else "subset"
-            raise ConfigError(at=at, problem="has no effect beside a pattern", fix="Leave it or the pattern out.")
+            raise ConfigError(
+                at=at, problem="has no effect beside a pattern", fix="Leave it or the pattern out."
+            )
         return
     for name in ("subset", "revision"):
         if getattr(dataset, name) is not None:
             raise ConfigError(
-                at=name, problem="means something for datasets of the Hub alone", fix="Set type='huggingface', or leave it out."
+                at=name,
+                problem="means something for datasets of the Hub alone",
+                fix="Set type='huggingface', or leave it out.",
             )
-    if dataset.split is None or is_object(files) or (isinstance(files, str | Path) and is_saved_dataset(files)):
+    if (
+        dataset.split is None
+        or is_object(files)
+        or (isinstance(files, str | Path) and is_saved_dataset(files))
+    ):
         return
     if parse_split(dataset.split)[0] != WHOLE:
         raise ConfigError(
@@ -88,10 +120,14 @@ def split_of(dataset: Any) -> tuple[str | None, Part | None]:
     return (None, None) if dataset.split is None else parse_split(dataset.split)
 
 
-def open_input(dataset: Any, index_dir: Path | None, *, num_rows: int | None = None, counted: bool = True) -> ShardedSource | None:
-    """The source of an input that is no plain file and no plain rows, all of its split; None for those.
+def open_input(
+    dataset: Any, index_dir: Path | None, *, num_rows: int | None = None, counted: bool = True
+) -> ShardedSource | None:
+    """The source of an input that is no plain file and no plain rows, all of its split; None for
+    those.
 
-    num_rows, counted: of a source of users' own, how many of its rows are asked for, and whether they are counted before they are read.
+    num_rows, counted: of a source of users' own, how many of its rows are asked for, and whether
+    they are counted before they are read.
     """
     files = dataset.data_files
     split, part = split_of(dataset)
@@ -129,7 +165,14 @@ def open_input(dataset: Any, index_dir: Path | None, *, num_rows: int | None = N
     if isinstance(files, str | Path) and is_saved_dataset(files):
         if dataset.type not in (None, "arrow"):
             raise ConfigError(
-                at=f"datasets.{dataset.name}.type", problem=f"{dataset.type!r}, but {files} is a folder of `datasets`", fix="Leave it out."
+                at=f"datasets.{dataset.name}.type",
+                problem=f"{dataset.type!r}, but {files} is a folder of `datasets`",
+                fix="Leave it out.",
             )
-        return open_files(saved_dataset_files(files, split), type="arrow", on_error=dataset.on_error, text_unit=dataset.text_unit)
+        return open_files(
+            saved_dataset_files(files, split),
+            type="arrow",
+            on_error=dataset.on_error,
+            text_unit=dataset.text_unit,
+        )
     return None

@@ -15,9 +15,11 @@ from easypipe.sources.cache import TokenCache
 
 
 class TokensAndColumns(ShardedDataSource):
-    """The documents of a token cache with `columns` of the rows that they came from; implements ShardedSource, a shard for each token file.
+    """The documents of a token cache with `columns` of the rows that they came from; implements
+    ShardedSource, a shard for each token file.
 
-    The cache keeps row numbers and no columns: those are read from the source, so it must still be there and be what it was.
+    The cache keeps row numbers and no columns: those are read from the source, so it must still be
+    there and be what it was.
     """
 
     def __init__(self, cache: TokenCache, source: ShardedSource, columns: Sequence[str]) -> None:
@@ -25,10 +27,18 @@ class TokensAndColumns(ShardedDataSource):
         self._parts = [part for part in cache.manifest.parts if part.docs]
         self._tokens = [name for name in (INPUT_IDS, LOSS_MASK) if name in cache.schema.names]
         self.schema = pa.schema(
-            [*(cache.schema.field(name) for name in self._tokens), *(source.schema.field(name) for name in self._columns)]
+            [
+                *(cache.schema.field(name) for name in self._tokens),
+                *(source.schema.field(name) for name in self._columns),
+            ]
         )
-        self.fingerprint = digest("tokens and columns", cache.fingerprint, source.fingerprint, self._columns)
-        self.shards = tuple(Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes) for part in self._parts)
+        self.fingerprint = digest(
+            "tokens and columns", cache.fingerprint, source.fingerprint, self._columns
+        )
+        self.shards = tuple(
+            Shard(name=part.file, num_rows=part.docs, num_bytes=part.num_bytes)
+            for part in self._parts
+        )
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         """Raises SourceError naming a row that the source has no more."""
@@ -36,12 +46,22 @@ class TokensAndColumns(ShardedDataSource):
         documents = self._cache.read(part.shard, part.start, part.stop).slice(start, stop - start)
         numbers = documents.column(ROW_NUMBER).to_numpy()
         if not len(numbers):
-            return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in self.schema], schema=self.schema)
+            return pa.RecordBatch.from_arrays(
+                [pa.nulls(0, field.type) for field in self.schema], schema=self.schema
+            )
         first = int(numbers[0])
         rows = scan(self._source, part.shard, first, int(numbers[-1]) + 1).batch
-        found = rows.column(ROW_NUMBER).to_numpy() if ROW_NUMBER in rows.schema.names else np.arange(first, first + rows.num_rows)
+        found = (
+            rows.column(ROW_NUMBER).to_numpy()
+            if ROW_NUMBER in rows.schema.names
+            else np.arange(first, first + rows.num_rows)
+        )
         at = np.searchsorted(found, numbers)
-        gone = np.flatnonzero(found[np.minimum(at, len(found) - 1)] != numbers) if len(found) else np.arange(1)
+        gone = (
+            np.flatnonzero(found[np.minimum(at, len(found) - 1)] != numbers)
+            if len(found)
+            else np.arange(1)
+        )
         if gone.size:
             raise SourceError(
                 at=place(self._source.shards[part.shard].name, row=int(numbers[gone[0]])),
@@ -49,4 +69,6 @@ class TokensAndColumns(ShardedDataSource):
                 fix="Prepare the dataset again, or leave out additional_fields.",
             )
         columns = [rows.column(name).take(pa.array(at)) for name in self._columns]
-        return pa.RecordBatch.from_arrays([*(documents.column(name) for name in self._tokens), *columns], schema=self.schema)
+        return pa.RecordBatch.from_arrays(
+            [*(documents.column(name) for name in self._tokens), *columns], schema=self.schema
+        )

@@ -1,4 +1,6 @@
-"""Where saved shards begin and end: integers from row counts and row sizes, the same in every run."""
+"""Where saved shards begin and end: integers from row counts and row sizes, the same in every
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 16 << 20, 500 << 20
 BATCH_BYTES = 16 << 20  # of one row group or record batch, before compression
 MEASURED_ROWS = 4096  # rows whose sizes are held at a time
 
-Sizes = Iterable[tuple[int, NDArray[np.int64] | NDArray[np.float64]]]  # (first row, bytes of each row from there on), in order
+# (first row, bytes of each row from there on), in order
+Sizes = Iterable[tuple[int, NDArray[np.int64] | NDArray[np.float64]]]
 
 
 def locate(shards: Sequence[Shard], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -33,7 +36,9 @@ def locate(shards: Sequence[Shard], start: int, stop: int) -> Iterator[tuple[int
 
 
 def batches(source: ShardedSource, start: int, stop: int) -> Iterator[Scan]:
-    """Rows `start` to `stop` of the source as a whole, as they are written: about BATCH_BYTES at a time, judged by the first rows."""
+    """Rows `start` to `stop` of the source as a whole, as they are written: about BATCH_BYTES at a
+    time, judged by the first rows.
+    """
     step = _batch_rows(source, start, stop)
     for shard, a, b in locate(source.shards, start, stop):
         for at in range(a, b, step):
@@ -52,13 +57,21 @@ def count_rows(shards: Sequence[Shard]) -> int:
     """Raises ConfigError where a shard does not know its rows."""
     for shard in shards:
         if shard.num_rows is None:
-            raise ConfigError(at="save", problem=f"shard {shard.name!r} does not know how many rows it has", fix="Give it a row count.")
+            raise ConfigError(
+                at="save",
+                problem=f"shard {shard.name!r} does not know how many rows it has",
+                fix="Give it a row count.",
+            )
     return sum(shard.num_rows or 0 for shard in shards)
 
 
 def default_shard_bytes(shards: Sequence[Shard]) -> int:
-    """An eighth of the data at rest, within bounds: it follows from the data alone, never from the machine."""
-    return min(max(sum(shard.num_bytes for shard in shards) // 8, LEAST_SHARD_BYTES), MOST_SHARD_BYTES)
+    """An eighth of the data at rest, within bounds: it follows from the data alone, never from the
+    machine.
+    """
+    return min(
+        max(sum(shard.num_bytes for shard in shards) // 8, LEAST_SHARD_BYTES), MOST_SHARD_BYTES
+    )
 
 
 def even_edges(total: int, num_shards: int) -> NDArray[np.int64]:
@@ -67,7 +80,9 @@ def even_edges(total: int, num_shards: int) -> NDArray[np.int64]:
 
 
 def edges_by_size(sizes: Sizes, total: int, limit: float) -> NDArray[np.int64]:
-    """Int64[shards + 1]: a shard takes rows until `limit` is full; a row above the limit has a shard of its own."""
+    """Int64[shards + 1]: a shard takes rows until `limit` is full; a row above the limit has a
+    shard of its own.
+    """
     edges, room = [0], limit
     for base, block in sizes:
         at = 0
@@ -84,8 +99,12 @@ def edges_by_size(sizes: Sizes, total: int, limit: float) -> NDArray[np.int64]:
     return np.array([*edges, total], dtype=np.int64)
 
 
-def edges_by_bytes(sizes: Sizes, total: int, num_shards: int, num_bytes: float) -> NDArray[np.int64]:
-    """Int64[shards + 1]: so many shards of about equal bytes, of `num_bytes` in all; none of them without a row."""
+def edges_by_bytes(
+    sizes: Sizes, total: int, num_shards: int, num_bytes: float
+) -> NDArray[np.int64]:
+    """Int64[shards + 1]: so many shards of about equal bytes, of `num_bytes` in all; none of them
+    without a row.
+    """
     each, edges, before = num_bytes / num_shards, [0], 0.0
     for base, block in sizes:
         ends = before + np.cumsum(block)
@@ -94,19 +113,26 @@ def edges_by_bytes(sizes: Sizes, total: int, num_shards: int, num_bytes: float) 
         before = float(ends[-1]) if ends.size else before
     edges += [total] * (num_shards + 1 - len(edges))
     ranks = np.arange(num_shards + 1)
-    spread = np.maximum.accumulate(np.array(edges, np.int64) - ranks) + ranks  # each one row at least behind the one before
+    # each one row at least behind the one before
+    spread = np.maximum.accumulate(np.array(edges, np.int64) - ranks) + ranks
     return np.minimum(spread, total - num_shards + ranks)
 
 
 def raw_blocks(
     source: ShardedSource, start: int, stop: int, block_bytes: int
 ) -> Iterator[tuple[int, NDArray[np.int64], Callable[[], pa.RecordBatch]]]:
-    """(first row, bytes of the values of each row, a way to read them): blocks of about `block_bytes` that cover rows `start` to `stop`.
+    """(first row, bytes of the values of each row, a way to read them): blocks of about
+    `block_bytes` that cover rows `start` to `stop`.
 
-    Rows that a source refuses take no bytes, but keep their place. Sources that tell `bytes_per_row` are not read for their sizes.
+    Rows that a source refuses take no bytes, but keep their place. Sources that tell
+    `bytes_per_row` are not read for their sizes.
     """
     constant = getattr(source, "bytes_per_row", None)
-    step = _batch_rows(source, start, stop) if constant is None else max(1, block_bytes // max(1, constant))
+    step = (
+        _batch_rows(source, start, stop)
+        if constant is None
+        else max(1, block_bytes // max(1, constant))
+    )
     step = min(step, MEASURED_ROWS)
     base = 0
     for index, shard in enumerate(source.shards):
@@ -115,7 +141,11 @@ def raw_blocks(
         for at in range(max(start - base, 0), last, step):
             end = min(at + step, last)
             if constant is not None:
-                yield base + at, np.full(end - at, constant, np.int64), lambda i=index, a=at, b=end: source.read(i, a, b)
+                yield (
+                    base + at,
+                    np.full(end - at, constant, np.int64),
+                    lambda i=index, a=at, b=end: source.read(i, a, b),
+                )
                 continue
             batch = source.read(index, at, end)
             numbers, sizes = np.arange(end - at), row_bytes(batch)
@@ -126,7 +156,9 @@ def raw_blocks(
                 sizes = placed
             full = np.cumsum(sizes) // block_bytes
             cuts = np.flatnonzero(np.diff(full, prepend=0)) + 1
-            for x, y in itertools.pairwise(np.unique(np.concatenate([[0], cuts, [end - at]])).tolist()):
+            for x, y in itertools.pairwise(
+                np.unique(np.concatenate([[0], cuts, [end - at]])).tolist()
+            ):
                 i, j = np.searchsorted(numbers, [x, y]).tolist()
                 yield base + at + x, sizes[x:y], lambda batch=batch, i=i, j=j: batch.slice(i, j - i)
         base += rows

@@ -41,18 +41,31 @@ class LoadStage(BaseStage):
     def name(self) -> str:
         return "load"
 
-    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
         for name, source in data.items():
             if INPUT_IDS not in source.schema.names:
-                raise StageOrderError(at="", problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}")
+                raise StageOrderError(
+                    at="",
+                    problem=f"Call tokenize() before load(): dataset {name!r} has no column {INPUT_IDS!r}",
+                )
         return {name: _stepped(source, self.config) for name, source in data.items()}
 
-    def open(self, name: str, source: ShardedSource, context: PipelineContext) -> Loader | StreamLoader:
-        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the first batch needs; all of it where a
-        document that is longer than a row is an error.
+    def open(
+        self, name: str, source: ShardedSource, context: PipelineContext
+    ) -> Loader | StreamLoader:
+        """The loader over one dataset. Tokenizes what is not tokenized yet, and plans as far as the
+        first batch needs; all of it where a document that is longer than a row is an error.
         """
         if context.config.streaming:
-            return open_stream(name, source, context, self._options(name, source), self._collate(name, source, context, None))
+            return open_stream(
+                name,
+                source,
+                context,
+                self._options(name, source),
+                self._collate(name, source, context, None),
+            )
         options = self._options(name, source)
         rows = self._rows(name, source, context, options.num_epochs)
         require_a_batch(name, rows, options)
@@ -60,7 +73,11 @@ class LoadStage(BaseStage):
         if isinstance(rows, PlannedRows):
             mixture, plan = _mixture(name, source, context), rows.plan
             remember = lambda: mixture.remember(plan)  # noqa: E731
-            if plan.spec.pack is not None and plan.spec.pack.oversize == "error" and rows.num_rows is not None:
+            if (
+                plan.spec.pack is not None
+                and plan.spec.pack.oversize == "error"
+                and rows.num_rows is not None
+            ):
                 remember()
         return Loader(
             rows,
@@ -73,15 +90,26 @@ class LoadStage(BaseStage):
         )
 
     def _options(self, name: str, source: ShardedSource) -> LoadStageConfig:
-        """The config, with no number of epochs where the mixture has none, and with what packing says of the order of rows."""
+        """The config, with no number of epochs where the mixture has none, and with what packing
+        says of the order of rows.
+        """
         options = self.config
-        factor = source.config.shuffle_buffer_factor if isinstance(source, PackedShardedSource) else None
+        factor = (
+            source.config.shuffle_buffer_factor if isinstance(source, PackedShardedSource) else None
+        )
         if factor is not None and options.shuffle_buffer_size is None:
             options = dataclasses.replace(options, shuffle_buffer_size=factor * options.batch_size)
-        if not isinstance(source, MixedShardedSource | PackedShardedSource) or not source.mixture.restarts:
+        if (
+            not isinstance(source, MixedShardedSource | PackedShardedSource)
+            or not source.mixture.restarts
+        ):
             return options
         if options.num_epochs not in (1, None):
-            why = "never ends" if source.mixture.endless else "is drawn once, until mix.max_epochs ends it"
+            why = (
+                "never ends"
+                if source.mixture.endless
+                else "is drawn once, until mix.max_epochs ends it"
+            )
             raise ConfigError(
                 at="load.num_epochs",
                 problem=f"{options.num_epochs}, but {name!r} {why}: its stop_strategy is 'restart'",
@@ -89,11 +117,14 @@ class LoadStage(BaseStage):
             )
         return dataclasses.replace(options, num_epochs=None)
 
-    def _rows(self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None) -> Rows:
+    def _rows(
+        self, name: str, source: ShardedSource, context: PipelineContext, num_epochs: int | None
+    ) -> Rows:
         if isinstance(source, PackedShardedSource):
             return source.rows(num_epochs)
         info = token_info(source)
-        if SEGMENT_IDS in source.schema.names:  # packed and saved: in the order in which the rows stand, which packing has shuffled
+        # packed and saved: in the order in which the rows stand, which packing has shuffled
+        if SEGMENT_IDS in source.schema.names:
             return StoredRows(
                 source,
                 seq_length=None if info is None else info.seq_length,
@@ -104,8 +135,12 @@ class LoadStage(BaseStage):
         mixture = _mixture(name, source, context)
         return mixture.documents(num_epochs)
 
-    def _collate(self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None) -> CollateConfig:
-        inner = source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
+    def _collate(
+        self, name: str, source: ShardedSource, context: PipelineContext, rows: Rows | None
+    ) -> CollateConfig:
+        inner = (
+            source.mixture if isinstance(source, MixedShardedSource | PackedShardedSource) else None
+        )
         first, origin = next(iter(({name: source} if inner is None else inner.parts).items()))
         options = _tokenizer_options(first, origin, context)
         packed = isinstance(source, PackedShardedSource)
@@ -113,17 +148,25 @@ class LoadStage(BaseStage):
         if options is not None:
             rule |= {
                 "attention_mask": options.return_attention_mask,
-                "padding_side": options.padding_side,  # these three are refused where rows are packed
+                # these three are refused where rows are packed
+                "padding_side": options.padding_side,
                 "pad_to_multiple_of": options.pad_to_multiple_of,
                 "length_buckets": _widths(options.length_buckets, rows),
             }
             if not packed and SEGMENT_IDS not in source.schema.names:  # else rows are full already
-                rule |= {"padding": options.padding, "max_length": options.max_length if options.padding == "max_length" else None}
+                rule |= {
+                    "padding": options.padding,
+                    "max_length": options.max_length if options.padding == "max_length" else None,
+                }
         return CollateConfig(**rule)
 
 
-def _tokenizer_options(name: str, source: ShardedSource, context: PipelineContext) -> TokenizerConfig | None:
-    """Of the tokenizer that made the documents; of tokens that were made before, of the one that the config names."""
+def _tokenizer_options(
+    name: str, source: ShardedSource, context: PipelineContext
+) -> TokenizerConfig | None:
+    """Of the tokenizer that made the documents; of tokens that were made before, of the one that
+    the config names.
+    """
     tokenizer = tokenizer_of(source)
     if tokenizer is not None:
         return tokenizer.config
@@ -139,9 +182,19 @@ def _widths(buckets: int | Sequence[int], rows: Rows | None) -> tuple[int, ...]:
     if isinstance(rows, PlannedRows):
         if rows.seq_length is not None:
             return (buckets,)  # refused by the loader: such rows have one width
-        return bucket_widths(length_counts(piece for cache in rows.caches for piece in _lengths_of(cache)), buckets)
-    why = "lengths are not known before rows are read" if rows is None else "the lengths of saved rows are not recorded"
-    raise ConfigError(at="length_buckets", problem=f"{buckets} widths cannot be chosen: {why}", fix="Give the widths: [128, 256, 512].")
+        return bucket_widths(
+            length_counts(piece for cache in rows.caches for piece in _lengths_of(cache)), buckets
+        )
+    why = (
+        "lengths are not known before rows are read"
+        if rows is None
+        else "the lengths of saved rows are not recorded"
+    )
+    raise ConfigError(
+        at="length_buckets",
+        problem=f"{buckets} widths cannot be chosen: {why}",
+        fix="Give the widths: [128, 256, 512].",
+    )
 
 
 def _lengths_of(cache: TokenCache) -> Iterator[NDArray[np.int32]]:
@@ -150,11 +203,17 @@ def _lengths_of(cache: TokenCache) -> Iterator[NDArray[np.int32]]:
 
 
 def _stepped(source: ShardedSource, options: LoadStageConfig) -> ShardedSource:
-    """The source; where its weights follow the training step, one that knows how many rows a step has."""
+    """The source; where its weights follow the training step, one that knows how many rows a step
+    has.
+    """
     if isinstance(source, MixedShardedSource | PackedShardedSource):
         mixture = source.mixture.for_load(options)
         if mixture is not source.mixture:
-            return MixedShardedSource(mixture) if isinstance(source, MixedShardedSource) else PackedShardedSource(mixture, source.config)
+            return (
+                MixedShardedSource(mixture)
+                if isinstance(source, MixedShardedSource)
+                else PackedShardedSource(mixture, source.config)
+            )
     return source
 
 
@@ -168,7 +227,9 @@ def require_a_batch(name: str, rows: Rows, options: LoadStageConfig) -> None:
         raise ConfigError(
             at="load.batch_size",
             problem=f"{options.batch_size}, but {name!r} has {num_rows} rows: no batch is ever full",
-            fix=f"Give at most {num_rows}, or set drop_last=False." if num_rows else "Give the dataset rows.",
+            fix=f"Give at most {num_rows}, or set drop_last=False."
+            if num_rows
+            else "Give the dataset rows.",
         )
 
 

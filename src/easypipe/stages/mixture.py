@@ -43,7 +43,8 @@ class _Choice(NamedTuple):
 class Mixture:
     """Datasets and how often each is drawn; a dataset on its own is a mixture of one.
 
-    schedule, unit, max_epochs (one for each dataset): as in MixStageConfig. provenance: packed rows tell the dataset of every segment.
+    schedule, unit, max_epochs (one for each dataset): as in MixStageConfig. provenance: packed rows
+    tell the dataset of every segment.
     """
 
     parts: Mapping[str, Documents]
@@ -66,14 +67,25 @@ class Mixture:
         return self.restarts and (self.max_epochs is None or None in self.max_epochs)
 
     def for_load(self, load: LoadStageConfig) -> Mixture:
-        """Under a schedule, the mixture that knows how many rows a training step has; else itself."""
-        return self if self.schedule is None else dataclasses.replace(self, schedule=self.schedule.for_load(load))
+        """Under a schedule, the mixture that knows how many rows a training step has; else
+        itself.
+        """
+        return (
+            self
+            if self.schedule is None
+            else dataclasses.replace(self, schedule=self.schedule.for_load(load))
+        )
 
     def requested(self, rows: int) -> dict[str, float]:
-        """The share that each dataset is asked to have of the first `rows` rows, in the mixture's unit."""
+        """The share that each dataset is asked to have of the first `rows` rows, in the mixture's
+        unit.
+        """
         if self.schedule is not None:
             return dict(zip(self.parts, map(float, self.schedule.mean_shares(rows)), strict=True))
-        return {name: weight / sum(self.weights) for name, weight in zip(self.parts, self.weights, strict=True)}
+        return {
+            name: weight / sum(self.weights)
+            for name, weight in zip(self.parts, self.weights, strict=True)
+        }
 
     @property
     def vocab_size(self) -> int:
@@ -91,7 +103,9 @@ class Mixture:
 
     @cached_property
     def caches(self) -> tuple[TokenCache, ...]:
-        """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in streaming, which keeps no tokens."""
+        """One token cache a dataset; tokenizes what is not tokenized yet. Raises ConfigError in
+        streaming, which keeps no tokens.
+        """
         if self.context.config.streaming:
             raise ConfigError(
                 at="streaming",
@@ -105,8 +119,12 @@ class Mixture:
         """Documents of each dataset that do not end with their tokenizer's EOS."""
         return tuple(cache.count_without_eos() for cache in self.caches)
 
-    def plan(self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None) -> Plan:
-        """The plan, one object for each choice. eos: ends documents which lack it; None adds none. Mixtures that restart have no epochs."""
+    def plan(
+        self, pack: PackSpec | None, *, num_epochs: int | None = 1, eos: int | None = None
+    ) -> Plan:
+        """The plan, one object for each choice. eos: ends documents which lack it; None adds none.
+        Mixtures that restart have no epochs.
+        """
         choice = _Choice(pack, None if self.restarts else num_epochs, eos)
         if choice not in self._plans:
             self._plans[choice] = self._make(choice)
@@ -115,22 +133,38 @@ class Mixture:
     def documents(self, num_epochs: int | None = 1) -> PlannedRows:
         """Every document a row of its own, as it is stored."""
         info = token_info(next(iter(self.parts.values())))
-        pad = 0 if info is None else next((i for i in (info.pad_token_id, info.eos_token_id) if i is not None), 0)
-        return PlannedRows(self.plan(None, num_epochs=num_epochs), self.caches, eos_token_id=None, pad_token_id=pad, seq_length=None)
+        pad = (
+            0
+            if info is None
+            else next((i for i in (info.pad_token_id, info.eos_token_id) if i is not None), 0)
+        )
+        return PlannedRows(
+            self.plan(None, num_epochs=num_epochs),
+            self.caches,
+            eos_token_id=None,
+            pad_token_id=pad,
+            seq_length=None,
+        )
 
     def gather(self, dataset: NDArray[np.int32], docs: NDArray[np.int64]) -> Tokens:
-        """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset` (Int32[n])."""
+        """The stored tokens of documents `docs` (Int64[n]) of the datasets numbered `dataset`
+        (Int32[n]).
+        """
         return gather_documents(self.caches, dataset, docs, with_mask=self.has_loss_mask)
 
     def remember(self, plan: Plan) -> None:
-        """Commits the checkpoints of a plan beside the caches, so that the next process starts from them."""
+        """Commits the checkpoints of a plan beside the caches, so that the next process starts from
+        them.
+        """
         known = plan.checkpoints()
         if len(known) <= self._remembered.get(plan.fingerprint, 0):
             return
         self._remembered[plan.fingerprint] = len(known)
         if len(self._recalled(plan)) < len(known):
             path = self._checkpoint_path(plan)
-            commit_checked(path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]})
+            commit_checked(
+                path, {"plan": plan.fingerprint, "states": [state.to_json() for state in known]}
+            )
 
     @cached_property
     def _plans(self) -> dict[_Choice, Plan]:
@@ -154,7 +188,8 @@ class Mixture:
             order=OrderSpec(shuffle=order.shuffle, block_rows=order.block_rows),
             pack=choice.pack,
             window_docs=min(
-                window_docs(datasets, weights, length) for weights in ([self.weights] if schedule is None else schedule.all_weights)
+                window_docs(datasets, weights, length)
+                for weights in ([self.weights] if schedule is None else schedule.all_weights)
             ),
             schedule=schedule,
             unit=self.unit,
@@ -166,7 +201,9 @@ class Mixture:
         return Plan(datasets, spec, checkpoints=states) if states else plan
 
     def _recalled(self, plan: Plan) -> Sequence[WindowState]:
-        """The checkpoints that `remember` committed; none where they are not there, or damaged: then they are found again."""
+        """The checkpoints that `remember` committed; none where they are not there, or damaged:
+        then they are found again.
+        """
 
         def states(kept: Mapping[str, Any]) -> Sequence[WindowState]:
             if kept["plan"] != plan.fingerprint:
@@ -178,8 +215,16 @@ class Mixture:
     def _dataset(self, i: int, name: str, eos: int | None) -> PlanDataset:
         cache = self.caches[i]
         if eos is None:
-            return PlanDataset(name, cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths)
-        return PlanDataset(name, cache.num_docs, cache.total_tokens + self.without_eos[i], f"{cache.fingerprint}+eos", _with_eos(cache))
+            return PlanDataset(
+                name, cache.num_docs, cache.total_tokens, cache.fingerprint, cache.lengths
+            )
+        return PlanDataset(
+            name,
+            cache.num_docs,
+            cache.total_tokens + self.without_eos[i],
+            f"{cache.fingerprint}+eos",
+            _with_eos(cache),
+        )
 
     def _checkpoint_path(self, plan: Plan) -> Path:
         return self.context.cache_dir / "plans" / f"{plan.fingerprint}.json"

@@ -1,7 +1,8 @@
-"""Rows with two answers to one prompt, of which one was preferred: a document of both, the chosen one first.
+"""Rows with two answers to one prompt, of which one was preferred: a document of both, the chosen
+one first.
 
-Where the second begins, the loss mask is SEGMENT_BREAK (loader/pairs.py makes two segments of it). An answer that is left out takes the
-other one with it.
+Where the second begins, the loss mask is SEGMENT_BREAK (loader/pairs.py makes two segments of it).
+An answer that is left out takes the other one with it.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from easypipe.transforms.tokenizer import Tokenizer
 
 
 class PairForm(PromptForm):
-    """Rows that a PromptEngine writes twice, with the column that is preferred and with `rejected_column` in its place.
+    """Rows that a PromptEngine writes twice, with the column that is preferred and with
+    `rejected_column` in its place.
 
     Texts are the answers in turn: two of each row.
     """
 
     pairs = True
 
-    def written(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]) -> tuple[list[Rendered | Refused], list[int]]:
+    def written(
+        self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
+    ) -> tuple[list[Rendered | Refused], list[int]]:
         found: list[Rendered | Refused] = []
         of: list[int] = []
         for number, pair in zip(numbers, self.engine.render_pairs(rows), strict=True):
@@ -40,12 +44,23 @@ class PairForm(PromptForm):
             of += [number] * len(answers)
         return found, of
 
-    def encode(self, texts: Texts, tokenizer: Tokenizer, *, batch_size: int, at: str, audit_key: str | None = None) -> Documents:
+    def encode(
+        self,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        at: str,
+        audit_key: str | None = None,
+    ) -> Documents:
         def encoded(wanted: NDArray[np.bool_], audit_key: str | None) -> list[Documents]:
             half = np.arange(len(texts.rows)) % 2
             sides = (_some(texts, np.flatnonzero(wanted & (half == side))) for side in (0, 1))
             encode = super(PairForm, self).encode
-            return [encode(side, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key) for side in sides]
+            return [
+                encode(side, tokenizer, batch_size=batch_size, at=at, audit_key=audit_key)
+                for side in sides
+            ]
 
         every = np.ones(len(texts.rows), np.bool_)
         documents = encoded(every, audit_key)
@@ -74,7 +89,9 @@ def _some(texts: Texts, which: NDArray[np.int64]) -> Texts:
 def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Documents:
     """One document of the two of every row; both have the same rows."""
     chosen, rejected = (side.batch for side in documents)
-    lists = [[batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)]
+    lists = [
+        [batch.column(name) for batch in (chosen, rejected)] for name in (INPUT_IDS, LOSS_MASK)
+    ]
     starts = [np.asarray(column.offsets.to_numpy(), np.int64) for column in lists[0]]
     sizes = [np.diff(edges) for edges in starts]
     offsets = np.concatenate([[0], np.cumsum(sizes[0] + sizes[1])]).astype(np.int64)
@@ -90,7 +107,8 @@ def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Docu
     mask[begins[1]] = SEGMENT_BREAK
     columns = {
         INPUT_IDS: pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(ids)),
-        HAS_EOS: pa.array(np.ones(chosen.num_rows, np.uint8)),  # packing adds none: it would end one answer of the two
+        # packing adds none: it would end one answer of the two
+        HAS_EOS: pa.array(np.ones(chosen.num_rows, np.uint8)),
         ROW_NUMBER: chosen.column(ROW_NUMBER),
         LOSS_MASK: pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(mask)),
     }
@@ -100,7 +118,9 @@ def _joined(documents: Sequence[Documents], rejects: tuple[Reject, ...]) -> Docu
     for side in documents:
         lengths.update(side.lengths)
     return Documents(
-        batch=pa.RecordBatch.from_arrays([columns[field.name] for field in chosen.schema], schema=chosen.schema),
+        batch=pa.RecordBatch.from_arrays(
+            [columns[field.name] for field in chosen.schema], schema=chosen.schema
+        ),
         rejects=rejects,
         trained=int((mask == 1).sum()),
         lengths=lengths,

@@ -1,11 +1,15 @@
-"""Parquet files of lists of integers, as tokens are saved: what pyarrow writes, in about a third of its time.
+"""Parquet files of lists of integers, as tokens are saved: what pyarrow writes, in about a third of
+its time.
 
-pyarrow walks over every value to find its levels (where lists begin, what is null). Of token lists they follow from the offsets: two runs
-a document. Values go from Arrow's buffers into pages as they are, each compressed alone. The schema is pyarrow's own: the footer of an
-empty file that it wrote, with the row groups put in. Format: github.com/apache/parquet-format, footers in Thrift's compact protocol.
+pyarrow walks over every value to find its levels (where lists begin, what is null). Of token lists
+they follow from the offsets: two runs a document. Values go from Arrow's buffers into pages as they
+are, each compressed alone. The schema is pyarrow's own: the footer of an empty file that it wrote,
+with the row groups put in. Format: github.com/apache/parquet-format, footers in Thrift's compact
+protocol.
 
-Parquet knows no integers of 16 bits: plain pages hold four bytes for each, which a codec has to go through. A dictionary 0, 1, 2, ... makes
-every value its own index, and indices of 16 bits, bit-packed, are the bytes that Arrow holds.
+Parquet knows no integers of 16 bits: plain pages hold four bytes for each, which a codec has to go
+through. A dictionary 0, 1, 2, ... makes every value its own index, and indices of 16 bits,
+bit-packed, are the bytes that Arrow holds.
 
 level      small integer beside each value. repetition: 0 begins a row. definition: how much of list and value is there
 run        equal levels in a row: varint(length * 2), then the level in one byte. Packed indices: varint(groups of eight * 2 + 1), indices
@@ -29,7 +33,8 @@ PAGE_VALUES = 1 << 18
 RUN_ROWS = 1 << 13  # lists whose runs are written together
 ZSTD_LEVEL = 1  # pyarrow's own
 
-DICTIONARY_SHARE = 32  # values to one entry of a dictionary, at least: it must not weigh more than it saves
+# values to one entry of a dictionary, at least: it must not weigh more than it saves
+DICTIONARY_SHARE = 32
 
 _PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
 _INT32, _INT64 = 1, 2
@@ -41,11 +46,16 @@ _NUM_ROWS, _ROW_GROUPS = 3, 4  # fields of the footer
 def holds_lists_of_integers(schema: pa.Schema) -> bool:
     """Whether this module can write such columns."""
     lists = [f.type for f in schema if pa.types.is_list(f.type) or pa.types.is_large_list(f.type)]
-    return bool(lists) and len(lists) == len(schema) and all(pa.types.is_integer(kind.value_type) for kind in lists)
+    return (
+        bool(lists)
+        and len(lists) == len(schema)
+        and all(pa.types.is_integer(kind.value_type) for kind in lists)
+    )
 
 
 class ListsWriter:
-    """Writes batches of such columns to a binary sink, a row group each; `close()` ends the file and leaves the sink open.
+    """Writes batches of such columns to a binary sink, a row group each; `close()` ends the file
+    and leaves the sink open.
 
     codec: none, gzip, zstd or lz4.
     """
@@ -69,27 +79,53 @@ class ListsWriter:
                 raw += self._page([np.arange(entries, dtype=np.int32)], _dictionary_page(entries))
             pages = self._at
             for levels, size, present in _pages(column, values, field):
-                body = _indices(present) if entries else [present.astype(np.int64 if wide else np.int32)]
+                body = (
+                    _indices(present)
+                    if entries
+                    else [present.astype(np.int64 if wide else np.int32)]
+                )
                 encoding = _RLE_DICTIONARY if entries else _PLAIN
                 raw += self._page([levels, *body], _data_page(size, encoding))
                 count += size
             kind, dictionary = _INT64 if wide else _INT32, start if entries else None
-            chunks.append(_column_chunk(kind, self._codec, path, count, raw, self._at - start, pages, dictionary))
+            chunks.append(
+                _column_chunk(
+                    kind, self._codec, path, count, raw, self._at - start, pages, dictionary
+                )
+            )
             total, compressed = total + raw, compressed + self._at - start
-        group = _Struct().list(1, _STRUCT, chunks).int(2, total, _I64).int(3, batch.num_rows, _I64).int(6, compressed, _I64)
+        group = (
+            _Struct()
+            .list(1, _STRUCT, chunks)
+            .int(2, total, _I64)
+            .int(3, batch.num_rows, _I64)
+            .int(6, compressed, _I64)
+        )
         self._groups.append(group.done())
         self._rows += batch.num_rows
 
     def _page(self, parts: list[Any], kind: tuple[int, int, _Struct]) -> int:
-        """Writes a page; its bytes before compression, header included. kind: of page, and its own header with the field it stands in."""
-        plain = [np.frombuffer(part, np.uint8) if isinstance(part, bytes) else part.view(np.uint8) for part in parts]
+        """Writes a page; its bytes before compression, header included. kind: of page, and its own
+        header with the field it stands in.
+        """
+        plain = [
+            np.frombuffer(part, np.uint8) if isinstance(part, bytes) else part.view(np.uint8)
+            for part in parts
+        ]
         size = sum(map(len, plain))
         if size > len(self._page_bytes):
             self._page_bytes = np.empty(size, np.uint8)
         data = np.concatenate(plain, out=self._page_bytes[:size])
         packed = self._compress(data.data)
         number, field, own = kind
-        header = _Struct().int(1, number).int(2, data.nbytes).int(3, len(packed)).struct(field, own).done()
+        header = (
+            _Struct()
+            .int(1, number)
+            .int(2, data.nbytes)
+            .int(3, len(packed))
+            .struct(field, own)
+            .done()
+        )
         self._put(header)
         self._put(packed)
         return len(header) + data.nbytes
@@ -122,7 +158,9 @@ def _compressor(codec: str) -> Callable[[memoryview], Any]:
 
 
 def _entries(values: Any) -> int:
-    """How many entries a dictionary 0, 1, 2, ... of the values has; 0 where plain values are better."""
+    """How many entries a dictionary 0, 1, 2, ... of the values has; 0 where plain values are
+    better.
+    """
     if values.type not in (pa.uint8(), pa.uint16()) or len(values) == values.null_count:
         return 0
     entries = int(pc.call_function("max", [values]).as_py()) + 1
@@ -137,7 +175,9 @@ def _indices(values: NDArray[Any]) -> list[Any]:
 
 
 def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, int, NDArray[Any]]]:
-    """(levels, how many entries, values that are there) of pages that begin with a row. values: of the whole column."""
+    """(levels, how many entries, values that are there) of pages that begin with a row. values: of
+    the whole column.
+    """
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     borders = np.searchsorted(ends, np.arange(PAGE_VALUES, ends[-1], PAGE_VALUES))
@@ -146,7 +186,10 @@ def _pages(column: Any, values: Any, field: pa.Field) -> Iterable[tuple[bytes, i
     first, stop, runs, places = 0, 0, b"", np.zeros(1, np.int64)
     for a, b in itertools.pairwise(edges.tolist()):
         if b > stop:  # a page of long lists has few of them: those of several at once
-            first, stop = a, max(b, int(edges[np.searchsorted(edges, a + RUN_ROWS, side="right") - 1]))
+            first, stop = (
+                a,
+                max(b, int(edges[np.searchsorted(edges, a + RUN_ROWS, side="right") - 1])),
+            )
             runs, places = _runs(*_repetition(entries[first:stop]))
         repetition = runs[places[2 * (a - first)] : places[2 * (b - first)]]
         part = values.slice(int(ends[a]), int(ends[b] - ends[a]))
@@ -163,21 +206,30 @@ def _repetition(entries: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[
     return twice.ravel(), np.tile(np.array([0, 1], np.uint8), len(entries))
 
 
-def _definition(lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: Any, values: Any, field: pa.Field) -> bytes:
+def _definition(
+    lengths: NDArray[np.int64], entries: NDArray[np.int64], lists: Any, values: Any, field: pa.Field
+) -> bytes:
     empty = int(field.nullable)
     full = empty + 1 + int(field.type.value_field.nullable)
     if lengths.all() and not values.null_count:
         return _varint(int(entries.sum()) << 1) + bytes([full]) if len(entries) else b""
     if not values.null_count and not lists.null_count:
         return _runs(entries, np.where(lengths > 0, full, empty).astype(np.uint8))[0]
-    levels = np.repeat(np.where(lists.is_valid().to_numpy(zero_copy_only=False), empty, 0).astype(np.uint8), entries)
-    levels[np.repeat(lengths > 0, entries)] = np.where(values.is_valid().to_numpy(zero_copy_only=False), full, full - 1)
+    levels = np.repeat(
+        np.where(lists.is_valid().to_numpy(zero_copy_only=False), empty, 0).astype(np.uint8),
+        entries,
+    )
+    levels[np.repeat(lengths > 0, entries)] = np.where(
+        values.is_valid().to_numpy(zero_copy_only=False), full, full - 1
+    )
     starts = np.flatnonzero(np.diff(levels, prepend=255))
     return _runs(np.diff(np.append(starts, len(levels))), levels[starts])[0]
 
 
 def _runs(lengths: NDArray[np.int64], levels: NDArray[np.uint8]) -> tuple[bytes, NDArray[np.int64]]:
-    """Runs of `lengths` (Int64[n]) with a level each, and where each begins, Int64[n + 1]; one of no length takes no bytes."""
+    """Runs of `lengths` (Int64[n]) with a level each, and where each begins, Int64[n + 1]; one of
+    no length takes no bytes.
+    """
     there = np.flatnonzero(lengths)
     rest, level = lengths[there] << 1, levels[there]
     width, most = np.full(len(rest), 2), int(rest.max(initial=0))
@@ -211,11 +263,16 @@ class _Struct:
         return self.copy(number, _STRUCT, value.done())
 
     def list(self, number: int, kind: int, items: list[bytes]) -> _Struct:
-        size = bytes([len(items) << 4 | kind]) if len(items) < 15 else bytes([0xF0 | kind]) + _varint(len(items))
+        size = (
+            bytes([len(items) << 4 | kind])
+            if len(items) < 15
+            else bytes([0xF0 | kind]) + _varint(len(items))
+        )
         return self.copy(number, _LIST, size + b"".join(items))
 
     def copy(self, number: int, kind: int, value: bytes) -> _Struct:
-        self._bytes += bytes([(number - self._last) << 4 | kind]) + value  # fields come in order, a few apart
+        # fields come in order, a few apart
+        self._bytes += bytes([(number - self._last) << 4 | kind]) + value
         self._last = number
         return self
 
@@ -231,11 +288,28 @@ def _dictionary_page(entries: int) -> tuple[int, int, _Struct]:
     return 2, 7, _Struct().int(1, entries).int(2, _PLAIN)
 
 
-def _column_chunk(kind: int, codec: int, path: str, count: int, raw: int, packed: int, pages: int, dictionary: int | None) -> bytes:
-    """count: of entries. raw, packed: bytes of all pages. pages, dictionary: where the first of them lie in the file."""
+def _column_chunk(
+    kind: int,
+    codec: int,
+    path: str,
+    count: int,
+    raw: int,
+    packed: int,
+    pages: int,
+    dictionary: int | None,
+) -> bytes:
+    """count: of entries. raw, packed: bytes of all pages. pages, dictionary: where the first of
+    them lie in the file.
+    """
     names = [_varint(len(name)) + name for name in (part.encode() for part in path.split("."))]
     used = [_PLAIN, _RLE] if dictionary is None else [_PLAIN, _RLE, _RLE_DICTIONARY]
-    meta = _Struct().int(1, kind).list(2, _I32, [_zigzag(encoding) for encoding in used]).list(3, _BINARY, names).int(4, codec)
+    meta = (
+        _Struct()
+        .int(1, kind)
+        .list(2, _I32, [_zigzag(encoding) for encoding in used])
+        .list(3, _BINARY, names)
+        .int(4, codec)
+    )
     meta.int(5, count, _I64).int(6, raw, _I64).int(7, packed, _I64).int(9, pages, _I64)
     if dictionary is not None:
         meta.int(11, dictionary, _I64)

@@ -26,7 +26,8 @@ from easypipe.stages.saved import SavedManifest
 from easypipe.stages.text_units import guess_text_unit
 from easypipe.transforms.kinds import guess_kind
 
-HEAD_BYTES, HEADS = 4 << 20, 4  # read of each of the first files of a part, where they are files of lines
+# read of each of the first files of a part, where they are files of lines
+HEAD_BYTES, HEADS = 4 << 20, 4
 OTHER_HEAD_BYTES = 1 << 16  # read of each other file
 LONG_HEAD_BYTES = 1 << 24  # where no row ends in those
 LOOKED_AT, LOOKED_AT_REMOTE = 256, 16  # files of a part that are opened
@@ -35,10 +36,12 @@ SAMPLE_ROWS = 64  # from which the kind is told
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Files that may be one part. reads: fields of the DatasetConfig that reads them. ready: makes a file ready to be read.
+    """Files that may be one part. reads: fields of the DatasetConfig that reads them. ready: makes
+    a file ready to be read.
 
-    card_rows: what the card of a Hub dataset says of their number. manifest: of a saved folder. apart: files of different kinds are
-    parts of their own. because: why `reads` are so, where that was guessed.
+    card_rows: what the card of a Hub dataset says of their number. manifest: of a saved folder.
+    apart: files of different kinds are parts of their own. because: why `reads` are so, where that
+    was guessed.
     """
 
     files: tuple[FileRef, ...]
@@ -76,7 +79,9 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """A file as far as it was looked at. head: a source of that file alone. total: its rows, where they are known."""
+    """A file as far as it was looked at. head: a source of that file alone. total: its rows, where
+    they are known.
+    """
 
     file: FileRef
     head: FileSource
@@ -89,16 +94,29 @@ def probe(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
 
     Raises SourceError where none can.
     """
-    most = 1 if found.card_rows is not None else LOOKED_AT_REMOTE if found.files[0].remote else LOOKED_AT
+    most = (
+        1
+        if found.card_rows is not None
+        else LOOKED_AT_REMOTE
+        if found.files[0].remote
+        else LOOKED_AT
+    )
     files = [found.ready(file) for file in found.files[:most]]
     if found.format == "txt":
         unit, why = guess_text_unit([*files, *found.files[most:]])
-        found = replace(found, reads={**found.reads, "text_unit": unit}, because=(f"text_unit = {unit!r}: {why}",))
+        found = replace(
+            found,
+            reads={**found.reads, "text_unit": unit},
+            because=(f"text_unit = {unit!r}: {why}",),
+        )
         look = replace(look, text_unit=unit)
     opened, notes, first_error = [], [], None
     with ThreadPoolExecutor(8, thread_name_prefix="easypipe-discover") as pool:
         sizes = itertools.chain([HEAD_BYTES] * HEADS, itertools.repeat(OTHER_HEAD_BYTES))
-        for attempt in [pool.submit(_attempt, file, found.format, size, look) for file, size in zip(files, sizes, strict=False)]:
+        for attempt in [
+            pool.submit(_attempt, file, found.format, size, look)
+            for file, size in zip(files, sizes, strict=False)
+        ]:
             result = attempt.result()
             if isinstance(result, _Opened):
                 opened.append(result)
@@ -109,9 +127,15 @@ def probe(found: Candidate, look: Look) -> tuple[list[Part], list[str]]:
         assert first_error is not None, "a candidate has files"
         raise first_error
     groups: dict[Any, list[_Opened]] = {}
-    for one in opened:  # rows of one kind in the same columns are one dataset, whatever optional columns some files lack
+    # rows of one kind in the same columns are one dataset, whatever optional columns some files
+    # lack
+    for one in opened:
         kind = guess_kind(one.schema, _first_rows(one.head, 1)[0])
-        key = (kind.name, tuple(choice.column for choice in kind.choices if choice.slot != "tools")) if found.apart else None
+        key = (
+            (kind.name, tuple(choice.column for choice in kind.choices if choice.slot != "tools"))
+            if found.apart
+            else None
+        )
         groups.setdefault(key, []).append(one)
     several = len(groups) > 1
     return [_files_part(found, group, look, alone=not several) for group in groups.values()], notes
@@ -145,7 +169,11 @@ def _files_part(found: Candidate, group: Sequence[_Opened], look: Look, *, alone
         notes.append(f"columns and types are those of the first rows ({looked:,} were looked at)")
     if len(files) > len(group) and alone:
         notes.append(f"{len(group)} of {len(files)} files were looked at")
-    reads = dict(found.reads) if alone else {**found.reads, "data_files": [one.file.path for one in group]}
+    reads = (
+        dict(found.reads)
+        if alone
+        else {**found.reads, "data_files": [one.file.path for one in group]}
+    )
     if found.manifest is not None:
         schema = found.manifest.schema
         counted = (found.manifest.num_rows, "manifest", None)
@@ -153,10 +181,21 @@ def _files_part(found: Candidate, group: Sequence[_Opened], look: Look, *, alone
         counted = _counted(found, files, group, look)
     if not alone and len(group) == 1:
         reads["data_files"] = group[0].file.path
-    return part_of(found, files=files, schema=schema, rows=rows, notes=[*notes, *more], counted=counted, look=look, reads=reads)
+    return part_of(
+        found,
+        files=files,
+        schema=schema,
+        rows=rows,
+        notes=[*notes, *more],
+        counted=counted,
+        look=look,
+        reads=reads,
+    )
 
 
-def _counted(found: Candidate, files: Sequence[FileRef], group: Sequence[_Opened], look: Look) -> tuple[int | None, str | None, str | None]:
+def _counted(
+    found: Candidate, files: Sequence[FileRef], group: Sequence[_Opened], look: Look
+) -> tuple[int | None, str | None, str | None]:
     """(rows, who says so, what it would cost to know)."""
     if look.text_unit == "file":
         return len(files), "files", None
@@ -165,14 +204,22 @@ def _counted(found: Candidate, files: Sequence[FileRef], group: Sequence[_Opened
     lines = found.format in ("json", "csv", "txt", "tokens")
     if whole and None not in totals:
         looked = all(one.total == one.head.shards[0].num_rows for one in group)
-        return sum(total or 0 for total in totals), ("footer" if not lines else "read" if looked else "index"), None
+        return (
+            sum(total or 0 for total in totals),
+            ("footer" if not lines else "read" if looked else "index"),
+            None,
+        )
     if look.count:
         source = look.open([found.ready(file) for file in files], found.format)
         return sum(shard.num_rows or 0 for shard in source.shards), "count", None
     if found.card_rows is not None:
         return found.card_rows, "card", None
     if lines or None in totals:
-        return None, None, f"counting reads {bytes_text(sum(file.num_bytes for file in files))} (count=True, --count)"
+        return (
+            None,
+            None,
+            f"counting reads {bytes_text(sum(file.num_bytes for file in files))} (count=True, --count)",
+        )
     return None, None, f"counting opens the footers of {len(files):,} files (count=True, --count)"
 
 
@@ -188,7 +235,9 @@ def rows_part(source: ShardedSource, reads: Mapping[str, Any], split: str, look:
         schema=source.schema,
         rows=rows,
         notes=notes,
-        counted=(None, None, "every row would be asked for") if total is None else (total, "memory", None),
+        counted=(None, None, "every row would be asked for")
+        if total is None
+        else (total, "memory", None),
         look=look,
         reads=reads,
     )
@@ -233,5 +282,11 @@ def _first_rows(source: ShardedSource, count: int) -> tuple[list[dict[str, Any]]
     kept = [name for name in batch.schema.names if name != ROW_NUMBER]
     bad = [reject for reject in rejects if not reject.benign]
     name = source.shards[0].name
-    notes = [f"{name}: {len(bad)} of the first {count} rows are bad; row {bad[0].row}: {bad[0].reason}, {bad[0].detail}"] if bad else []
+    notes = (
+        [
+            f"{name}: {len(bad)} of the first {count} rows are bad; row {bad[0].row}: {bad[0].reason}, {bad[0].detail}"
+        ]
+        if bad
+        else []
+    )
     return batch.select(kept).to_pylist(), notes

@@ -1,8 +1,8 @@
 """Cutting a source into ranges of rows, and the record that commits what a range became.
 
 range   rows of one shard that are tokenized, stored and committed together
-recipe  digest of everything that decides tokens but the text: cache format, tokenizer, length, column
-key     digest of recipe, shard identity and rows: what a range is known by while its file does not change
+recipe  digest of everything that decides tokens but the text: cache format, tokenizer, length,
+column key     digest of recipe, shard identity and rows: what a range is known by while its file does not change
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from easypipe.sources.cache_folder import CacheFolder
 from easypipe.sources.manifest import FORMAT, Part, check_format
 from easypipe.transforms.tokenizer import Tokenizer
 
-# Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file is cut follows from that file alone.
+# Bytes at rest of one range. Small files are cut finer, so that every worker has some; how a file
+# is cut follows from that file alone.
 LEAST_BYTES = 4 << 20
 MOST_BYTES = 8 << 20
 PIECES = 16
@@ -41,7 +42,9 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a range became. rows + pieces = docs + rejects; encoded + added + overlap = tokens + truncated."""
+    """What a range became. rows + pieces = docs + rejects; encoded + added + overlap = tokens +
+    truncated.
+    """
 
     shard_name: str
     start: int
@@ -64,7 +67,8 @@ class Record:
     special: int = 0  # special strings in the texts that became special tokens ...
     escaped: int = 0  # ... and those that became ordinary text
     lost: int = 0  # characters of the texts that became no token
-    lengths: dict[str, int] = field(default_factory=dict)  # documents over max_length, by policy; see lengths.Shaped
+    # documents over max_length, by policy; see lengths.Shaped
+    lengths: dict[str, int] = field(default_factory=dict)
     format: int = FORMAT
 
     def part(self, shard: int) -> Part:
@@ -75,9 +79,20 @@ class Record:
 
 
 def recipe_of(tokenizer: Tokenizer, content_field: str, *, refuted: bool) -> str:
-    """refuted: gigatoken wrote wrong tokens for this tokenizer into this cache; what it wrote then has another name."""
+    """refuted: gigatoken wrote wrong tokens for this tokenizer into this cache; what it wrote then
+    has another name.
+    """
     limit, special = tokenizer.content_limit, tokenizer.special.recipe
-    return digest("recipe", FORMAT, tokenizer.fingerprint, limit, content_field, refuted, BLANK_TEXTS, *special)
+    return digest(
+        "recipe",
+        FORMAT,
+        tokenizer.fingerprint,
+        limit,
+        content_field,
+        refuted,
+        BLANK_TEXTS,
+        *special,
+    )
 
 
 def shard_identity(source: ShardedSource, shard: int) -> str:
@@ -86,7 +101,9 @@ def shard_identity(source: ShardedSource, shard: int) -> str:
 
 
 def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
-    """All rows of the source, in order. Raises SourceError for a shard whose rows cannot be counted."""
+    """All rows of the source, in order. Raises SourceError for a shard whose rows cannot be
+    counted.
+    """
     found = []
     for shard, info in enumerate(source.shards):
         identity = shard_identity(source, shard)
@@ -97,7 +114,9 @@ def ranges_of(source: ShardedSource, recipe: str) -> list[Range]:
 def cut(info: Shard) -> Iterator[tuple[int, int]]:
     if info.num_rows is None:
         raise SourceError(
-            at=place(info.name), problem="its rows cannot be counted", fix="A token cache needs a source that knows num_rows."
+            at=place(info.name),
+            problem="its rows cannot be counted",
+            fix="A token cache needs a source that knows num_rows.",
         )
     rows = info.num_rows
     wanted = min(max(info.num_bytes // PIECES, LEAST_BYTES), MOST_BYTES)
@@ -111,7 +130,9 @@ def _edges(cuts: Sequence[int], rows: int, step: int) -> Iterator[int]:
     while at < rows:
         yield at
         after = bisect.bisect_right(cuts, at + step)
-        near = min(cuts[max(0, after - 1) : after + 1], key=lambda cut: abs(cut - at - step), default=0)
+        near = min(
+            cuts[max(0, after - 1) : after + 1], key=lambda cut: abs(cut - at - step), default=0
+        )
         at = near if at + (step + 1) // 2 <= near <= at + step + step // 2 else at + step
     yield rows
 
@@ -120,15 +141,23 @@ def record_path(folder: CacheFolder, recipe: str, key: str) -> Path | str:
     return folder.at("ranges", recipe, f"{key}.json")
 
 
-def write_record(path: Path | str, record: Record, storage_options: dict[str, Any] | None = None) -> None:
+def write_record(
+    path: Path | str, record: Record, storage_options: dict[str, Any] | None = None
+) -> None:
     commit_checked(path, dataclasses.asdict(record), storage_options)
 
 
 def read_record(path: Path | str, storage_options: dict[str, Any] | None = None) -> Record | None:
-    """None where there is none, or, with a warning, a damaged one: the text is then read again, and its tokens are found by its content."""
+    """None where there is none, or, with a warning, a damaged one: the text is then read again, and
+    its tokens are found by its content.
+    """
 
     def record(values: dict[str, Any]) -> Record:
         check_format(values, path)
-        return Record(**{**values, "rejects": tuple(Reject(**reject) for reject in values["rejects"])})
+        return Record(
+            **{**values, "rejects": tuple(Reject(**reject) for reject in values["rejects"])}
+        )
 
-    return recall_checked(path, record, what="the record of a range of rows", storage_options=storage_options)
+    return recall_checked(
+        path, record, what="the record of a range of rows", storage_options=storage_options
+    )

@@ -1,11 +1,13 @@
-"""What a token cache or a saved folder was made by, kept in the cache folder, so that it can be made again without being told how.
+"""What a token cache or a saved folder was made by, kept in the cache folder, so that it can be
+made again without being told how.
 
-configs/<name>.json   name: the key of a manifest of that cache, or the fingerprint of a saved folder
-{"config": a PipelineConfig without its stages, "stages": [[name, config], ...] behind source(), "folder": that relative paths start from,
+configs/<name>.json   name: the key of a manifest of that cache, or the fingerprint of a saved
+folder {"config": a PipelineConfig without its stages, "stages": [[name, config], ...] behind
+source(), "folder": that relative paths start from,
  "unknown": why it cannot be made again from this file alone, "" where it can}
 
-It is a convenience beside the data and no part of it: equal rows make equal folders, whoever made them from whatever files. Credentials are
-left out, and so is whatever runs code.
+It is a convenience beside the data and no part of it: equal rows make equal folders, whoever made
+them from whatever files. Credentials are left out, and so is whatever runs code.
 """
 
 from __future__ import annotations
@@ -34,8 +36,15 @@ STAGES = ("tokenize", "mix", "pack", "save")
 log = logging.getLogger("easypipe")
 
 
-def remember(name: str, stages: Sequence[BaseStage], context: PipelineContext, folder: CacheFolder | None = None) -> None:
-    """stages: behind source(). folder: None takes the pipeline's. One that cannot be written to keeps none."""
+def remember(
+    name: str,
+    stages: Sequence[BaseStage],
+    context: PipelineContext,
+    folder: CacheFolder | None = None,
+) -> None:
+    """stages: behind source(). folder: None takes the pipeline's. One that cannot be written to
+    keeps none.
+    """
     own: CacheFolder = CacheFolder(context.cache_dir) if context.cache is None else context.cache
     here = own if folder is None else folder
     path = _path(here, name)
@@ -48,7 +57,9 @@ def remember(name: str, stages: Sequence[BaseStage], context: PipelineContext, f
 
 
 def recall(name: str, folder: CacheFolder) -> Mapping[str, Any]:
-    """What `remember` kept. Raises ConfigError where there is nothing, or where it is not enough, saying what to give."""
+    """What `remember` kept. Raises ConfigError where there is nothing, or where it is not enough,
+    saying what to give.
+    """
     fix = "Give the config that made it: easypipe verify PATH CONFIG.YAML --repair."
     kept = _read(folder, name)
     if not kept:
@@ -64,13 +75,20 @@ def recall(name: str, folder: CacheFolder) -> Mapping[str, Any]:
 
 
 def recall_saved(path: str, folder: CacheFolder) -> Mapping[str, Any]:
-    """`recall` for a saved folder; where its manifest cannot be read, the names of its shards tell."""
+    """`recall` for a saved folder; where its manifest cannot be read, the names of its shards
+    tell.
+    """
     try:
         fingerprint = saved.read_manifest(path).fingerprint
     except EasypipeError:  # that is what is broken
-        known = [name.removesuffix(".json") for name in storage.names_in(folder.at(FOLDER), folder.options)]
+        known = [
+            name.removesuffix(".json")
+            for name in storage.names_in(folder.at(FOLDER), folder.options)
+        ]
         shards = storage.names_in(path)
-        fits = [name for name in known if any(shard.startswith(prefix_of(name)) for shard in shards)]
+        fits = [
+            name for name in known if any(shard.startswith(prefix_of(name)) for shard in shards)
+        ]
         fingerprint = fits[0] if len(fits) == 1 else "unknown"
     return recall(fingerprint, folder)
 
@@ -81,18 +99,37 @@ def _path(folder: CacheFolder, name: str) -> Path | str:
 
 def _read(folder: CacheFolder, name: str) -> Mapping[str, Any]:
     try:
-        kept = recall_checked(_path(folder, name), dict, what="the config of a cache", storage_options=folder.options, older=KEYS)
+        kept = recall_checked(
+            _path(folder, name),
+            dict,
+            what="the config of a cache",
+            storage_options=folder.options,
+            older=KEYS,
+        )
     except StorageError:  # it is written again when the data is made again
         return {}
     return kept if kept is not None and set(KEYS) <= kept.keys() else {}
 
 
 def _described(stages: Sequence[BaseStage], context: PipelineContext) -> dict[str, Any]:
-    without = {name: None for name in (*STAGES, "load") if name != "pack"}  # by which tokenize() cuts conversations
+    # by which tokenize() cuts conversations
+    without = {name: None for name in (*STAGES, "load") if name != "pack"}
     config = dataclasses.replace(context.config, **without, executor="local")
-    reasons = [f"its chain has a stage of Python, {stage.name!r}" for stage in stages if stage.name not in STAGES]
-    reasons += [f"datasets[{i}].data_files are rows in memory" for i, dataset in enumerate(config.datasets) if dataset.in_memory]
-    reasons = reasons or [reason for value in (config, *(stage.config for stage in stages)) for reason in _reasons(value, "")]
+    reasons = [
+        f"its chain has a stage of Python, {stage.name!r}"
+        for stage in stages
+        if stage.name not in STAGES
+    ]
+    reasons += [
+        f"datasets[{i}].data_files are rows in memory"
+        for i, dataset in enumerate(config.datasets)
+        if dataset.in_memory
+    ]
+    reasons = reasons or [
+        reason
+        for value in (config, *(stage.config for stage in stages))
+        for reason in _reasons(value, "")
+    ]
     return {
         "config": None if reasons else to_dict(config),
         "stages": [] if reasons else [[stage.name, to_dict(stage.config)] for stage in stages],
@@ -104,12 +141,24 @@ def _described(stages: Sequence[BaseStage], context: PipelineContext) -> dict[st
 def _reasons(value: Any, at: str) -> list[str]:
     """Why plain values do not say it all."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if not field.metadata.get("secret")}
+        value = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if not field.metadata.get("secret")
+        }
     if isinstance(value, Mapping):
-        code = [f"{at}{key} runs code" for key in value if key in CODE_KEYS and value[key] is not None]
-        return code or [reason for key, one in value.items() for reason in _reasons(one, f"{at}{key}.")]
+        code = [
+            f"{at}{key} runs code" for key in value if key in CODE_KEYS and value[key] is not None
+        ]
+        return code or [
+            reason for key, one in value.items() for reason in _reasons(one, f"{at}{key}.")
+        ]
     if isinstance(value, list | tuple):
-        return [reason for i, one in enumerate(value) for reason in _reasons(one, f"{at.rstrip('.')}[{i}].")]
+        return [
+            reason
+            for i, one in enumerate(value)
+            for reason in _reasons(one, f"{at.rstrip('.')}[{i}].")
+        ]
     if isinstance(value, str) and public_url(value) != value:
         return [f"{at.rstrip('.')} is an address with credentials"]
     plain = value is None or isinstance(value, bool | int | float | str | Path)

@@ -1,6 +1,8 @@
-"""What verify.py found broken is made again from the source, and nothing else; what is whole stays as it is, byte for byte.
+"""What verify.py found broken is made again from the source, and nothing else; what is whole stays
+as it is, byte for byte.
 
-A broken file is set aside, not deleted, until there is a new one: a repair that fails leaves everything as it was.
+A broken file is set aside, not deleted, until there is a new one: a repair that fails leaves
+everything as it was.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from easypipe.stages.write_folder import write_folder
 
 log = logging.getLogger("easypipe")
 
-Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]  # of a pipeline: each stage, and what it made
+# of a pipeline: each stage, and what it made
+Steps = Sequence[tuple[BaseStage, Mapping[str, ShardedSource]]]
 
 
 def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Verification, ...]:
-    """Makes good what is broken in `path` as far as this pipeline makes it; returns what `verify` says afterwards.
+    """Makes good what is broken in `path` as far as this pipeline makes it; returns what `verify`
+    says afterwards.
 
-    A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its save() writes there. What a pipeline
-    does not make stays broken, and is told of. Raises ConfigError where `path` is neither, and what preparing and saving raise.
+    A token cache is repaired where the pipeline keeps tokens there, a saved folder where one of its
+    save() writes there. What a pipeline does not make stays broken, and is told of. Raises
+    ConfigError where `path` is neither, and what preparing and saving raise.
     """
     options = _options_for(place_of(path), steps, context)
     broken = [found for found in verify(path, options) if not found.ok]
@@ -55,14 +60,22 @@ def repair(path: str | Path, steps: Steps, context: PipelineContext) -> tuple[Ve
 def _options_for(place: str, steps: Steps, context: PipelineContext) -> dict[str, Any] | None:
     """The storage_options with which the pipeline writes to a URL."""
     for stage, data in steps:
-        if isinstance(stage, SaveStage) and any(place_of(target.folder).startswith(place) for target in stage._targets(data, context)):
+        if isinstance(stage, SaveStage) and any(
+            place_of(target.folder).startswith(place) for target in stage._targets(data, context)
+        ):
             return stage.config.storage_options
     return None if context.cache is None else context.cache.options
 
 
-def _repair_cache(folder: CacheFolder, broken: Sequence[Verification], steps: Steps, context: PipelineContext) -> None:
+def _repair_cache(
+    folder: CacheFolder, broken: Sequence[Verification], steps: Steps, context: PipelineContext
+) -> None:
     here = place_of(folder.at())
-    wanted = {found.path: _files(found) for found in broken if found.kind == "token cache" and _files(found)}
+    wanted = {
+        found.path: _files(found)
+        for found in broken
+        if found.kind == "token cache" and _files(found)
+    }
     stale = {file for found in broken if found.kind == "records" for file in _files(found)}
     sources = [
         (name, source, str(source.cache_path), place_of(source.folder.at()))
@@ -72,9 +85,13 @@ def _repair_cache(folder: CacheFolder, broken: Sequence[Verification], steps: St
     if here not in {there for *_, there in sources}:
         fix = f"Set cache_dir={here}, or give the config that filled it."
         have = sorted({there for *_, there in sources})
-        raise ConfigError(at="cache_dir", problem=f"no dataset has its tokens in {here}", have=have, fix=fix)
+        raise ConfigError(
+            at="cache_dir", problem=f"no dataset has its tokens in {here}", have=have, fix=fix
+        )
     for name, source, path, there in sources:
-        if there != here or not (path in wanted or (stale and storage.exists(path, folder.options))):
+        if there != here or not (
+            path in wanted or (stale and storage.exists(path, folder.options))
+        ):
             continue
         with _aside({*wanted.get(path, ()), *stale, path}, folder.options) as kept:
             log.info("dataset %s: making good %s", name, path)
@@ -94,7 +111,11 @@ def _keep_the_old_facts(path: str, before: bytes | None, options: dict[str, Any]
     except EasypipeError:  # that is what was broken
         return
     new = read_manifest(path, options)
-    if before is not None and old is not None and dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old:
+    if (
+        before is not None
+        and old is not None
+        and dataclasses.replace(new, facts=old.facts, dataset=old.dataset) == old
+    ):
         storage.commit_bytes(path, before, options)
 
 
@@ -116,15 +137,19 @@ def _repair_saved(found: Verification, steps: Steps, context: PipelineContext) -
         for target in stage._targets(data, context):
             if place_of(target.folder) != folder:
                 continue
-            # Without a manifest nobody knows which bytes are right, so everything is written again beside what stands.
+            # Without a manifest nobody knows which bytes are right, so everything is written again
+            # beside what stands.
             lost = manifest in files and storage.exists(manifest, target.storage_options)
             with _aside(files, target.storage_options):
-                write_folder(dataclasses.replace(target, overwrite=target.overwrite or lost), context)
+                write_folder(
+                    dataclasses.replace(target, overwrite=target.overwrite or lost), context
+                )
 
 
 @contextlib.contextmanager
 def _aside(files: Iterable[str], options: dict[str, Any] | None) -> Generator[dict[str, bytes]]:
-    """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields the bytes of the JSON files.
+    """Sets files aside for the block: gone for good when it ends, put back where it raises. Yields
+    the bytes of the JSON files.
 
     What was in a bucket is kept in a temporary folder of this machine meanwhile.
     """
@@ -143,7 +168,9 @@ def _aside(files: Iterable[str], options: dict[str, Any] | None) -> Generator[di
                         copy.writelines(storage.chunks(file, options))
                     storage.remove(file, options)
                 else:
-                    moved[file] = Path(file).with_name(f"{storage.TEMPORARY}{storage._owner()}-repair-{Path(file).name}")
+                    moved[file] = Path(file).with_name(
+                        f"{storage.TEMPORARY}{storage._owner()}-repair-{Path(file).name}"
+                    )
                     os.replace(file, moved[file])
             yield kept
         except BaseException:

@@ -20,7 +20,16 @@ from easypipe.stages.saved import join
 from easypipe.stages.shard_writer import Format, check_codec, check_json
 from easypipe.stages.write_folder import SavedFolder, Target, write_folder
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+}
 
 
 @config
@@ -28,20 +37,31 @@ class SaveStageConfig:
     """Where and how rows are written.
 
     enabled: False skips the stage.
-    output_dir: folder or URL. Several datasets go to a folder each below it; a dataset's own `save_path` goes before it.
+    output_dir: folder or URL. Several datasets go to a folder each below it; a dataset's own
+    `save_path` goes before it.
     format: of the files; a dataset's own `save_format` goes before it.
-    compression: None takes the format's own default: zstd for parquet, none for arrow (so that it can be memory-mapped) and jsonl.
-    num_shards: exactly so many files, the rows dealt evenly; None makes as many as `max_shard_size` asks for.
-    max_shard_size: bytes of a file on disk, as a number or as "500MB". Files are filled to within a tenth of it, judged by what samples of
-        the data take with this format and compression. With num_shards too the one that makes more files decides. None, where num_shards
-        is None too: an eighth of the data, but at least 16 MiB and at most 500 MiB before compression, so that several cores can write.
-    overwrite: replace what another run left in the folder. The old shards stay readable until the new ones are complete.
-    storage_options: passed to fsspec, for a remote output_dir or save_path: credentials, an endpoint. Never logged, saved or part of an
+    compression: None takes the format's own default: zstd for parquet, none for arrow (so that it
+    can be memory-mapped) and jsonl.
+    num_shards: exactly so many files, the rows dealt evenly; None makes as many as `max_shard_size`
+    asks for.
+    max_shard_size: bytes of a file on disk, as a number or as "500MB". Files are filled to within a
+    tenth of it, judged by what samples of
+        the data take with this format and compression. With num_shards too the one that makes more
+        files decides. None, where num_shards is None too: an eighth of the data, but at least 16
+        MiB and at most 500 MiB before compression, so that several cores can write.
+    overwrite: replace what another run left in the folder. The old shards stay readable until the
+    new ones are complete.
+    storage_options: passed to fsspec, for a remote output_dir or save_path: credentials, an
+    endpoint. Never logged, saved or part of an
         identity.
-    push_to_hub: when the folder is complete, make the dataset repository `hub_repo_id` of the Hugging Face Hub hold it, in one commit.
-    hub_repo_id: "user/name". Several datasets go to folders below its root. Read back with `load_saved("hf://datasets/user/name")`.
-    hub_private: whether a repository that is made is private. True refuses one that exists and is public.
-    hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`. Never logged, saved or part of an identity.
+    push_to_hub: when the folder is complete, make the dataset repository `hub_repo_id` of the
+    Hugging Face Hub hold it, in one commit.
+    hub_repo_id: "user/name". Several datasets go to folders below its root. Read back with
+    `load_saved("hf://datasets/user/name")`.
+    hub_private: whether a repository that is made is private. True refuses one that exists and is
+    public.
+    hub_token: None takes HF_TOKEN from the environment, else the token of `hf auth login`. Never
+    logged, saved or part of an identity.
     hub_revision: branch, made where it is missing; None is main.
     """
 
@@ -52,7 +72,9 @@ class SaveStageConfig:
     num_shards: int | None = None
     max_shard_size: int | str | None = None
     overwrite: bool = False
-    storage_options: dict[str, Any] | None = field(default=None, repr=False, metadata={"secret": True})
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, metadata={"secret": True}
+    )
     push_to_hub: bool = False
     hub_repo_id: str | None = None
     hub_private: bool = True
@@ -62,24 +84,54 @@ class SaveStageConfig:
     def check(self) -> None:
         check_codec(self.format, self.compression)
         if self.num_shards is not None and self.num_shards < 1:
-            raise ConfigError(at="num_shards", problem=f"{self.num_shards} shards hold nothing", fix="Give at least 1.")
+            raise ConfigError(
+                at="num_shards",
+                problem=f"{self.num_shards} shards hold nothing",
+                fix="Give at least 1.",
+            )
         if self.max_shard_size is not None:
             parse_bytes(self.max_shard_size)
         if self.push_to_hub and self.hub_repo_id is None:
-            raise ConfigError(at="hub_repo_id", problem="push_to_hub needs to know where to", fix='Set it, like "user/name".')
+            raise ConfigError(
+                at="hub_repo_id",
+                problem="push_to_hub needs to know where to",
+                fix='Set it, like "user/name".',
+            )
         if self.hub_repo_id is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub_repo_id):
-            raise ConfigError(at="hub_repo_id", problem=f"{self.hub_repo_id!r} names no repository", fix='Write "user/name".')
+            raise ConfigError(
+                at="hub_repo_id",
+                problem=f"{self.hub_repo_id!r} names no repository",
+                fix='Write "user/name".',
+            )
         if self.hub_token == "":
-            raise ConfigError(at="hub_token", problem="is empty", fix="Give a token, or leave it out for HF_TOKEN or your login.")
+            raise ConfigError(
+                at="hub_token",
+                problem="is empty",
+                fix="Give a token, or leave it out for HF_TOKEN or your login.",
+            )
         if self.hub_revision is not None and not re.fullmatch(r"[\w][\w./-]*", self.hub_revision):
-            raise ConfigError(at="hub_revision", problem=f"{self.hub_revision!r} names no branch", fix="Leave it out for main.")
+            raise ConfigError(
+                at="hub_revision",
+                problem=f"{self.hub_revision!r} names no branch",
+                fix="Leave it out for main.",
+            )
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes of `500`, `"500MB"` (10^6) or `"500MiB"` (2^20). Raises ConfigError at `max_shard_size`."""
+    """Bytes of `500`, `"500MB"` (10^6) or `"500MiB"` (2^20). Raises ConfigError at
+    `max_shard_size`.
+    """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
-        raise ConfigError(at="max_shard_size", problem=f"{size!r} is no size", fix='Write bytes as a number, or like "500MB" or "2GiB".')
+    if (
+        found is None
+        or found[2].upper() not in _UNITS
+        or float(found[1]) * _UNITS[found[2].upper()] < 1
+    ):
+        raise ConfigError(
+            at="max_shard_size",
+            problem=f"{size!r} is no size",
+            fix='Write bytes as a number, or like "500MB" or "2GiB".',
+        )
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -99,14 +151,17 @@ class SaveReport:
         lost: dict[str, Counter[str]] = {}
         for entry in self.ledger.entries:
             if entry.unit == "rows" and entry.stage in ("tokenize", "save"):
-                lost.setdefault(entry.dataset, Counter()).update({k: n for k, n in entry.out.items() if k not in ("written", "saved")})
+                lost.setdefault(entry.dataset, Counter()).update(
+                    {k: n for k, n in entry.out.items() if k not in ("written", "saved")}
+                )
         return {dataset: dict(+counts) for dataset, counts in lost.items() if +counts}
 
     def __str__(self) -> str:
         """What was written, and what was left out."""
         said = [f"{folder.path}: {folder.num_rows} rows" for folder in self.folders]
         left = [
-            f"{name}: left out {sum(why.values())} ({', '.join(f'{k} {n}' for k, n in why.items())})" for name, why in self.rejected.items()
+            f"{name}: left out {sum(why.values())} ({', '.join(f'{k} {n}' for k, n in why.items())})"
+            for name, why in self.rejected.items()
         ]
         return "; ".join([*said, *left])
 
@@ -120,7 +175,9 @@ class SaveStage(BaseStage):
     def name(self) -> str:
         return "save"
 
-    def process(self, data: dict[str, ShardedSource], context: PipelineContext) -> dict[str, ShardedSource]:
+    def process(
+        self, data: dict[str, ShardedSource], context: PipelineContext
+    ) -> dict[str, ShardedSource]:
         for target in self._targets(data, context):
             if is_endless(target.source):
                 raise ConfigError(
@@ -133,7 +190,9 @@ class SaveStage(BaseStage):
         return data
 
     def write(self, data: dict[str, ShardedSource], context: PipelineContext) -> list[SavedFolder]:
-        """Writes every dataset of `data`. Raises ConfigError where a folder holds something else, StorageError where writing fails."""
+        """Writes every dataset of `data`. Raises ConfigError where a folder holds something else,
+        StorageError where writing fails.
+        """
         return [write_folder(target, context) for target in self._targets(data, context)]
 
     def publication(self, folders: Sequence[SavedFolder]) -> Publication | None:
@@ -162,10 +221,16 @@ class SaveStage(BaseStage):
             if own is not None and own.save_path is not None:
                 folder = str(own.save_path)
             elif self.config.output_dir is not None:
-                folder = str(self.config.output_dir) if len(data) == 1 else join(self.config.output_dir, name)
+                folder = (
+                    str(self.config.output_dir)
+                    if len(data) == 1
+                    else join(self.config.output_dir, name)
+                )
             else:
                 raise ConfigError(
-                    at="save.output_dir", problem=f"no folder for dataset {name!r}", fix="Set it, or the dataset's save_path."
+                    at="save.output_dir",
+                    problem=f"no folder for dataset {name!r}",
+                    fix="Set it, or the dataset's save_path.",
                 )
             try:
                 codec = check_codec(chosen, self.config.compression)
@@ -179,7 +244,9 @@ class SaveStage(BaseStage):
                     format=chosen,
                     compression=codec,
                     num_shards=self.config.num_shards,
-                    max_bytes=None if self.config.max_shard_size is None else parse_bytes(self.config.max_shard_size),
+                    max_bytes=None
+                    if self.config.max_shard_size is None
+                    else parse_bytes(self.config.max_shard_size),
                     overwrite=self.config.overwrite,
                     storage_options=self.config.storage_options,
                 )

@@ -34,7 +34,9 @@ _KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInfo:
-    """What is known of the tokens in a folder. seq_length: slots of a packed row, None where rows are documents."""
+    """What is known of the tokens in a folder. seq_length: slots of a packed row, None where rows
+    are documents.
+    """
 
     tokenizer: str
     tokenizer_fingerprint: str
@@ -51,7 +53,8 @@ class SavedShard:
     num_tokens: int
     num_bytes: int
     checksum: str
-    rejected: Mapping[str, int] = field(default_factory=dict)  # rows of the source that were not written, by reason
+    # rows of the source that were not written, by reason
+    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +102,32 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def is_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> bool:
-    if any(c in str(path) for c in "*?[") or (storage.is_remote(path) and format_of(str(path)) is not None):
-        return False  # a pattern, or a URL that names a file, is no folder: nobody need ask the server
+    if any(c in str(path) for c in "*?[") or (
+        storage.is_remote(path) and format_of(str(path)) is not None
+    ):
+        # a pattern, or a URL that names a file, is no folder: nobody need ask the server
+        return False
     return storage.exists(join(path, MANIFEST), storage_options)
 
 
-def read_manifest(folder: str | Path, storage_options: dict[str, Any] | None = None) -> SavedManifest:
+def read_manifest(
+    folder: str | Path, storage_options: dict[str, Any] | None = None
+) -> SavedManifest:
     """Raises CacheError where the manifest is of another version, damaged, or is none."""
     path = join(folder, MANIFEST)
     try:
         text = read_checked(path, storage_options, older=_KEYS)
     except DamagedFileError as error:
-        raise CacheError(at=path, problem=error.problem, fix="Save the data again, with overwrite=True.") from None
+        raise CacheError(
+            at=path, problem=error.problem, fix="Save the data again, with overwrite=True."
+        ) from None
     version = text.get("format_version")
     if version != FORMAT_VERSION:
-        raise CacheError(at=path, problem=f"format version {version!r}, this easypipe reads {FORMAT_VERSION}", fix="Save the data again.")
+        raise CacheError(
+            at=path,
+            problem=f"format version {version!r}, this easypipe reads {FORMAT_VERSION}",
+            fix="Save the data again.",
+        )
     try:
         return SavedManifest(
             fingerprint=text["fingerprint"],
@@ -125,13 +139,16 @@ def read_manifest(folder: str | Path, storage_options: dict[str, Any] | None = N
             ledger=text["ledger"],
         )
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
-        raise CacheError(at=path, problem=f"damaged: {error!r}", fix="Save the data again.") from error
+        raise CacheError(
+            at=path, problem=f"damaged: {error!r}", fix="Save the data again."
+        ) from error
 
 
 class SavedSource(ShardedDataSource):
     """The rows of a saved folder, in the columns and types they were saved with.
 
-    Raises CacheError on opening where a shard is missing or has another size than the manifest says.
+    Raises CacheError on opening where a shard is missing or has another size than the manifest
+    says.
     """
 
     def __init__(self, folder: str | Path, storage_options: dict[str, Any] | None = None) -> None:
@@ -158,7 +175,9 @@ class SavedSource(ShardedDataSource):
     def shards(self) -> tuple[Shard, ...]:
         files = self._files.shards
         return tuple(
-            Shard(name=shard.name, num_rows=saved.num_rows, cuts=shard.cuts, num_bytes=saved.num_bytes)
+            Shard(
+                name=shard.name, num_rows=saved.num_rows, cuts=shard.cuts, num_bytes=saved.num_bytes
+            )
             for shard, saved in zip(files, self.manifest.shards, strict=True)
         )
 
@@ -167,7 +186,8 @@ class SavedSource(ShardedDataSource):
 
     def read(self, shard: int, start: int, stop: int) -> pa.RecordBatch:
         batch = self._files.read(shard, start, stop)
-        columns = [batch.column(field.name).cast(field.type) for field in self.schema]  # JSON knows only int64 and string
+        # JSON knows only int64 and string
+        columns = [batch.column(field.name).cast(field.type) for field in self.schema]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def scan(self, shard: int, start: int, stop: int) -> Scan:
@@ -175,27 +195,49 @@ class SavedSource(ShardedDataSource):
 
 
 def load_saved(path: str | Path, storage_options: dict[str, Any] | None = None) -> SavedSource:
-    """The rows that `save()` wrote to `path`, in their columns and types: a folder or URL, `hf://datasets/user/name` too.
+    """The rows that `save()` wrote to `path`, in their columns and types: a folder or URL,
+    `hf://datasets/user/name` too.
 
-    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, where `tokenize()` leaves tokens as they are.
+    A `DatasetConfig(data_files=path)` reads the same rows in a Pipeline, where `tokenize()` leaves
+    tokens as they are.
 
-    Raises MissingFileError where no complete saved folder is there, or a shard of it is gone; CacheError where one has another size than
-    its manifest says, or where the manifest is of another version.
+    Raises MissingFileError where no complete saved folder is there, or a shard of it is gone;
+    CacheError where one has another size than its manifest says, or where the manifest is of
+    another version.
     """
     if is_saved(path, storage_options):
         return SavedSource(path, storage_options)
     names = storage.names_in(path, storage_options)
-    below = [name for name in names if storage.exists(join(join(path, name), MANIFEST), storage_options)]
+    below = [
+        name for name in names if storage.exists(join(join(path, name), MANIFEST), storage_options)
+    ]
     if below:
-        raise MissingFileError(at=str(path), problem="holds several saved folders, not one", have=below, fix="Load one of these.")
+        raise MissingFileError(
+            at=str(path),
+            problem="holds several saved folders, not one",
+            have=below,
+            fix="Load one of these.",
+        )
     unfinished = "_easypipe-run.json" in names
-    fix = "Run the job that writes it again: it goes on." if unfinished else "Give the folder that save() wrote."
-    raise MissingFileError(at=str(path), problem=f"is no complete saved folder: it has no {MANIFEST}", fix=fix)
+    fix = (
+        "Run the job that writes it again: it goes on."
+        if unfinished
+        else "Give the folder that save() wrote."
+    )
+    raise MissingFileError(
+        at=str(path), problem=f"is no complete saved folder: it has no {MANIFEST}", fix=fix
+    )
 
 
 def _check_size(path: str, num_bytes: int, storage_options: dict[str, Any] | None) -> None:
     size = storage.size_of(path, storage_options)
     if size is None:
-        raise MissingFileError(at=path, problem="named by the manifest, but not there", fix="Save the data again.")
+        raise MissingFileError(
+            at=path, problem="named by the manifest, but not there", fix="Save the data again."
+        )
     if size != num_bytes:
-        raise CacheError(at=path, problem=f"{size} bytes, the manifest says {num_bytes}", fix="Save the data again, with overwrite=True.")
+        raise CacheError(
+            at=path,
+            problem=f"{size} bytes, the manifest says {num_bytes}",
+            fix="Save the data again, with overwrite=True.",
+        )

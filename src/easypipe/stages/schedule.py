@@ -24,7 +24,8 @@ class WeightSchedulePoint:
     """The weights of all datasets at one training step.
 
     step: of the trainer, counted from 0: one batch of the loader is one step.
-    weights: a number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at that step.
+    weights: a number of at least 0 for each dataset, in any scale; 0 leaves the dataset out at that
+    step.
     """
 
     step: int
@@ -32,25 +33,44 @@ class WeightSchedulePoint:
 
     def check(self) -> None:
         if self.step < 0:
-            raise ConfigError(at="step", problem=f"{self.step} is before the first step", fix="Steps count from 0.")
+            raise ConfigError(
+                at="step",
+                problem=f"{self.step} is before the first step",
+                fix="Steps count from 0.",
+            )
         for name, weight in self.weights.items():
             if not math.isfinite(weight) or weight < 0:
-                raise ConfigError(at=f"weights.{name}", problem=f"{weight!r} is no weight", fix="Give a number of at least 0.")
+                raise ConfigError(
+                    at=f"weights.{name}",
+                    problem=f"{weight!r} is no weight",
+                    fix="Give a number of at least 0.",
+                )
         if not any(self.weights.values()):
-            raise ConfigError(at="weights", problem="no dataset has any", fix="Give at least one a number above 0.")
+            raise ConfigError(
+                at="weights",
+                problem="no dataset has any",
+                fix="Give at least one a number above 0.",
+            )
 
 
 class WeightScheduler:
-    """Weights by training step, from a few points: the ones that a mixture under the same schedule has.
+    """Weights by training step, from a few points: the ones that a mixture under the same schedule
+    has.
 
-    points: WeightSchedulePoints, or mappings with `step` and `weights`; steps ascending, the same datasets in all.
-    type: between two points weights stay (`step`), or go over along a line (`linear`) or half a cosine wave (`cosine`). Before the first
-    point they are those of the first, after the last those of the last. Raises ConfigError for points that are none.
+    points: WeightSchedulePoints, or mappings with `step` and `weights`; steps ascending, the same
+    datasets in all.
+    type: between two points weights stay (`step`), or go over along a line (`linear`) or half a
+    cosine wave (`cosine`). Before the first point they are those of the first, after the last those
+    of the last. Raises ConfigError for points that are none.
     """
 
-    def __init__(self, points: Sequence[WeightSchedulePoint | Mapping[str, Any]], type: ScheduleType = "step") -> None:
+    def __init__(
+        self, points: Sequence[WeightSchedulePoint | Mapping[str, Any]], type: ScheduleType = "step"
+    ) -> None:
         made = tuple(
-            point if isinstance(point, WeightSchedulePoint) else from_dict(WeightSchedulePoint, point, f"points[{i}]")
+            point
+            if isinstance(point, WeightSchedulePoint)
+            else from_dict(WeightSchedulePoint, point, f"points[{i}]")
             for i, point in enumerate(points)
         )
         if type not in KINDS:
@@ -63,19 +83,27 @@ class WeightScheduler:
     def get_weights(self, step: int) -> dict[str, float]:
         """The share of each dataset at a training step; they sum to 1."""
         if step < 0:
-            raise ConfigError(at="step", problem=f"{step} is before the first step", fix="Steps count from 0.")
+            raise ConfigError(
+                at="step", problem=f"{step} is before the first step", fix="Steps count from 0."
+            )
         return dict(zip(self._names, map(float, self._schedule.shares(step)), strict=True))
 
 
 def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
-    """Raises ConfigError where points do not follow one another, or do not name the same datasets."""
+    """Raises ConfigError where points do not follow one another, or do not name the same
+    datasets.
+    """
     if not points:
-        raise ConfigError(at=at, problem="there is no point", fix="Give at least one, or leave it out.")
+        raise ConfigError(
+            at=at, problem="there is no point", fix="Give at least one, or leave it out."
+        )
     first = points[0].weights
     for i, point in enumerate(points):
         if i and point.step <= points[i - 1].step:
             raise ConfigError(
-                at=f"{at}[{i}].step", problem=f"{point.step} does not come after {points[i - 1].step}", fix="Order the points by step."
+                at=f"{at}[{i}].step",
+                problem=f"{point.step} does not come after {points[i - 1].step}",
+                fix="Order the points by step.",
             )
         for name in point.weights:
             if name not in first:
@@ -83,17 +111,23 @@ def check_points(points: Sequence[WeightSchedulePoint], at: str) -> None:
                     at=f"{at}[{i}].weights.{name}",
                     problem=f"{at}[0] has no weight for {name!r}",
                     have=first,
-                    fix=did_you_mean(name, list(first)) or "Name the same datasets in every point; 0 leaves one out.",
+                    fix=did_you_mean(name, list(first))
+                    or "Name the same datasets in every point; 0 leaves one out.",
                 )
         for name in first:
             if name not in point.weights:
                 raise ConfigError(
-                    at=f"{at}[{i}].weights", problem=f"no weight for {name!r}", have=point.weights, fix="Give it one; 0 leaves it out."
+                    at=f"{at}[{i}].weights",
+                    problem=f"no weight for {name!r}",
+                    have=point.weights,
+                    fix="Give it one; 0 leaves it out.",
                 )
 
 
 def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[int, ...]:
-    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0. Raises ConfigError for one too small beside the others."""
+    """Integers in the ratio of `weights`, in the order of `names`; 0 stays 0. Raises ConfigError
+    for one too small beside the others.
+    """
     above = {name: weight for name, weight in weights.items() if weight > 0}
     try:
         whole = dict(zip(above, integer_weights(above), strict=True))
@@ -102,7 +136,9 @@ def exact_weights(weights: Mapping[str, float], names: Sequence[str]) -> tuple[i
     return tuple(whole.get(name, 0) for name in names)
 
 
-def exact_points(points: Sequence[WeightSchedulePoint], names: Sequence[str]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def exact_points(
+    points: Sequence[WeightSchedulePoint], names: Sequence[str]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((point.step, exact_weights(point.weights, names)) for point in points)
 
 
@@ -116,7 +152,8 @@ def batch_sizes_of(load: LoadStageConfig) -> BatchSizes:
 class MixSchedule:
     """A schedule that may not know yet how many rows a training step has.
 
-    points, kind, before: as in plan.Schedule. block: documents that shares are rounded to. batch_sizes: None where nobody has said.
+    points, kind, before: as in plan.Schedule. block: documents that shares are rounded to.
+    batch_sizes: None where nobody has said.
     given: they are mix.batch_size, which load() may not contradict.
     """
 
@@ -150,7 +187,9 @@ class MixSchedule:
         return dataclasses.replace(self, batch_sizes=sizes)
 
     def mean_shares(self, rows: int) -> tuple[Fraction, ...]:
-        """The shares that the first `rows` rows are asked to have, the mean over at most 1,024 of their steps."""
+        """The shares that the first `rows` rows are asked to have, the mean over at most 1,024 of
+        their steps.
+        """
         schedule = self.spec()
         steps = max(1, schedule.step_of(max(0, rows - 1)) + 1)
         looks = min(steps, 1024)

@@ -21,7 +21,8 @@ from easypipe.stages.parquet_lists import ListsWriter, holds_lists_of_integers
 Format = Literal["parquet", "arrow", "jsonl"]
 Compression = Literal["none", "gzip", "lz4", "zstd"]
 
-# format -> codec -> file extension; the first codec is the default. Arrow files without compression are the ones that can be memory-mapped.
+# format -> codec -> file extension; the first codec is the default. Arrow files without compression
+# are the ones that can be memory-mapped.
 CODECS: dict[str, dict[str, str]] = {
     "parquet": {"zstd": ".parquet", "gzip": ".parquet", "lz4": ".parquet", "none": ".parquet"},
     "arrow": {"none": ".arrow", "lz4": ".arrow", "zstd": ".arrow"},
@@ -40,16 +41,22 @@ def check_codec(format: str, compression: str | None) -> str:
         return next(iter(codecs))
     if compression not in codecs:
         raise ConfigError(
-            at="compression", problem=f"{format} files cannot be compressed with {compression}", have=codecs, fix="Choose one of these."
+            at="compression",
+            problem=f"{format} files cannot be compressed with {compression}",
+            have=codecs,
+            fix="Choose one of these.",
         )
     return compression
 
 
 @contextlib.contextmanager
-def open_writer(sink: Path | pa.NativeFile, format: str, compression: str, schema: pa.Schema) -> Iterator[BatchWriter]:
+def open_writer(
+    sink: Path | pa.NativeFile, format: str, compression: str, schema: pa.Schema
+) -> Iterator[BatchWriter]:
     """Writes a file, or to a sink that stays open.
 
-    Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8, one object a line).
+    Each batch becomes one row group (parquet), record batch (arrow), or run of lines (jsonl, UTF-8,
+    one object a line).
     """
     if format == "parquet" and holds_lists_of_integers(schema):
         with _binary_sink(sink) as file:
@@ -57,9 +64,12 @@ def open_writer(sink: Path | pa.NativeFile, format: str, compression: str, schem
             yield lists.write
             lists.close()
     elif format == "parquet":
-        # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of datasets are the opposite.
+        # Tokens are nearly uniform words: a dictionary costs time and makes files larger. Names of
+        # datasets are the opposite.
         dictionary: Any = [SOURCE] if SOURCE in schema.names else False
-        parquet = pq.ParquetWriter(sink, schema, compression=compression, use_dictionary=dictionary, write_statistics=False)
+        parquet = pq.ParquetWriter(
+            sink, schema, compression=compression, use_dictionary=dictionary, write_statistics=False
+        )
         with parquet:
             yield lambda batch: parquet.write_batch(batch, row_group_size=max(1, batch.num_rows))
     elif format == "arrow":
@@ -76,13 +86,24 @@ def check_json(schema: pa.Schema) -> None:
     """Raises ConfigError for a column that JSON cannot hold."""
     for field in schema:
         inner = field.type
-        while pa.types.is_list(inner) or pa.types.is_large_list(inner) or pa.types.is_dictionary(inner):
+        while (
+            pa.types.is_list(inner)
+            or pa.types.is_large_list(inner)
+            or pa.types.is_dictionary(inner)
+        ):
             inner = inner.value_type
-        plain = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner) or pa.types.is_null(inner)
+        plain = (
+            pa.types.is_integer(inner)
+            or pa.types.is_floating(inner)
+            or pa.types.is_boolean(inner)
+            or pa.types.is_null(inner)
+        )
         nested = pa.types.is_struct(inner)
         if not (plain or nested or pa.types.is_string(inner) or pa.types.is_large_string(inner)):
             raise ConfigError(
-                at="format", problem=f"JSON cannot hold column {field.name!r} of type {field.type}", fix="Save as parquet or arrow."
+                at="format",
+                problem=f"JSON cannot hold column {field.name!r} of type {field.type}",
+                fix="Save as parquet or arrow.",
             )
 
 
@@ -95,7 +116,10 @@ def _packed(file: Any, compression: str) -> Iterator[Any]:
     if compression == "none":
         yield file
     elif compression == "gzip":
-        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:  # no date: same rows, same bytes
+        # no date: same rows, same bytes
+        with gzip.GzipFile(
+            filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0
+        ) as packed:
             yield packed
     else:
         with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as packed:
@@ -103,13 +127,19 @@ def _packed(file: Any, compression: str) -> Iterator[Any]:
 
 
 def _lines(batch: pa.RecordBatch) -> bytes:
-    # JSON is text: a Python object for every row is its price, whoever wants speed saves parquet or arrow
+    # JSON is text: a Python object for every row is its price, whoever wants speed saves parquet or
+    # arrow
     rows = batch.to_pylist()
-    return "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n" for row in rows).encode()
+    return "".join(
+        json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+        for row in rows
+    ).encode()
 
 
 def row_bytes(batch: pa.RecordBatch) -> np.ndarray:
-    """Int64[rows]: bytes of each row's values before compression; nested columns count by their mean."""
+    """Int64[rows]: bytes of each row's values before compression; nested columns count by their
+    mean.
+    """
     total = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
         total += _value_bytes(column) if len(column) else 0
@@ -123,9 +153,20 @@ def _value_bytes(column: pa.Array) -> np.ndarray:
         if width is not None:
             lengths = np.diff(column.offsets.to_numpy())
             return lengths.astype(np.int64) * width + 8
-    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        wide = np.int64 if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) else np.int32
-        offsets = np.frombuffer(column.buffers()[1], wide, len(column) + 1, column.offset * np.dtype(wide).itemsize)
+    elif (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+    ):
+        wide = (
+            np.int64
+            if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+            else np.int32
+        )
+        offsets = np.frombuffer(
+            column.buffers()[1], wide, len(column) + 1, column.offset * np.dtype(wide).itemsize
+        )
         return np.diff(offsets).astype(np.int64) + 8
     elif _width(kind) is not None:
         return np.full(len(column), _width(kind), dtype=np.int64)

@@ -1,11 +1,14 @@
-"""How large rows will be in a file: measured on samples of the data, with the format and codec that will write them.
+"""How large rows will be in a file: measured on samples of the data, with the format and codec that
+will write them.
 
 block     neighbouring rows, about a megabyte of values; some blocks are written to memory to see what becomes of them
 ratio     bytes in a file over bytes of values; a block that is not sampled takes the ratio of the last one that was
-stretch   rows as many as a shard holds, written to memory as a shard is; they correct what blocks alone cannot show
+stretch   rows as many as a shard holds, written to memory as a shard is; they correct what blocks
+alone cannot show
           (a codec sees further in a long file, and each row group has a header)
 
-Blocks, samples and stretches follow from the rows alone, so that every run measures the same and cuts the same shards.
+Blocks, samples and stretches follow from the rows alone, so that every run measures the same and
+cuts the same shards.
 """
 
 from __future__ import annotations
@@ -44,22 +47,34 @@ TRIALS = 12  # at finding how many rows such a shard takes
 NEAR = 0.97  # of the room is full enough
 EXACT_FILL = 0.99
 FILL = 0.96  # of the limit is planned for: what the samples do not show seldom passes it
-LEAST_FILES = 4  # a shard takes so many times what a file without rows takes, or its size says nothing about rows
+# a shard takes so many times what a file without rows takes, or its size says nothing about rows
+LEAST_FILES = 4
 
 
 def plan_shards(
-    source: ShardedSource, format: str, compression: str, *, num_shards: int | None, max_bytes: int | None
+    source: ShardedSource,
+    format: str,
+    compression: str,
+    *,
+    num_shards: int | None,
+    max_bytes: int | None,
 ) -> tuple[NDArray[np.int64], str]:
     """(Int64[shards + 1] row numbers, which option decided on them).
 
-    num_shards alone deals the rows evenly. max_bytes alone fills file after file up to that size on disk. With both the one that makes more
-    shards decides. With neither a shard takes an eighth of the data, before compression.
+    num_shards alone deals the rows evenly. max_bytes alone fills file after file up to that size on
+    disk. With both the one that makes more shards decides. With neither a shard takes an eighth of
+    the data, before compression.
 
-    Raises ConfigError where there are fewer rows than shards, or where `max_bytes` cannot hold a file of these columns.
+    Raises ConfigError where there are fewer rows than shards, or where `max_bytes` cannot hold a
+    file of these columns.
     """
     total = count_rows(source.shards)
     if num_shards is not None and num_shards > max(1, total):
-        raise ConfigError(at="save.num_shards", problem=f"{num_shards} shards for {total} rows", fix=f"Ask for at most {max(1, total)}.")
+        raise ConfigError(
+            at="save.num_shards",
+            problem=f"{num_shards} shards for {total} rows",
+            fix=f"Ask for at most {max(1, total)}.",
+        )
     if max_bytes is None:
         if num_shards is not None:
             return even_edges(total, num_shards), "num_shards"
@@ -81,28 +96,48 @@ def plan_shards(
         return edges, "max_shard_size"
     if needed > num_shards:
         log.info(
-            "save: max_shard_size asks for %d shards, num_shards for %d: the stricter wins, %d are written", needed, num_shards, needed
+            "save: max_shard_size asks for %d shards, num_shards for %d: the stricter wins, %d are written",
+            needed,
+            num_shards,
+            needed,
         )
         return edges, "max_shard_size"
-    log.info("save: num_shards=%d asks for as many shards as max_shard_size (%d) or more: it decides", num_shards, needed)
+    log.info(
+        "save: num_shards=%d asks for as many shards as max_shard_size (%d) or more: it decides",
+        num_shards,
+        needed,
+    )
     if sizes.small:
         num_bytes = sum(float(block.sum()) for _, block in sizes)
     return edges_by_bytes(sizes, total, num_shards, num_bytes), "num_shards"
 
 
 class DiskSizes:
-    """Bytes that rows of `source` take in files of `format` with `compression`, for shards of `max_bytes`."""
+    """Bytes that rows of `source` take in files of `format` with `compression`, for shards of
+    `max_bytes`.
+    """
 
-    def __init__(self, source: ShardedSource, format: str, compression: str, max_bytes: int) -> None:
-        self.source, self.format, self.compression, self.max_bytes = source, format, compression, max_bytes
+    def __init__(
+        self, source: ShardedSource, format: str, compression: str, max_bytes: int
+    ) -> None:
+        self.source, self.format, self.compression, self.max_bytes = (
+            source,
+            format,
+            compression,
+            max_bytes,
+        )
 
     @property
     def small(self) -> bool:
-        """Whether shards are so small that samples would misjudge them, and each is written to memory instead."""
+        """Whether shards are so small that samples would misjudge them, and each is written to
+        memory instead.
+        """
         return self._shard_raw <= EXACT_BYTES
 
     def exact_edges(self) -> NDArray[np.int64]:
-        """Int64[shards + 1]: each shard with as many rows as were seen to fit; a row above the limit has a shard of its own."""
+        """Int64[shards + 1]: each shard with as many rows as were seen to fit; a row above the
+        limit has a shard of its own.
+        """
         room = self.max_bytes * EXACT_FILL
         edges, rows = [0], max(1, int(room / self._ratio / self._probe[0]))
         while edges[-1] < self._num_rows:
@@ -111,7 +146,9 @@ class DiskSizes:
         return np.array(edges if self._num_rows else [0, 0], np.int64)
 
     def _fitting(self, start: int, guess: int, room: float) -> int:
-        """Rows from `start` that fill `room` to within a few hundredths: the guess is corrected by what it was seen to take."""
+        """Rows from `start` that fill `room` to within a few hundredths: the guess is corrected by
+        what it was seen to take.
+        """
         most = self._num_rows - start
         rows, low, high = min(guess, most), 0, most + 1  # `low` rows fit, `high` do not
         for _ in range(TRIALS):
@@ -144,7 +181,9 @@ class DiskSizes:
         return self.max_bytes * FILL - self._empty
 
     def __iter__(self) -> Iterator[tuple[int, NDArray[np.float64]]]:
-        """(first row, bytes of each row from there on), over all rows. Rows that a source refuses take nothing, but keep their place."""
+        """(first row, bytes of each row from there on), over all rows. Rows that a source refuses
+        take nothing, but keep their place.
+        """
         for first, sizes in self._estimates(0, self._num_rows):
             yield first, sizes * self._correction
 
@@ -217,4 +256,8 @@ class DiskSizes:
 
 
 def _places(num_rows: int) -> list[int]:
-    return sorted({num_rows * (2 * i + 1) // (2 * STRETCHES) for i in range(STRETCHES)}) if num_rows else []
+    return (
+        sorted({num_rows * (2 * i + 1) // (2 * STRETCHES) for i in range(STRETCHES)})
+        if num_rows
+        else []
+    )

@@ -1,4 +1,6 @@
-"""Streaming: what a pipeline refuses, the datasets as documents that are read forward, and the loader over them."""
+"""Streaming: what a pipeline refuses, the datasets as documents that are read forward, and the
+loader over them.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ from easypipe.transforms.fields import advice
 log = logging.getLogger("easypipe")
 
 NAMED_ROWS = 64  # bad rows of a chunk whose places are kept
-PROVED_ROWS, PROVED_BYTES = 256, 128 << 10  # of the first chunk, compared with the reference tokenizer before the fast one is used
+# of the first chunk, compared with the reference tokenizer before the fast one is used
+PROVED_ROWS, PROVED_BYTES = 256, 128 << 10
 
-# The options of each stage that streaming knows; every other one is refused where it is not at its default.
+# The options of each stage that streaming knows; every other one is refused where it is not at its
+# default.
 KNOWN = {
     "tokenize": {"default_tokenizer", "max_length", "batch_size", "num_workers", "cache_tokenized"},
     "mix": {
@@ -90,11 +94,19 @@ WHY = {
 
 
 def problems_of(config: Any) -> list[ConfigError]:
-    """What a PipelineConfig asks for that streaming cannot do, and streaming options without streaming."""
+    """What a PipelineConfig asks for that streaming cannot do, and streaming options without
+    streaming.
+    """
     if not config.streaming:
         if config.num_streams is None:
             return []
-        return [ConfigError(at="num_streams", problem="has no effect without streaming", fix="Leave it out, or set streaming=True.")]
+        return [
+            ConfigError(
+                at="num_streams",
+                problem="has no effect without streaming",
+                fix="Leave it out, or set streaming=True.",
+            )
+        ]
     problems = []
     for at in ("tokenize", "mix", "pack", "load"):  # save() is refused where it is called
         try:
@@ -103,15 +115,27 @@ def problems_of(config: Any) -> list[ConfigError]:
             problems.append(error)
     if config.order.block_rows > 1:
         problems.append(
-            ConfigError(at="order.block_rows", problem="has no effect in streaming: ranges are read whole", fix="Leave it out.")
+            ConfigError(
+                at="order.block_rows",
+                problem="has no effect in streaming: ranges are read whole",
+                fix="Leave it out.",
+            )
         )
     if config.executor != "local":
         problem = f"{config.executor!r} fills a token cache, and streaming keeps none"
-        problems.append(ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out."))
+        problems.append(
+            ConfigError(at="executor", problem=problem, fix="Leave it, or streaming, out.")
+        )
     for i, dataset in enumerate(config.datasets):
         if dataset.prompt is not None and dataset.prompt.rejected_column is not None:
             problem = "is not there in streaming: pairs are laid out over token caches"
-            problems.append(ConfigError(at=f"datasets[{i}].prompt.rejected_column", problem=problem, fix="Leave streaming out."))
+            problems.append(
+                ConfigError(
+                    at=f"datasets[{i}].prompt.rejected_column",
+                    problem=problem,
+                    fix="Leave streaming out.",
+                )
+            )
         if dataset.on_error == "quarantine":
             problems.append(
                 ConfigError(
@@ -135,15 +159,25 @@ def require_streamable(at: str, config: Any) -> None:
     if at == "save":
         if config.enabled:
             raise ConfigError(
-                at="save", problem="streaming writes nothing: it reads forward and keeps no tokens", fix="Leave streaming out."
+                at="save",
+                problem="streaming writes nothing: it reads forward and keeps no tokens",
+                fix="Leave streaming out.",
             )
         return
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = (
+            field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+        )
         if field.name not in KNOWN[at] and value != default:
             why = WHY.get(f"{at}.{field.name}", "it needs rows that are counted first")
-            raise ConfigError(at=f"{at}.{field.name}", problem=f"is not there in streaming: {why}", fix="Leave it, or streaming, out.")
+            raise ConfigError(
+                at=f"{at}.{field.name}",
+                problem=f"is not there in streaming: {why}",
+                fix="Leave it, or streaming, out.",
+            )
 
 
 def no_plan() -> ConfigError:
@@ -155,9 +189,11 @@ def no_plan() -> ConfigError:
 
 
 class ForwardDocuments:
-    """The documents of one dataset as streams read them, tokenized on the way; implements loader.streaming_read.Forward.
+    """The documents of one dataset as streams read them, tokenized on the way; implements
+    loader.streaming_read.Forward.
 
-    Raises SourceError for a bad row under on_error="error"; where it is skipped, the loader counts it against `max_bad_rows`.
+    Raises SourceError for a bad row under on_error="error"; where it is skipped, the loader counts
+    it against `max_bad_rows`.
     """
 
     def __init__(self, name: str, source: Documents, context: PipelineContext) -> None:
@@ -177,7 +213,9 @@ class ForwardDocuments:
         for shard in shards:
             if shard.num_rows is None and not hasattr(self._bytes, "at_end"):
                 raise SourceError(
-                    at=shard.name, problem="its rows cannot be counted, nor read forward", fix="Give files, or rows in memory."
+                    at=shard.name,
+                    problem="its rows cannot be counted, nor read forward",
+                    fix="Give files, or rows in memory.",
                 )
         return shards
 
@@ -201,9 +239,14 @@ class ForwardDocuments:
         for reject in rejects:
             counts[reject.reason] += getattr(reject, "count", 1)
         made = batch.num_rows - lengths["pieces"]  # rows that became documents
-        if not self.rows_are_bytes and self._source.shards[shard].num_rows is not None:  # some say only which rows they pass on
+        # some say only which rows they pass on
+        if not self.rows_are_bytes and self._source.shards[shard].num_rows is not None:
             counts["other"] += stop - start - made - sum(counts.values())
-        mask = batch.column(LOSS_MASK).values.to_numpy()[first:last] if LOSS_MASK in batch.schema.names else None
+        mask = (
+            batch.column(LOSS_MASK).values.to_numpy()[first:last]
+            if LOSS_MASK in batch.schema.names
+            else None
+        )
         return Loaded(
             ids=column.values.to_numpy()[first:last],
             offsets=offsets - first,
@@ -214,36 +257,64 @@ class ForwardDocuments:
             strings=strings,
             lengths=lengths,
             num_bad=0 if self.max_bad_rows is None else len(bad),
-            bad=tuple((self._place(shard, reject), f"{reject.reason}: {reject.detail}") for reject in bad[:NAMED_ROWS]),
-            ended=self._source.shards[shard].num_rows is not None or self._bytes.at_end(shard, stop),
+            bad=tuple(
+                (self._place(shard, reject), f"{reject.reason}: {reject.detail}")
+                for reject in bad[:NAMED_ROWS]
+            ),
+            ended=self._source.shards[shard].num_rows is not None
+            or self._bytes.at_end(shard, stop),
         )
 
-    def _scan(self, shard: int, start: int, stop: int) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str], Counter[str]]:
-        """(documents, rejects, what became of special strings in their texts, and of those over max_length)."""
+    def _scan(
+        self, shard: int, start: int, stop: int
+    ) -> tuple[pa.RecordBatch, Sequence[Reject], Counter[str], Counter[str]]:
+        """(documents, rejects, what became of special strings in their texts, and of those over
+        max_length).
+        """
         if not isinstance(self._source, TokenizedShardedSource):
             batch, rejects = scan(self._source, shard, start, stop)
             return batch, rejects, Counter(), Counter()
-        found, rejects = self._source.documents(shard, start, stop, self._audit_key(shard, start, stop))
-        strings = Counter({"special tokens": found.special, "ordinary text": found.escaped, LOST: found.lost})
+        found, rejects = self._source.documents(
+            shard, start, stop, self._audit_key(shard, start, stop)
+        )
+        strings = Counter(
+            {"special tokens": found.special, "ordinary text": found.escaped, LOST: found.lost}
+        )
         return found.batch, rejects, strings, Counter(found.lengths)
 
     def _audit_key(self, shard: int, start: int, stop: int) -> str | None:
-        """Of so many chunks that about a thousandth of all text is encoded again with the reference; their places say which."""
+        """Of so many chunks that about a thousandth of all text is encoded again with the
+        reference; their places say which.
+        """
         at = self._source.shards[shard]
-        plain = stop - start if self.rows_are_bytes or not at.num_rows else at.num_bytes * (stop - start) // at.num_rows
+        plain = (
+            stop - start
+            if self.rows_are_bytes or not at.num_rows
+            else at.num_bytes * (stop - start) // at.num_rows
+        )
         key = digest("audit a chunk", at.name, start)
-        return None if int(key, 16) % max(1, AUDITED_SHARE * AUDITED_BYTES // max(1, plain)) else key
+        return (
+            None if int(key, 16) % max(1, AUDITED_SHARE * AUDITED_BYTES // max(1, plain)) else key
+        )
 
     def _prove(self, shard: int, start: int, stop: int) -> None:
-        """The fast tokenizer is used only once it agreed with the reference on some of this dataset."""
+        """The fast tokenizer is used only once it agreed with the reference on some of this
+        dataset.
+        """
         if self._proved:
             return
         with self._proving:
             if self._proved:
                 return
             source: Any = self._source
-            sample = sample_of(source.form.read(source.source, shard, start, stop).texts, PROVED_ROWS, PROVED_BYTES)
-            source.tokenizer.prove(sample, of=f"dataset {self.name}", memo=own_folder(self._dataset, self._context).local)
+            sample = sample_of(
+                source.form.read(source.source, shard, start, stop).texts, PROVED_ROWS, PROVED_BYTES
+            )
+            source.tokenizer.prove(
+                sample,
+                of=f"dataset {self.name}",
+                memo=own_folder(self._dataset, self._context).local,
+            )
             self._proved = True
 
     def _bad(self, shard: int, rejects: Sequence[Reject]) -> list[Reject]:
@@ -258,11 +329,19 @@ class ForwardDocuments:
 
     def _place(self, shard: int, reject: Reject) -> str:
         name = self._source.shards[shard].name
-        return f"{name}, line at byte {reject.row}" if self.rows_are_bytes else place(name, row=reject.row)
+        return (
+            f"{name}, line at byte {reject.row}"
+            if self.rows_are_bytes
+            else place(name, row=reject.row)
+        )
 
 
 def open_stream(
-    name: str, source: ShardedSource, context: PipelineContext, config: LoadStageConfig, collate: CollateConfig
+    name: str,
+    source: ShardedSource,
+    context: PipelineContext,
+    config: LoadStageConfig,
+    collate: CollateConfig,
 ) -> StreamLoader:
     """The loader that reads `source` forward. Reads no rows."""
     if SEGMENT_IDS in source.schema.names and not isinstance(source, PackedShardedSource):
@@ -273,7 +352,9 @@ def open_stream(
         )
     packed = isinstance(source, PackedShardedSource)
     mixture = (
-        source.mixture if isinstance(source, PackedShardedSource | MixedShardedSource) else single(name, source, context, stage="load")
+        source.mixture
+        if isinstance(source, PackedShardedSource | MixedShardedSource)
+        else single(name, source, context, stage="load")
     )
     num_epochs = None if mixture.restarts else config.num_epochs
     sizes = [config.batch_size, *(size for _, size in config.batch_size_schedule)]
@@ -281,7 +362,10 @@ def open_stream(
     check_streams(num_streams, config)
     schedule = None if mixture.schedule is None else mixture.schedule.spec()
     if schedule is not None:  # its steps are those of every stream
-        schedule = dataclasses.replace(schedule, batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes))
+        schedule = dataclasses.replace(
+            schedule,
+            batch_sizes=tuple((step, size // num_streams) for step, size in schedule.batch_sizes),
+        )
     shuffle = context.config.order.shuffle
     info = token_info(next(iter(mixture.parts.values())))
     known = [] if info is None else [info.pad_token_id, info.eos_token_id]
@@ -296,7 +380,11 @@ def open_stream(
         shuffle_window=shuffle or config.shuffle_buffer_size is not None,
         window_docs=config.shuffle_buffer_size,
         pack=source.config.spec() if packed else None,
-        eos=None if not packed else source.eos_token_id if len(set(source.eos_token_ids)) < 2 else source.eos_token_ids,
+        eos=None
+        if not packed
+        else source.eos_token_id
+        if len(set(source.eos_token_ids)) < 2
+        else source.eos_token_ids,
         schedule=schedule,
         unit=mixture.unit,
         block=None if mixture.schedule is None else mixture.schedule.block,
@@ -304,7 +392,11 @@ def open_stream(
         joined=packed and source.joined,
         train_continued=packed and source.config.train_continued,
     )
-    workers = [source.num_workers for source in mixture.parts.values() if isinstance(source, TokenizedShardedSource)]
+    workers = [
+        source.num_workers
+        for source in mixture.parts.values()
+        if isinstance(source, TokenizedShardedSource)
+    ]
     return StreamLoader(
         [ForwardDocuments(part, documents, context) for part, documents in mixture.parts.items()],
         spec,
@@ -312,7 +404,8 @@ def open_stream(
         identity=_identity(mixture, spec.eos, pad),
         pad_token_id=pad,
         collate=collate,
-        workers=next((count for count in workers if count is not None), None),  # of one stage, so all say the same
+        # of one stage, so all say the same
+        workers=next((count for count in workers if count is not None), None),
         name=f"loader of {name!r}",
     )
 
@@ -321,5 +414,7 @@ def _identity(mixture: Mixture, eos: int | tuple[int, ...] | None, pad: int) -> 
     tokens = [token_info(source) for source in mixture.parts.values()]
     return {
         "sources": digest([[name, source.fingerprint] for name, source in mixture.parts.items()]),
-        "tokenizer": digest(["" if info is None else info.tokenizer_fingerprint for info in tokens], eos, pad),
+        "tokenizer": digest(
+            ["" if info is None else info.tokenizer_fingerprint for info in tokens], eos, pad
+        ),
     }

@@ -1,4 +1,6 @@
-"""Which unit of text files looks like a document: told from how the first lines of the first files lie."""
+"""Which unit of text files looks like a document: told from how the first lines of the first files
+lie.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from easypipe.sources.refs import FileRef
 from easypipe.sources.txt import TextUnit
 
 HEAD_BYTES, HEADS = 1 << 16, 8  # read of each of the first files
-SEVERAL_FILES = 4  # from so many on, files that are no longer than DOCUMENT_BYTES may be a document each
+# from so many on, files that are no longer than DOCUMENT_BYTES may be a document each
+SEVERAL_FILES = 4
 DOCUMENT_BYTES = 1 << 20
-WRAPPED = 1.5  # lines of a paragraph on average, from which on paragraphs are taken to run over lines
+# lines of a paragraph on average, from which on paragraphs are taken to run over lines
+WRAPPED = 1.5
 
 
 def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
@@ -33,12 +37,17 @@ def guess_text_unit(files: Sequence[FileRef]) -> tuple[TextUnit, str]:
     if len(files) >= SEVERAL_FILES and size <= DOCUMENT_BYTES:
         return "file", f"{len(files):,} files of about {size:,} bytes, with several paragraphs each"
     if lines / len(runs) >= WRAPPED:
-        return "paragraph", f"blank lines stand between runs of {lines / len(runs):.1f} lines on average"
+        return (
+            "paragraph",
+            f"blank lines stand between runs of {lines / len(runs):.1f} lines on average",
+        )
     return "line", "blank lines stand between single lines: each paragraph is a line"
 
 
 def _runs(file: FileRef) -> list[int]:
-    """How many lines each paragraph of the file's head has; none of a file that cannot be read, which others report."""
+    """How many lines each paragraph of the file's head has; none of a file that cannot be read,
+    which others report.
+    """
     try:
         head = read_head(file, HEAD_BYTES)
     except SourceError:

@@ -21,7 +21,9 @@ log = logging.getLogger("easypipe")
 
 
 class Documents(ShardedSource, Protocol):
-    """Token documents that can be had as a token cache: tokenized on the first call, opened on every later one."""
+    """Token documents that can be had as a token cache: tokenized on the first call, opened on
+    every later one.
+    """
 
     def materialize(self) -> TokenCache: ...
 
@@ -30,7 +32,9 @@ def is_documents(source: ShardedSource) -> TypeGuard[Documents]:
     return callable(getattr(type(source), "materialize", None))
 
 
-def require_documents(name: str, source: ShardedSource, context: PipelineContext, *, stage: str) -> Documents:
+def require_documents(
+    name: str, source: ShardedSource, context: PipelineContext, *, stage: str
+) -> Documents:
     """Raises StageOrderError for text, ConfigError for rows that are packed already."""
     if SEGMENT_IDS in source.schema.names:
         raise ConfigError(
@@ -41,7 +45,10 @@ def require_documents(name: str, source: ShardedSource, context: PipelineContext
     if is_documents(source):
         return source
     if INPUT_IDS not in source.schema.names:
-        raise StageOrderError(at="", problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}")
+        raise StageOrderError(
+            at="",
+            problem=f"Call tokenize() before {stage}(): dataset {name!r} has no column {INPUT_IDS!r}",
+        )
     own = next((dataset for dataset in context.config.datasets if dataset.name == name), None)
     context = in_folder(context, cache_folder_of(own, source, context))
     tokens = token_info(source) or _named_tokenizer(name, context)
@@ -49,12 +56,16 @@ def require_documents(name: str, source: ShardedSource, context: PipelineContext
 
 
 def _named_tokenizer(name: str, context: PipelineContext) -> TokenInfo:
-    """The tokenizer that the config names for tokens which do not say whose they are. Raises ConfigError where it names none."""
+    """The tokenizer that the config names for tokens which do not say whose they are. Raises
+    ConfigError where it names none.
+    """
     own = {dataset.name: dataset.tokenizer for dataset in context.config.datasets}.get(name)
     chosen = own or context.config.default_tokenizer
     if chosen is None:
         raise ConfigError(
-            at=f"datasets.{name}.tokenizer", problem="nobody knows whose tokens these are", fix="Name the tokenizer that made them."
+            at=f"datasets.{name}.tokenizer",
+            problem="nobody knows whose tokens these are",
+            fix="Name the tokenizer that made them.",
         )
     return info_of(load_tokenizer(chosen))
 
@@ -65,7 +76,9 @@ def is_paired(source: ShardedSource) -> bool:
 
 
 def holds_pairs(source: ShardedSource) -> bool | None:
-    """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its rows were made before."""
+    """Whether a source of tokens, mixed and packed or not, holds pairs of answers; None where its
+    rows were made before.
+    """
     mixture = getattr(source, "mixture", None)
     if mixture is not None:
         return bool(mixture.paired)
@@ -73,7 +86,9 @@ def holds_pairs(source: ShardedSource) -> bool | None:
 
 
 def same_kind(parts: Mapping[str, Documents]) -> None:
-    """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of pairs or of tokens."""
+    """Raises ConfigError where some datasets hold pairs and others do not: a loss is either of
+    pairs or of tokens.
+    """
     paired = [name for name, source in parts.items() if is_paired(source)]
     others = [name for name in parts if name not in paired]
     if paired and others:
@@ -110,16 +125,21 @@ def info_of(tokenizer: Tokenizer) -> TokenInfo:
 
 
 def trained_turns(source: ShardedSource) -> Turns | None:
-    """How the conversations of a source, mixed and packed or not, are written; None where it holds none, and for rows made before.
+    """How the conversations of a source, mixed and packed or not, are written; None where it holds
+    none, and for rows made before.
 
-    Of several templates the first is told, with all the tokens that end turns. Raises HostileTemplateError.
+    Of several templates the first is told, with all the tokens that end turns. Raises
+    HostileTemplateError.
     """
     if isinstance(source, LimitedSource):
         return trained_turns(source.source)
     mixture = getattr(source, "mixture", None)
     found: dict[str, Turns] = {}
     for part in [source] if mixture is None else mixture.parts.values():
-        tokenizer, template = tokenizer_of(part), getattr(getattr(getattr(part, "form", None), "engine", None), "template", None)
+        tokenizer, template = (
+            tokenizer_of(part),
+            getattr(getattr(getattr(part, "form", None), "engine", None), "template", None),
+        )
         if tokenizer is not None and template is not None and template.source not in found:
             found[template.source] = turns_of(template, tokenizer)
     if not found:
@@ -129,7 +149,9 @@ def trained_turns(source: ShardedSource) -> Turns | None:
 
 
 def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
-    """Raises ConfigError naming the first two datasets whose tokens mean different things; with `allow`, a warning names them."""
+    """Raises ConfigError naming the first two datasets whose tokens mean different things; with
+    `allow`, a warning names them.
+    """
     first: tuple[str, TokenInfo] | None = None
     for name, source in parts.items():
         info = token_info(source)
@@ -140,5 +162,12 @@ def same_tokenizer(parts: Mapping[str, Documents], *, allow: bool) -> None:
         elif first[1].tokenizer_fingerprint != info.tokenizer_fingerprint:
             problem = f"datasets {first[0]!r} and {name!r} have different tokenizers, {first[1].tokenizer!r} and {info.tokenizer!r}"
             if not allow:
-                raise ConfigError(at="mix", problem=problem, fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.")
-            log.warning("mix: %s: equal ids mean different tokens, and each document ends with its own tokenizer's EOS", problem)
+                raise ConfigError(
+                    at="mix",
+                    problem=problem,
+                    fix="Give them one tokenizer, or set mix.allow_mixed_tokenizers=True.",
+                )
+            log.warning(
+                "mix: %s: equal ids mean different tokens, and each document ends with its own tokenizer's EOS",
+                problem,
+            )

@@ -17,8 +17,15 @@ OnError = Literal["error", "skip", "quarantine"]
 class Totals:
     """Sums over the records in order, and the budget of bad rows."""
 
-    def __init__(self, dataset: str, content_field: str, on_error: OnError, max_bad_rows: int | None) -> None:
-        self.dataset, self.content_field, self.on_error, self.max_bad_rows = dataset, content_field, on_error, max_bad_rows
+    def __init__(
+        self, dataset: str, content_field: str, on_error: OnError, max_bad_rows: int | None
+    ) -> None:
+        self.dataset, self.content_field, self.on_error, self.max_bad_rows = (
+            dataset,
+            content_field,
+            on_error,
+            max_bad_rows,
+        )
         self.rows = self.bad = self.text_bytes = 0
         self.sums: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -31,7 +38,10 @@ class Totals:
     def add(self, piece: Range, record: Record) -> None:
         for reject in record.rejects:
             self.reasons[reject.reason] += reject.count
-            self.first = self.first or f"{place(record.shard_name, row=reject.row)}: {reject.detail or reject.reason}"
+            self.first = (
+                self.first
+                or f"{place(record.shard_name, row=reject.row)}: {reject.detail or reject.reason}"
+            )
             if not reject.benign:
                 self.bad += 1
                 self._charge(record.shard_name, reject)
@@ -39,7 +49,19 @@ class Totals:
         self.text_bytes += record.text_bytes
         self.encoders.add(record.encoder)
         self.sums.update(
-            {name: getattr(record, name) for name in ("docs", "tokens", "encoded", "added", "truncated", "special", "escaped", "lost")}
+            {
+                name: getattr(record, name)
+                for name in (
+                    "docs",
+                    "tokens",
+                    "encoded",
+                    "added",
+                    "truncated",
+                    "special",
+                    "escaped",
+                    "lost",
+                )
+            }
         )
         self.lengths.update(record.lengths)
         if record.trained is not None:
@@ -54,7 +76,10 @@ class Totals:
 
     def require_documents(self) -> None:
         if not self.sums["docs"]:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items())) or "there is none"
+            reasons = (
+                ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items()))
+                or "there is none"
+            )
             most = max(self.reasons, key=self.reasons.__getitem__, default="")
             first = f"; the first is {self.first}" if self.first else ""
             raise SourceError(

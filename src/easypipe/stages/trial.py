@@ -1,4 +1,6 @@
-"""A proposal tried on the first rows: which of them it could read, and why not the others. Needs no tokenizer."""
+"""A proposal tried on the first rows: which of them it could read, and why not the others. Needs no
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ WRITTEN = ("user", "assistant", "system", "tool")  # the roles that chat templat
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """rows: that were tried. reasons: how many of them cannot be read, by reason. first: the number of the first such row, and why."""
+    """rows: that were tried. reasons: how many of them cannot be read, by reason. first: the number
+    of the first such row, and why.
+    """
 
     rows: int
     reasons: Mapping[str, int]
@@ -36,7 +40,9 @@ class Trial:
         return f"{sum(self.reasons.values())} of the first {self.rows} rows cannot be read so: {reasons}; row {number}: {why}"
 
 
-def try_rows(kind: Kind, rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None = None) -> Trial:
+def try_rows(
+    kind: Kind, rows: Sequence[Mapping[str, Any]], roles: Mapping[str, str] | None = None
+) -> Trial:
     """kind: with the columns that a proposal reads. roles: as in PromptConfig."""
     if kind.ties:
         rows = ()  # nothing is proposed yet
@@ -51,8 +57,12 @@ def try_rows(kind: Kind, rows: Sequence[Mapping[str, Any]], roles: Mapping[str, 
 
 
 def names_roles_otherwise(kind: Kind) -> bool:
-    """Whether all who speak are known, some of them by another word (or another case) than chat templates have for them."""
-    return any(role not in WRITTEN for role in kind.roles) and all(role.lower() in ROLES for role in kind.roles)
+    """Whether all who speak are known, some of them by another word (or another case) than chat
+    templates have for them.
+    """
+    return any(role not in WRITTEN for role in kind.roles) and all(
+        role.lower() in ROLES for role in kind.roles
+    )
 
 
 def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) -> Wrong | None:
@@ -60,9 +70,20 @@ def _wrong(kind: Kind, row: Mapping[str, Any], roles: Mapping[str, str] | None) 
     if kind.name in ("tokens", "unknown"):
         return None
     if kind.name in ("messages", "sharegpt") or kind.roles:
-        known = {**ROLES, **(roles or {})} if kind.name == "sharegpt" or names_roles_otherwise(kind) else None
-        talks = [values[slot] for slot in ("messages", "conversations", "chosen", "rejected") if slot in values]
-        return next((wrong for talk in talks if (wrong := _wrong_talk(Talks(known), talk)) is not None), None)
+        known = (
+            {**ROLES, **(roles or {})}
+            if kind.name == "sharegpt" or names_roles_otherwise(kind)
+            else None
+        )
+        talks = [
+            values[slot]
+            for slot in ("messages", "conversations", "chosen", "rejected")
+            if slot in values
+        ]
+        return next(
+            (wrong for talk in talks if (wrong := _wrong_talk(Talks(known), talk)) is not None),
+            None,
+        )
     required = {slot.name for slot in SLOTS[kind.name] if slot.required}
     texts = {slot: text_of(value, slot) for slot, value in values.items() if slot in required}
     for text in texts.values():

@@ -1,5 +1,5 @@
-"""Whether what stands on disk is what was committed: token caches, saved folders and checkpoints, byte by byte, and what their
-manifests say of them.
+"""Whether what stands on disk is what was committed: token caches, saved folders and checkpoints,
+byte by byte, and what their manifests say of them.
 
 Nothing is changed here; stages/repair.py makes good what is found.
 """
@@ -48,8 +48,8 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """One dataset of a token cache, one saved folder or one checkpoint. rows, tokens: as the manifest has them, 0 of a checkpoint;
-    files, num_bytes: that were read.
+    """One dataset of a token cache, one saved folder or one checkpoint. rows, tokens: as the
+    manifest has them, 0 of a checkpoint; files, num_bytes: that were read.
 
     notes: what could not be checked, and why.
     """
@@ -69,9 +69,12 @@ class Verification:
         return not self.problems
 
 
-def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> tuple[Verification, ...]:
-    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder, or a folder of saved folders; the
-    output_dir of a run, its folder of checkpoints, or one of these.
+def verify(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> tuple[Verification, ...]:
+    """Everything below `path`: a token cache (its folder, or one manifest in it), a saved folder,
+    or a folder of saved folders; the output_dir of a run, its folder of checkpoints, or one of
+    these.
 
     Reads every byte. Raises ConfigError where there is nothing that can be verified.
     """
@@ -84,7 +87,11 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> t
         names = storage.names_in(folder.at("manifests"), storage_options)
         keys = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         return (*(_cache(folder, key) for key in keys), *_records(folder))
-    if checkpoints := [] if storage.is_remote(text) else checkpoint_files.checkpoints_below(Path(place_of(path))):
+    if (
+        checkpoints := []
+        if storage.is_remote(text)
+        else checkpoint_files.checkpoints_below(Path(place_of(path)))
+    ):
         return tuple(map(_checkpoint, checkpoints))
     folders = _saved_folders(text, storage_options)
     if not folders:
@@ -93,14 +100,22 @@ def verify(path: str | Path, storage_options: dict[str, Any] | None = None) -> t
     return tuple(_saved(folder, storage_options) for folder in folders)
 
 
-def cache_folder_of(path: str | Path, storage_options: dict[str, Any] | None = None) -> tuple[CacheFolder, str | None] | None:
+def cache_folder_of(
+    path: str | Path, storage_options: dict[str, Any] | None = None
+) -> tuple[CacheFolder, str | None] | None:
     """(the token cache that `path` is or is a manifest of, the key of that manifest)."""
     text = place_of(path)
     root, _, name = text.rpartition("/manifests/")
-    key = name.removesuffix(".json") if root and name.endswith(".json") and storage.exists(text, storage_options) else None
+    key = (
+        name.removesuffix(".json")
+        if root and name.endswith(".json") and storage.exists(text, storage_options)
+        else None
+    )
     if key is None and "manifests" not in storage.names_in(text, storage_options):
         return None
-    return cache_folder(text if key is None else root, CacheConfig(storage_options=storage_options)), key
+    return cache_folder(
+        text if key is None else root, CacheConfig(storage_options=storage_options)
+    ), key
 
 
 def place_of(path: str | Path) -> str:
@@ -128,7 +143,11 @@ def _cache(folder: CacheFolder, key: str) -> Verification:
         problems += _part(manifest, part, folder)
     quarantine = folder.at("manifests", manifest.quarantine)
     if manifest.quarantine and not folder.holds_quarantine(manifest):
-        problems.append(Problem(at=str(quarantine), what="the quarantine file is missing or damaged", file=str(path)))
+        problems.append(
+            Problem(
+                at=str(quarantine), what="the quarantine file is missing or damaged", file=str(path)
+            )
+        )
     more, notes = _probe(manifest.tokenizer.name, manifest.tokenizer.fingerprint)
     return Verification(
         path=str(path),
@@ -148,7 +167,9 @@ def _books(path: str, key: str, m: Manifest) -> Iterator[Problem]:
     wrong: list[str] = []
     docs, tokens = sum(part.docs for part in m.parts), sum(part.tokens for part in m.parts)
     if (docs, tokens) != (m.counts.docs, m.counts.tokens):
-        wrong.append(f"its parts hold {docs} documents of {tokens} tokens, its counts say {m.counts.docs} of {m.counts.tokens}")
+        wrong.append(
+            f"its parts hold {docs} documents of {tokens} tokens, its counts say {m.counts.docs} of {m.counts.tokens}"
+        )
     wrong += [
         f"{entry.unit} do not add up: in {dict(entry.into)}, out {dict(entry.out)}"
         for entry in m.counts.ledger(m.dataset, {}).entries
@@ -157,7 +178,9 @@ def _books(path: str, key: str, m: Manifest) -> Iterator[Problem]:
     at: Counter[int] = Counter()
     for part in m.parts:
         if not 0 <= part.shard < len(m.shard_names) or part.start != at[part.shard]:
-            wrong.append(f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row {at[part.shard]}")
+            wrong.append(
+                f"rows {part.start}:{part.stop} of shard {part.shard} do not follow row {at[part.shard]}"
+            )
             break
         at[part.shard] = part.stop
     else:
@@ -187,7 +210,9 @@ def _part(m: Manifest, part: Part, folder: CacheFolder) -> Iterator[Problem]:
     except (pa.ArrowException, OSError, ValueError) as error:
         wrong = f"cannot be read: {error}"
     if wrong:  # its bytes are those that were committed, so the manifest is what changed
-        yield Problem(at=at, what=f"{wrong}, though its checksum is right", file=str(folder.manifest(m.key)))
+        yield Problem(
+            at=at, what=f"{wrong}, though its checksum is right", file=str(folder.manifest(m.key))
+        )
 
 
 def _contents(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
@@ -200,7 +225,9 @@ def _contents(m: Manifest, part: Part, batch: pa.RecordBatch) -> str | None:
     largest = int(ids.to_numpy().max()) if len(ids) else 0
     if largest >= m.tokenizer.vocab_size:
         return f"token {largest} is outside the vocabulary of {m.tokenizer.vocab_size}"
-    if rows.size and not (part.start <= rows[0] and rows[-1] < part.stop and (np.diff(rows) >= 0).all()):
+    if rows.size and not (
+        part.start <= rows[0] and rows[-1] < part.stop and (np.diff(rows) >= 0).all()
+    ):
         return f"row numbers {rows[0]} to {rows[-1]} do not ascend within {part.start}:{part.stop}"
     return None
 
@@ -209,14 +236,18 @@ def _records(folder: CacheFolder) -> Iterator[Verification]:
     """Records of ranges: what a later preparation would take over."""
     recipes = storage.names_in(folder.at("ranges"), folder.options)
     paths = [
-        folder.at("ranges", recipe, name) for recipe in recipes for name in storage.names_in(folder.at("ranges", recipe), folder.options)
+        folder.at("ranges", recipe, name)
+        for recipe in recipes
+        for name in storage.names_in(folder.at("ranges", recipe), folder.options)
     ]
     known: dict[str, tuple[str, tuple[int, int]] | None] = {}
     problems: list[Problem] = []
     for path in paths:
         record = read_record(path, folder.options)
         if record is None:
-            problems.append(Problem(at=str(path), what="the record of a range cannot be read", file=str(path)))
+            problems.append(
+                Problem(at=str(path), what="the record of a range cannot be read", file=str(path))
+            )
         elif record.file and (what := _record(record, folder, known)):
             problems.append(Problem(at=str(path), what=what, file=str(path)))
     if problems:
@@ -226,13 +257,20 @@ def _records(folder: CacheFolder) -> Iterator[Verification]:
         )  # fmt: skip
 
 
-def _record(record: Record, folder: CacheFolder, known: dict[str, tuple[str, tuple[int, int]] | None]) -> str | None:
-    """None also where the tokens themselves are gone or damaged: that is told of their manifest, and a preparation notices."""
+def _record(
+    record: Record, folder: CacheFolder, known: dict[str, tuple[str, tuple[int, int]] | None]
+) -> str | None:
+    """None also where the tokens themselves are gone or damaged: that is told of their manifest,
+    and a preparation notices.
+    """
     if record.file not in known:
         try:
             data = folder.content(record.file)
             batch = pa.ipc.open_file(data).get_batch(0)
-            known[record.file] = xxhash.xxh3_128(data).hexdigest(), (batch.num_rows, len(batch.column(INPUT_IDS).flatten()))
+            known[record.file] = (
+                xxhash.xxh3_128(data).hexdigest(),
+                (batch.num_rows, len(batch.column(INPUT_IDS).flatten())),
+            )
         except (pa.ArrowException, OSError, ValueError):
             known[record.file] = None
     there = known[record.file]
@@ -242,13 +280,17 @@ def _record(record: Record, folder: CacheFolder, known: dict[str, tuple[str, tup
 
 
 def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]:
-    """The golden probe: what the tokenizer of that name makes of a fixed text, and of its files, is part of the fingerprint."""
+    """The golden probe: what the tokenizer of that name makes of a fixed text, and of its files, is
+    part of the fingerprint.
+    """
     try:
         same_tokenizer_again(name, fingerprint)
     except TokenizerError as error:
         if "is not the tokenizer" in error.problem:
             return [Problem(at=f"tokenizer {name}", what=error.problem)], ()
-        return [], (f"the tokenizer is not here, so its encoding was not compared: {error.at}: {error.problem}",)
+        return [], (
+            f"the tokenizer is not here, so its encoding was not compared: {error.at}: {error.problem}",
+        )
     return [], ()
 
 
@@ -257,8 +299,17 @@ def _probe(name: str, fingerprint: str) -> tuple[list[Problem], tuple[str, ...]]
 
 def _checkpoint(folder: Path) -> Verification:
     found = checkpoint_files.check(folder)
-    problems = [Problem(at=str(folder / name), what=what, file=str(folder / name)) for name, what in found.problems.items()]
-    notes = () if found.sealed else ("no checksums: an earlier version saved it, so only that its parts are there was looked at",)
+    problems = [
+        Problem(at=str(folder / name), what=what, file=str(folder / name))
+        for name, what in found.problems.items()
+    ]
+    notes = (
+        ()
+        if found.sealed
+        else (
+            "no checksums: an earlier version saved it, so only that its parts are there was looked at",
+        )
+    )
     return Verification(
         path=str(folder),
         kind=CHECKPOINT,
@@ -280,13 +331,19 @@ def _saved_folders(path: str, storage_options: dict[str, Any] | None) -> list[st
     if saved.MANIFEST in below or RUN in below:
         return [path]
     folders = [saved.join(path, name) for name in below]
-    return [folder for folder in folders if storage.exists(saved.join(folder, saved.MANIFEST), storage_options)]
+    return [
+        folder
+        for folder in folders
+        if storage.exists(saved.join(folder, saved.MANIFEST), storage_options)
+    ]
 
 
 def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
     manifest_path = saved.join(folder, saved.MANIFEST)
 
-    def made(problems: list[Problem], m: saved.SavedManifest | None = None, notes: tuple[str, ...] = ()) -> Verification:
+    def made(
+        problems: list[Problem], m: saved.SavedManifest | None = None, notes: tuple[str, ...] = ()
+    ) -> Verification:
         shards = () if m is None else m.shards
         return Verification(
             path=folder,
@@ -303,12 +360,25 @@ def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
     try:
         manifest = saved.read_manifest(folder, storage_options)
     except MissingFileError:
-        return made([Problem(at=folder, what="unfinished: it has no manifest yet; run what writes it again", file=manifest_path)])
+        return made(
+            [
+                Problem(
+                    at=folder,
+                    what="unfinished: it has no manifest yet; run what writes it again",
+                    file=manifest_path,
+                )
+            ]
+        )
     except EasypipeError as error:
-        return made([Problem(at=manifest_path, what=f"the manifest is {error.problem}", file=manifest_path)])
+        return made(
+            [Problem(at=manifest_path, what=f"the manifest is {error.problem}", file=manifest_path)]
+        )
     problems: list[Problem] = []
     text = storage.read_json(manifest_path, storage_options)
-    told, summed = (text.get("num_rows"), text.get("num_tokens")), (manifest.num_rows, sum(shard.num_tokens for shard in manifest.shards))
+    told, summed = (
+        (text.get("num_rows"), text.get("num_tokens")),
+        (manifest.num_rows, sum(shard.num_tokens for shard in manifest.shards)),
+    )
     if told != summed:
         what = f"the manifest is damaged: {told[0]} rows of {told[1]} tokens, its shards have {summed[0]} of {summed[1]}"
         problems.append(Problem(at=manifest_path, what=what, file=manifest_path))
@@ -319,11 +389,17 @@ def _saved(folder: str, storage_options: dict[str, Any] | None) -> Verification:
             problems.append(Problem(at=path, what=found, file=path))
     if not problems:  # else it cannot be opened
         problems += _saved_rows(folder, manifest, storage_options)
-    more, notes = ([], ()) if manifest.tokens is None else _probe(manifest.tokens.tokenizer, manifest.tokens.tokenizer_fingerprint)
+    more, notes = (
+        ([], ())
+        if manifest.tokens is None
+        else _probe(manifest.tokens.tokenizer, manifest.tokens.tokenizer_fingerprint)
+    )
     return made([*problems, *more], manifest, notes)
 
 
-def _saved_rows(folder: str, manifest: saved.SavedManifest, storage_options: dict[str, Any] | None) -> Iterator[Problem]:
+def _saved_rows(
+    folder: str, manifest: saved.SavedManifest, storage_options: dict[str, Any] | None
+) -> Iterator[Problem]:
     """Counts and columns of every shard, whose bytes are known to be right."""
     path = saved.join(folder, saved.MANIFEST)
     try:
@@ -336,22 +412,34 @@ def _saved_rows(folder: str, manifest: saved.SavedManifest, storage_options: dic
                 tokens += _count_tokens(batch)
             if (rows, tokens) != (shard.num_rows, shard.num_tokens):
                 what = f"holds {rows} rows of {tokens} tokens, the manifest says {shard.num_rows} of {shard.num_tokens}"
-                yield Problem(at=saved.join(folder, shard.name), what=f"{what}, though its checksum is right", file=path)
+                yield Problem(
+                    at=saved.join(folder, shard.name),
+                    what=f"{what}, though its checksum is right",
+                    file=path,
+                )
     except (EasypipeError, pa.ArrowException, KeyError) as error:
-        yield Problem(at=folder, what=f"its rows are not in the columns that the manifest names: {error}", file=path)
+        yield Problem(
+            at=folder,
+            what=f"its rows are not in the columns that the manifest names: {error}",
+            file=path,
+        )
 
 
 def _count_tokens(batch: pa.RecordBatch) -> int:
     """Without padding, as saving counts them."""
     if SEGMENT_IDS in batch.schema.names:
-        return int(np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False)))
+        return int(
+            np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False))
+        )
     return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
 
 
 # Both
 
 
-def _bytes(path: str, num_bytes: int, checksum: str, storage_options: dict[str, Any] | None) -> str | None:
+def _bytes(
+    path: str, num_bytes: int, checksum: str, storage_options: dict[str, Any] | None
+) -> str | None:
     """What is wrong with the bytes of a file, if anything."""
     hasher, size = xxhash.xxh3_128(), 0
     try:

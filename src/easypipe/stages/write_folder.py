@@ -1,4 +1,6 @@
-"""One dataset into one folder: planned, written by several threads, each shard committed as it ends, the manifest last."""
+"""One dataset into one folder: planned, written by several threads, each shard committed as it
+ends, the manifest last.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,11 @@ TOLERANCE = 1.1  # of max_shard_size; a shard above it is named in a warning
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFolder:
-    """What stands in one output folder. `resumed_shards` were found finished; `up_to_date`: all of them were, nothing was written.
+    """What stands in one output folder. `resumed_shards` were found finished; `up_to_date`: all of
+    them were, nothing was written.
 
-    decided_by: the option that made the shards as many as they are: `num_shards`, `max_shard_size` or `default`; None where an earlier run
+    decided_by: the option that made the shards as many as they are: `num_shards`, `max_shard_size`
+    or `default`; None where an earlier run
         planned them.
     """
 
@@ -61,8 +65,17 @@ class SavedFolder:
 
     def enter(self, ledger: Ledger) -> None:
         """The balance of what was read and what was written, and what it took."""
-        ledger.add("save", self.dataset, "rows", into={"read": self.num_read}, out={"saved": self.num_rows, **self.rejected})
-        ledger.facts |= {f"save.{self.dataset}.seconds": round(self.seconds, 3), f"save.{self.dataset}.bytes": self.num_bytes}
+        ledger.add(
+            "save",
+            self.dataset,
+            "rows",
+            into={"read": self.num_read},
+            out={"saved": self.num_rows, **self.rejected},
+        )
+        ledger.facts |= {
+            f"save.{self.dataset}.seconds": round(self.seconds, 3),
+            f"save.{self.dataset}.bytes": self.num_bytes,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +94,9 @@ class Target:
 
 
 def write_folder(target: Target, context: PipelineContext) -> SavedFolder:
-    """Raises ConfigError where the folder holds something else, StorageError where writing fails."""
+    """Raises ConfigError where the folder holds something else, StorageError where writing
+    fails.
+    """
     if storage.is_remote(target.folder):  # no lock reaches there: see Run.claim and Run.commit
         return _write_folder(target, context)
     with locks.saving(Path(target.folder.removeprefix("file://")).expanduser()):
@@ -94,7 +109,13 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
     if target.format == "jsonl":
         check_json(source.schema)
     identity, before = _identities(target, source)
-    run = open_run(target.folder, identity, overwrite=target.overwrite, before=before, storage_options=target.storage_options)
+    run = open_run(
+        target.folder,
+        identity,
+        overwrite=target.overwrite,
+        before=before,
+        storage_options=target.storage_options,
+    )
     shards, resumed, decided_by = run.standing(), 0, None
     up_to_date = shards is not None
     if up_to_date:
@@ -103,9 +124,16 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         edges = None if run.edges is None else np.array(run.edges, np.int64)
         if edges is None:
             edges, decided_by = plan_shards(
-                source, target.format, target.compression, num_shards=target.num_shards, max_bytes=target.max_bytes
+                source,
+                target.format,
+                target.compression,
+                num_shards=target.num_shards,
+                max_bytes=target.max_bytes,
             )
-        names = [f"{run.prefix}{i:05d}-of-{len(edges) - 1:05d}{CODECS[target.format][target.compression]}" for i in range(len(edges) - 1)]
+        names = [
+            f"{run.prefix}{i:05d}-of-{len(edges) - 1:05d}{CODECS[target.format][target.compression]}"
+            for i in range(len(edges) - 1)
+        ]
         run.claim(edges.tolist())
         finished = run.finished(names)
         resumed = len(finished)
@@ -144,28 +172,49 @@ def _write_folder(target: Target, context: PipelineContext) -> SavedFolder:
         schema=source.schema,
         tokens=token_info(target.source),
         shards=shards,
-        ledger={"entries": ledger.to_json()["entries"]},  # seconds are left out: the same rows make the same folder
+        # seconds are left out: the same rows make the same folder
+        ledger={"entries": ledger.to_json()["entries"]},
     )
-    write_card(target.folder, manifest, target.storage_options)  # before the manifest, which is the commit
+    # before the manifest, which is the commit
+    write_card(target.folder, manifest, target.storage_options)
     if not folder.up_to_date:
         run.commit(manifest)
     return folder
 
 
 def _identities(target: Target, source: ShardedSource) -> tuple[str, str | None]:
-    """What this run is called, and what easypipe 0.1 called it, whose `max_shard_size` counted bytes before compression."""
-    what = ("saved", FORMAT_VERSION, source.fingerprint, schema_to_text(source.schema), target.format, target.compression)
+    """What this run is called, and what easypipe 0.1 called it, whose `max_shard_size` counted
+    bytes before compression.
+    """
+    what = (
+        "saved",
+        FORMAT_VERSION,
+        source.fingerprint,
+        schema_to_text(source.schema),
+        target.format,
+        target.compression,
+    )
     if target.max_bytes is not None:
         before = digest(*what, target.num_shards, target.max_bytes)
         return digest(*what, target.num_shards, {"on disk": target.max_bytes}), before
-    return digest(*what, target.num_shards, default_shard_bytes(source.shards) if target.num_shards is None else None), None
+    return digest(
+        *what,
+        target.num_shards,
+        default_shard_bytes(source.shards) if target.num_shards is None else None,
+    ), None
 
 
 def _check_sizes(target: Target, shards: Sequence[SavedShard]) -> None:
-    """Says so where samples misjudged the data. A row that is larger than the limit cannot be cut."""
+    """Says so where samples misjudged the data. A row that is larger than the limit cannot be
+    cut.
+    """
     if target.max_bytes is None:
         return
-    above = [shard for shard in shards if shard.num_rows > 1 and shard.num_bytes > TOLERANCE * target.max_bytes]
+    above = [
+        shard
+        for shard in shards
+        if shard.num_rows > 1 and shard.num_bytes > TOLERANCE * target.max_bytes
+    ]
     if above:
         largest = max(above, key=lambda shard: shard.num_bytes)
         log.warning(
@@ -200,18 +249,32 @@ def _write_missing(
 
     def work(i: int) -> SavedShard:
         try:
-            return _write_shard(source, target, run, names[i], int(edges[i]), int(edges[i + 1]), at_work, stop, count)
+            return _write_shard(
+                source,
+                target,
+                run,
+                names[i],
+                int(edges[i]),
+                int(edges[i + 1]),
+                at_work,
+                stop,
+                count,
+            )
         except Exception as error:
-            error.add_note(f"while saving dataset {target.dataset!r}, shard {names[i]}, rows {edges[i]}:{edges[i + 1]}")
+            error.add_note(
+                f"while saving dataset {target.dataset!r}, shard {names[i]}, rows {edges[i]}:{edges[i + 1]}"
+            )
             raise
 
     cores = min(os.cpu_count() or 1, 8)
-    at_work = threading.Semaphore(cores)  # rows are encoded by as many threads; others wait for the disk or the store meanwhile
+    # rows are encoded by as many threads; others wait for the disk or the store meanwhile
+    at_work = threading.Semaphore(cores)
     pool = ThreadPoolExecutor(min(len(missing), cores + 2), thread_name_prefix="easypipe-save")
     try:
         for i, shard in zip(missing, pool.map(work, missing), strict=True):
             written[names[i]] = shard
-    except BaseException:  # Ctrl-C too: the writers stop at their next batch, what is committed stays
+    # Ctrl-C too: the writers stop at their next batch, what is committed stays
+    except BaseException:
         stop.set()
         raise
     finally:
@@ -236,7 +299,10 @@ def _write_shard(
 ) -> SavedShard:
     rows, tokens, rejected = 0, 0, Counter()
     with (
-        storage.commit_file(join(target.folder, name), target.storage_options) as (temporary, stamp),
+        storage.commit_file(join(target.folder, name), target.storage_options) as (
+            temporary,
+            stamp,
+        ),
         at_work,
         open_writer(temporary, target.format, target.compression, source.schema) as write,
     ):
@@ -251,7 +317,12 @@ def _write_shard(
             count(batch.num_rows + sum(reject.count for reject in rejects), batch.nbytes)
     done = stamp()
     saved = SavedShard(
-        name=name, num_rows=rows, num_tokens=tokens, num_bytes=done.num_bytes, checksum=done.checksum, rejected=dict(rejected)
+        name=name,
+        num_rows=rows,
+        num_tokens=tokens,
+        num_bytes=done.num_bytes,
+        checksum=done.checksum,
+        rejected=dict(rejected),
     )
     run.record(saved)
     return saved
@@ -260,9 +331,13 @@ def _write_shard(
 def _count_tokens(batch: pa.RecordBatch) -> int:
     """Tokens without padding."""
     if SEGMENT_IDS in batch.schema.names:
-        return int(np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False)))
+        return int(
+            np.count_nonzero(batch.column(SEGMENT_IDS).flatten().to_numpy(zero_copy_only=False))
+        )
     return len(batch.column(INPUT_IDS).flatten()) if INPUT_IDS in batch.schema.names else 0
 
 
 def _progress(dataset: str, done: int, total: int, num_bytes: int = 0) -> ProgressEvent:
-    return ProgressEvent(stage="save", dataset=dataset, done=done, total=total, unit="rows", num_bytes=num_bytes)
+    return ProgressEvent(
+        stage="save", dataset=dataset, done=done, total=total, unit="rows", num_bytes=num_bytes
+    )

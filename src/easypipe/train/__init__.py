@@ -1,6 +1,7 @@
 """The trainer: model, optimizer, step, checkpoints, metrics.
 
-Names are loaded when first used: jax comes with them, and the configuration of a run is read without it.
+Names are loaded when first used: jax comes with them, and the configuration of a run is read
+without it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ import optax
 
 
 class AdanState(NamedTuple):
-    """By parameter name, in the dtype of the parameters. The fields are named as optax names them."""
+    """By parameter name, in the dtype of the parameters. The fields are named as optax names
+    them.
+    """
 
     m: Any  # average of the gradients
     v: Any  # average of their differences
@@ -24,7 +26,9 @@ class AdanState(NamedTuple):
 
 
 def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.GradientTransformation:
-    """`(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias; the first difference is 0."""
+    """`(m + b2 v) / (sqrt(n) + eps)`, each average divided by its bias; the first difference is
+    0.
+    """
 
     def init(params: Any) -> AdanState:
         m, v, n, g = (jax.tree.map(jnp.zeros_like, params) for _ in range(4))
@@ -33,11 +37,18 @@ def scale_by_adan(*, b1: float, b2: float, b3: float, eps: float) -> optax.Gradi
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdanState]:
         del params
         t = state.t + 1
-        difference = jax.tree.map(lambda g, last: jnp.where(state.t == 0, 0, g - last), updates, state.g)
+        difference = jax.tree.map(
+            lambda g, last: jnp.where(state.t == 0, 0, g - last), updates, state.g
+        )
         m = optax.tree.update_moment(updates, state.m, b1, 1)
         v = optax.tree.update_moment(difference, state.v, b2, 1)
-        n = optax.tree.update_moment(jax.tree.map(lambda g, d: g + b2 * d, updates, difference), state.n, b3, 2)
-        means = (optax.tree.bias_correction(moment, decay, t) for moment, decay in ((m, b1), (v, b2), (n, b3)))
+        n = optax.tree.update_moment(
+            jax.tree.map(lambda g, d: g + b2 * d, updates, difference), state.n, b3, 2
+        )
+        means = (
+            optax.tree.bias_correction(moment, decay, t)
+            for moment, decay in ((m, b1), (v, b2), (n, b3))
+        )
         direction = jax.tree.map(lambda m, v, n: (m + b2 * v) / (jnp.sqrt(n) + eps), *means)
         return direction, AdanState(m, v, n, updates, t)
 

@@ -1,4 +1,5 @@
-"""A training step compiled for devices that are not there: what it holds, what it sends, how fast it can be at best.
+"""A training step compiled for devices that are not there: what it holds, what it sends, how fast
+it can be at best.
 
 It is the Trainer's own step, lowered for abstract arrays that lie where the run's arrays would lie.
 """
@@ -38,14 +39,17 @@ PACKED = (INPUT_IDS, LABELS, SEGMENT_IDS, POSITION_IDS)
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on each device. Where XLA refused the program, `temporaries` and `peak` are what it said it wanted, if it did."""
+    """Bytes on each device. Where XLA refused the program, `temporaries` and `peak` are what it
+    said it wanted, if it did.
+    """
 
     parameters: int
     optimizer: int
     other_state: int  # dropout keys and the like
     batch: int
     gradients: int  # in float32, if all were held at once; part of `temporaries`
-    temporaries: int  # gradients, activations, gathered parameters, buffers, and what the layout of the others pads
+    # gradients, activations, gathered parameters, buffers, and what the layout of the others pads
+    temporaries: int
     program: int
     peak: int  # all of it, at the worst moment
     available: int | None  # None where the table of devices does not know
@@ -60,7 +64,9 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What `plan_step` found. `str()` is a report, `to_json()` the same as plain data; nothing is known of the data's documents."""
+    """What `plan_step` found. `str()` is a report, `to_json()` the same as plain data; nothing is
+    known of the data's documents.
+    """
 
     topology: str
     device: str  # jax's device_kind
@@ -74,7 +80,8 @@ class StepPlan:
     collectives: tuple[Collective, ...]  # of one step, those of most bytes first
     unknown_loops: int
     xla_flops: float | None  # of one device, as XLA counts
-    roofline: Roofline | None  # None where the model's FLOPs or the device's rates are not known, or it was not compiled
+    # None where the model's FLOPs or the device's rates are not known, or it was not compiled
+    roofline: Roofline | None
     compile_seconds: float
     advice: tuple[str, ...]  # what to change where it does not fit
 
@@ -105,16 +112,24 @@ def plan_step(
     columns: Sequence[str] = PACKED,
     accumulation_steps: int = 1,
 ) -> StepPlan:
-    """Compiles the step of `Trainer(model, train, ...)` for the topology `on` (see `topology`) and reads what came out.
+    """Compiles the step of `Trainer(model, train, ...)` for the topology `on` (see `topology`) and
+    reads what came out.
 
-    batch_size, seq_length: rows of a step, over all devices, and slots of a row. columns: of the batches, all Int32. accumulation_steps:
-    micro-batches into which the loader cuts; 1 where the step does.
-    Raises ConfigError for a topology that is none or whose compiler is not installed, and what Trainer raises for a config that cannot be.
+    batch_size, seq_length: rows of a step, over all devices, and slots of a row. columns: of the
+    batches, all Int32. accumulation_steps: micro-batches into which the loader cuts; 1 where the
+    step does. Raises ConfigError for a topology that is none or whose compiler is not installed,
+    and what Trainer raises for a config that cannot be.
     """
     there = topology(on)
     started = time.perf_counter()
     mesh = _mesh(train, there.name, there.devices)
-    told = dataclasses.replace(train, steps=train.steps or MANY_STEPS, epochs=None, batch_size=None, callbacks=CallbacksConfig())
+    told = dataclasses.replace(
+        train,
+        steps=train.steps or MANY_STEPS,
+        epochs=None,
+        batch_size=None,
+        callbacks=CallbacksConfig(),
+    )
     trainer = Engine(model, told, Shapes(batch_size, accumulation_steps), mesh=mesh)
     check_row_length(seq_length, mesh)
     state = states.abstract_state(trainer.layout, trainer.optimizer)
@@ -129,7 +144,8 @@ def plan_step(
             program = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
-            if "RESOURCE_EXHAUSTED" not in refusal or "hbm" not in refusal.lower():  # a kernel's own memory may be short too
+            # a kernel's own memory may be short too
+            if "RESOURCE_EXHAUSTED" not in refusal or "hbm" not in refusal.lower():
                 raise
     kind = mesh.devices.flat[0].device_kind
     device = known_device(kind)
@@ -152,13 +168,17 @@ def plan_step(
         xla_flops=(program.cost_analysis() or {}).get("flops") if program is not None else None,
         roofline=None,
         compile_seconds=time.perf_counter() - started,
-        advice=() if memory.fits is not False else advice(config, train, mesh, batch_size, attention=backend, much_state=much_state),
+        advice=()
+        if memory.fits is not False
+        else advice(config, train, mesh, batch_size, attention=backend, much_state=much_state),
     )
     if config is None or device is None or found is None:
         return plan
     held, sent = memory.parameters + memory.optimizer, sum(one.sent for one in collectives)
     slots = batch_size, seq_length, train.accumulate_steps
-    return dataclasses.replace(plan, roofline=roofline(config, device, dict(mesh.shape), slots, str(backend), held, sent))
+    return dataclasses.replace(
+        plan, roofline=roofline(config, device, dict(mesh.shape), slots, str(backend), held, sent)
+    )
 
 
 def unknowns(plan: StepPlan) -> tuple[str, ...]:
@@ -169,10 +189,14 @@ def unknowns(plan: StepPlan) -> tuple[str, ...]:
         "what reading data, saving and evaluating take; the evaluation step's memory",
     ]
     if plan.device.startswith("NVIDIA"):
-        said.append("what XLA chooses once it can time products on the GPU; jax takes 75 % of a GPU's memory unless told otherwise")
+        said.append(
+            "what XLA chooses once it can time products on the GPU; jax takes 75 % of a GPU's memory unless told otherwise"
+        )
         said.append("links between hosts: all are taken for NVLink")
     else:
-        said.append("links between slices; which neighbours on the torus exchange what: a device's links are taken together")
+        said.append(
+            "links between slices; which neighbours on the torus exchange what: a device's links are taken together"
+        )
     if plan.unknown_loops:
         said.append(f"how often {plan.unknown_loops} loops turn: what is in them is counted once")
     return tuple(said)
@@ -183,17 +207,33 @@ def _mesh(train: TrainingConfig, name: str, devices: Sequence[Any]) -> Mesh:
         return make_mesh(train.mesh, devices=devices, at="train.mesh")
     except NotImplementedError as error:  # jax lays each axis over whole dimensions of a torus
         problem = f"{train.mesh} cannot be laid over {name}: {str(error).splitlines()[0]}"
-        raise ConfigError(at="train.mesh", problem=problem, fix="Let each axis be a product of dimensions of the topology.") from error
+        raise ConfigError(
+            at="train.mesh",
+            problem=problem,
+            fix="Let each axis be a product of dimensions of the topology.",
+        ) from error
 
 
-def _abstract_batch(mesh: Mesh, columns: Sequence[str], batch_size: int, seq_length: int, pieces: int) -> dict[str, jax.ShapeDtypeStruct]:
+def _abstract_batch(
+    mesh: Mesh, columns: Sequence[str], batch_size: int, seq_length: int, pieces: int
+) -> dict[str, jax.ShapeDtypeStruct]:
     lead = (pieces, batch_size // pieces) if pieces > 1 else (batch_size,)
     where = NamedSharding(mesh, PartitionSpec(*(None,) * (len(lead) - 1), *TOKEN_AXES))
-    return {name: jax.ShapeDtypeStruct((*lead, seq_length), jnp.int32, sharding=where) for name in columns}
+    return {
+        name: jax.ShapeDtypeStruct((*lead, seq_length), jnp.int32, sharding=where)
+        for name in columns
+    }
 
 
-def _memory(state: states.TrainState, batch: Any, program: Any, refusal: str, device: Device | None) -> Memory:
-    parts = {"parameters": state.params, "optimizer": state.optimizer, "other_state": (state.rest, state.step), "batch": batch}
+def _memory(
+    state: states.TrainState, batch: Any, program: Any, refusal: str, device: Device | None
+) -> Memory:
+    parts = {
+        "parameters": state.params,
+        "optimizer": state.optimizer,
+        "other_state": (state.rest, state.step),
+        "batch": batch,
+    }
     sizes = {name: on_device(tree) for name, tree in parts.items()}
     held, code = sum(sizes.values()), 0
     if program is None:
@@ -202,7 +242,8 @@ def _memory(state: states.TrainState, batch: Any, program: Any, refusal: str, de
         seen = program.memory_analysis()
         code = seen.generated_code_size_in_bytes
         beside = seen.argument_size_in_bytes + seen.output_size_in_bytes - seen.alias_size_in_bytes
-        # Of a TPU's temporaries, XLA counts those in VMEM too; its peak is of HBM alone. For GPUs it may give no peak.
+        # Of a TPU's temporaries, XLA counts those in VMEM too; its peak is of HBM alone. For GPUs
+        # it may give no peak.
         peak = (seen.peak_memory_in_bytes or beside + seen.temp_size_in_bytes) + code
     return Memory(
         **sizes,
@@ -216,8 +257,13 @@ def _memory(state: states.TrainState, batch: Any, program: Any, refusal: str, de
 
 
 def _wanted(refusal: str, held: int) -> int:
-    """Bytes of HBM that XLA says a program wanted, in one of its two sentences; else those that are held, which it wanted at least."""
-    for sentence, beside in ((r"Used ([\d.]+)([KMGT]) of", 0), (r"temporaries \(([\d.]+)([KMGT])\)", held)):
+    """Bytes of HBM that XLA says a program wanted, in one of its two sentences; else those that are
+    held, which it wanted at least.
+    """
+    for sentence, beside in (
+        (r"Used ([\d.]+)([KMGT]) of", 0),
+        (r"temporaries \(([\d.]+)([KMGT])\)", held),
+    ):
         found = re.search(sentence, refusal)
         if found:
             return beside + int(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))

@@ -9,16 +9,23 @@ _SHOWN = 8  # collectives; the rest in one line
 
 def text(plan: StepPlan) -> str:
     """The report that `easypipe plan --topology` prints."""
-    return "\n\n".join(part for part in (_what(plan), _memory(plan), _collectives(plan), _speed(plan), _not_known(plan)) if part)
+    return "\n\n".join(
+        part
+        for part in (_what(plan), _memory(plan), _collectives(plan), _speed(plan), _not_known(plan))
+        if part
+    )
 
 
 def _what(plan: StepPlan) -> str:
-    mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    mesh = (
+        ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "one device"
+    )
     cut = f" in {plan.accumulate_steps} micro-batches" if plan.accumulate_steps > 1 else ""
     lines = [
         f"{plan.topology}: {_of(plan.devices, 'device')} ({plan.device}), mesh {mesh}",
         f"  step: {plan.batch_size:,} rows of {plan.seq_length:,} slots{cut} = {plan.batch_size * plan.seq_length:,} slots",
-        f"  model: {plan.parameters:,} parameters" + (f", attention {plan.attention}" if plan.attention else ""),
+        f"  model: {plan.parameters:,} parameters"
+        + (f", attention {plan.attention}" if plan.attention else ""),
         f"  compiled here in {plan.compile_seconds:.0f} s; nothing ran",
     ]
     return "\n".join(lines)
@@ -40,7 +47,11 @@ def _memory(plan: StepPlan) -> str:
     ]
     lines = ["memory of a device, GiB"]
     lines += [f"  {name:<18}{_gib(size):>8}{note}" for name, size, note in rows if size >= 1 << 20]
-    verdict = {True: "it fits", False: "IT DOES NOT FIT", None: "what this device has is not known"}[memory.fits]
+    verdict = {
+        True: "it fits",
+        False: "IT DOES NOT FIT",
+        None: "what this device has is not known",
+    }[memory.fits]
     of = "" if memory.available is None else f" of {_gib(memory.available)}"
     least = "at least" if memory.refused else "at the peak"
     lines.append(f"  {least:<18}{_gib(memory.peak):>8}{of}: {verdict}")
@@ -53,7 +64,10 @@ def _collectives(plan: StepPlan) -> str:
     if not plan.collectives:
         return "" if plan.memory.fits is False else "collectives: none"
     total = sum(one.sent for one in plan.collectives)
-    lines = [f"collectives of a step: a device sends {_size(total)}", f"  {'kind':<20}{'times':>7}{'among':>7}{'each':>10}{'sent':>10}  of"]
+    lines = [
+        f"collectives of a step: a device sends {_size(total)}",
+        f"  {'kind':<20}{'times':>7}{'among':>7}{'each':>10}{'sent':>10}  of",
+    ]
     lines += [
         f"  {one.kind:<20}{one.times:>7}{one.devices:>7}{_size(one.size):>10}{_size(one.sent):>10}  {one.shape}"
         for one in plan.collectives[:_SHOWN]
@@ -74,7 +88,9 @@ def _speed(plan: StepPlan) -> str:
         f"  {line.palm_flops:.4g} by the PaLM convention; {line.executed_flops:.4g} with what is computed again",
     ]
     if plan.xla_flops:
-        lines.append(f"  XLA counts {plan.xla_flops:.4g} on each device, a loop's body once, and in kernels what they declare")
+        lines.append(
+            f"  XLA counts {plan.xla_flops:.4g} on each device, a loop's body once, and in kernels what they declare"
+        )
     lines += [
         "roofline, at the data sheet's rates",
         f"  products {_seconds(line.compute_s)}, memory {_seconds(line.memory_s)}, links {_seconds(line.link_s)}",

@@ -1,9 +1,10 @@
 """Attention over packed rows: the one function through which every layer mixes tokens.
 
-Backends: "xla" holds all scores and runs everywhere; "splash" (TPU) and "triton" (NVIDIA) hold a block of them. All obey the isolation law:
-no slot sees another segment, in value or gradient.
+Backends: "xla" holds all scores and runs everywhere; "splash" (TPU) and "triton" (NVIDIA) hold a
+block of them. All obey the isolation law: no slot sees another segment, in value or gradient.
 
-B batch · S sequence · H query heads · K key and value heads · G query heads of a key head · h head width
+B batch · S sequence · H query heads · K key and value heads · G query heads of a key head · h head
+width
 """
 # ruff: noqa: F722  (shapes in annotations are jaxtyping's, not Python)
 
@@ -29,7 +30,8 @@ from easypipe.train.model_config import TRITON_WIDTHS, AttentionBackend
 
 logger = logging.getLogger("easypipe")
 
-FAVOURITES: dict[str, AttentionBackend] = {"tpu": "splash", "cuda": "triton"}  # by platform; elsewhere "xla"
+# by platform; elsewhere "xla"
+FAVOURITES: dict[str, AttentionBackend] = {"tpu": "splash", "cuda": "triton"}
 SLOTS = 128  # the fused kernels take rows of a multiple of this; others are padded for them
 
 
@@ -45,12 +47,16 @@ def attend(
     soft_cap: float | None = None,
     backend: AttentionBackend | None = None,
 ) -> Float[Array, "B S H h"]:
-    """Every query's mean of the values it may see, weighted by softmax(cap(query·key·scale)); scores are float32.
+    """Every query's mean of the values it may see, weighted by softmax(cap(query·key·scale));
+    scores are float32.
 
-    A slot sees the slots of its own segment that are not after it, itself included. Segments are contiguous; padding (id 0) sees padding.
-    window: slots it sees at most, the nearest; None: all. windowed: whether this layer has that window; may be traced, so that one
-    compiled layer serves both kinds. scale: None for h^-1/2. soft_cap: c, scores become c·tanh(score/c).
-    backend: None for the platform's favourite, and "xla" where that refuses. Raises ConfigError where the one asked for cannot run.
+    A slot sees the slots of its own segment that are not after it, itself included. Segments are
+    contiguous; padding (id 0) sees padding.
+    window: slots it sees at most, the nearest; None: all. windowed: whether this layer has that
+    window; may be traced, so that one compiled layer serves both kinds. scale: None for h^-1/2.
+    soft_cap: c, scores become c·tanh(score/c).
+    backend: None for the platform's favourite, and "xla" where that refuses. Raises ConfigError
+    where the one asked for cannot run.
     """
     backend = choose(backend, query_BSHh.shape[-1], query_BSHh.dtype)
     if backend == "xla":
@@ -58,9 +64,13 @@ def attend(
         if window is not None:
             length = segment_ids.shape[1]
             mask_BSS &= _near(length, jnp.where(windowed, window, length))
-        if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:  # every query needs the keys of its whole row
+        # every query needs the keys of its whole row
+        if on_mesh() and jax.sharding.get_abstract_mesh().shape["sequence"] > 1:
             query_BSHh = constrain(query_BSHh, *TOKEN_AXES, head_axes(), None)
-            key_BSKh, value_BSKh = (constrain(array, BATCH_AXES, None, head_axes(), None) for array in (key_BSKh, value_BSKh))
+            key_BSKh, value_BSKh = (
+                constrain(array, BATCH_AXES, None, head_axes(), None)
+                for array in (key_BSKh, value_BSKh)
+            )
         return _xla(query_BSHh, key_BSKh, value_BSKh, mask_BSS, scale, soft_cap)
     fused = _splash if backend == "splash" else _triton
     length = segment_ids.shape[1]
@@ -68,8 +78,11 @@ def attend(
     missing = -length % (SLOTS * shards)
     query, key, value = query_BSHh, key_BSKh, value_BSKh
     if missing:
-        query, key, value = (jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) for array in (query, key, value))
-        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)  # a segment of its own: none sees it
+        query, key, value = (
+            jnp.pad(array, ((0, 0), (0, missing), (0, 0), (0, 0))) for array in (query, key, value)
+        )
+        # a segment of its own: none sees it
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, missing)), constant_values=-1)
     scale = query_BSHh.shape[-1] ** -0.5 if scale is None else scale
     interpret = platform_at_hand() == "cpu"
     mixed = fused(query, key, value, segment_ids, window, windowed, scale, soft_cap, interpret)
@@ -79,7 +92,8 @@ def attend(
 def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> AttentionBackend:
     """The backend that will run on the platform at hand.
 
-    Where the platform's favourite cannot, "xla" runs with a warning. Raises ConfigError where the one asked for cannot.
+    Where the platform's favourite cannot, "xla" runs with a warning. Raises ConfigError where the
+    one asked for cannot.
     """
     platform = platform_at_hand()
     wanted = FAVOURITES.get(platform, "xla") if backend is None else backend
@@ -97,13 +111,17 @@ def choose(backend: AttentionBackend | None, head_width: int, dtype: Any) -> Att
         problem = f"{wanted!r} cannot run: {reason}"
     if problem is None:
         if platform == "cpu":
-            _warn_once(f"attention {wanted!r} is interpreted on cpu: right, and far slower than 'xla'")
+            _warn_once(
+                f"attention {wanted!r} is interpreted on cpu: right, and far slower than 'xla'"
+            )
         return wanted
     if backend is None:
         _warn_once(f"attention runs by 'xla', which holds all scores: {problem}")
         return "xla"
     favourite = FAVOURITES.get(platform, "xla")
-    fix = "Leave attention out, and the fastest that can run is taken" + (f" (here {favourite!r})." if favourite != wanted else ".")
+    fix = "Leave attention out, and the fastest that can run is taken" + (
+        f" (here {favourite!r})." if favourite != wanted else "."
+    )
     raise ConfigError(at="model.attention", problem=problem, fix=fix)
 
 
@@ -113,30 +131,53 @@ def _warn_once(message: str) -> None:
 
 
 def head_axes() -> tuple[str, ...]:
-    """The mesh axes over which heads are divided: those of the rules that divide neither rows nor slots."""
-    return tuple(axis for axis in axes_of(rules()["heads"]) if axis not in (*BATCH_AXES, "sequence"))
+    """The mesh axes over which heads are divided: those of the rules that divide neither rows nor
+    slots.
+    """
+    return tuple(
+        axis for axis in axes_of(rules()["heads"]) if axis not in (*BATCH_AXES, "sequence")
+    )
 
 
 def segment_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
-    """True where query slot s may see key slot t: same segment, t not after s. Padding sees padding, so that no row of it is empty."""
+    """True where query slot s may see key slot t: same segment, t not after s. Padding sees
+    padding, so that no row of it is empty.
+    """
     causal_SS = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, dtype=bool))
     return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal_SS
 
 
 def _near(length: int, window: Int[Array, ""]) -> Bool[Array, "S S"]:
-    """True where key slot t is less than `window` before query slot s. Segments are contiguous, so slots count as positions do."""
+    """True where key slot t is less than `window` before query slot s. Segments are contiguous, so
+    slots count as positions do.
+    """
     index_S = jnp.arange(length)
     return index_S[:, None] - index_S[None, :] < window
 
 
-def _xla(query_BSHh: Array, key_BSKh: Array, value_BSKh: Array, mask_BSS: Array, scale: float | None, soft_cap: float | None) -> Array:
+def _xla(
+    query_BSHh: Array,
+    key_BSKh: Array,
+    value_BSKh: Array,
+    mask_BSS: Array,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Array:
     if soft_cap is None:
-        return jax.nn.dot_product_attention(query_BSHh, key_BSKh, value_BSKh, mask=mask_BSS[:, None], scale=scale)
+        return jax.nn.dot_product_attention(
+            query_BSHh, key_BSKh, value_BSKh, mask=mask_BSS[:, None], scale=scale
+        )
     batch, length, heads, head = query_BSHh.shape
     grouped_BSKGh = query_BSHh.reshape(batch, length, key_BSKh.shape[2], -1, head)
-    scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", grouped_BSKGh, key_BSKh, preferred_element_type=jnp.float32)
-    scores_BKGST = soft_cap * jnp.tanh(scores_BKGST * ((head**-0.5 if scale is None else scale) / soft_cap))
-    shares_BKGST = jax.nn.softmax(jnp.where(mask_BSS[:, None, None], scores_BKGST, -jnp.inf), axis=-1)
+    scores_BKGST = jnp.einsum(
+        "bskgh,btkh->bkgst", grouped_BSKGh, key_BSKh, preferred_element_type=jnp.float32
+    )
+    scores_BKGST = soft_cap * jnp.tanh(
+        scores_BKGST * ((head**-0.5 if scale is None else scale) / soft_cap)
+    )
+    shares_BKGST = jax.nn.softmax(
+        jnp.where(mask_BSS[:, None, None], scores_BKGST, -jnp.inf), axis=-1
+    )
     mixed_BSKGh = jnp.einsum("bkgst,btkh->bskgh", shares_BKGST.astype(value_BSKh.dtype), value_BSKh)
     return mixed_BSKGh.reshape(batch, length, heads, head)
 
@@ -146,13 +187,27 @@ def _splash(query, key, value, segment_ids, window, windowed, scale, soft_cap, i
 
     where = _Layout(query, key)
     make = functools.partial(
-        kernels.make_kernel, where.local_heads, segment_ids.shape[1], where.shards, soft_cap=soft_cap, interpret=interpret
+        kernels.make_kernel,
+        where.local_heads,
+        segment_ids.shape[1],
+        where.shards,
+        soft_cap=soft_cap,
+        interpret=interpret,
     )
 
     def run(kernel: Any) -> Array:
         local = functools.partial(kernels.attention, scale=scale)
-        specs = (where.query, where.key, where.key, where.slots, where.row, kernels.kernel_specs(kernel, where.sequence))
-        return where.over(local, specs)(query, where.repeated(key), where.repeated(value), segment_ids, segment_ids, kernel)
+        specs = (
+            where.query,
+            where.key,
+            where.key,
+            where.slots,
+            where.row,
+            kernels.kernel_specs(kernel, where.sequence),
+        )
+        return where.over(local, specs)(
+            query, where.repeated(key), where.repeated(value), segment_ids, segment_ids, kernel
+        )
 
     if window is None or isinstance(windowed, bool):
         return run(make(window=window if windowed is True else None))
@@ -174,7 +229,9 @@ def _triton(query, key, value, segment_ids, window, windowed, scale, soft_cap, i
         return kernels.attention(query, key, value, kernels.Runs(*runs), options)
 
     specs = (where.query, where.key, where.key, P(where.sequence), where.slots, where.row)
-    return where.over(local, specs)(query, where.repeated(key), where.repeated(value), slots, first, last)
+    return where.over(local, specs)(
+        query, where.repeated(key), where.repeated(value), slots, first, last
+    )
 
 
 def _runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
@@ -188,21 +245,26 @@ def _runs(segment_ids: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array,
 
 
 class _Layout:
-    """How the arrays of attention lie on the mesh: rows over the batch axes, heads as the rules say, queries over `sequence`.
+    """How the arrays of attention lie on the mesh: rows over the batch axes, heads as the rules
+    say, queries over `sequence`.
 
-    The compiler cannot divide a kernel, so each device runs it on its own part; keys and values of a row are gathered over `sequence`.
+    The compiler cannot divide a kernel, so each device runs it on its own part; keys and values of
+    a row are gathered over `sequence`.
     """
 
     def __init__(self, query_BSHh: Array, key_BSKh: Array) -> None:
         batch, _, heads, _ = query_BSHh.shape
         self.mesh = on_mesh()
         shape = jax.sharding.get_abstract_mesh().shape if self.mesh else {}
-        rows, over = (fitting(batch, BATCH_AXES), fitting(heads, head_axes())) if self.mesh else (None, None)
+        rows, over = (
+            (fitting(batch, BATCH_AXES), fitting(heads, head_axes())) if self.mesh else (None, None)
+        )
         parts = math.prod(shape[axis] for axis in over or ())
         self.sequence = "sequence" if shape.get("sequence", 1) > 1 else None
         self.shards = shape["sequence"] if self.sequence else 1
         self.local_heads = heads // parts
-        self.copies = 1 if key_BSKh.shape[2] % parts == 0 else heads // key_BSKh.shape[2]  # fewer key heads than devices: one each
+        # fewer key heads than devices: one each
+        self.copies = 1 if key_BSKh.shape[2] % parts == 0 else heads // key_BSKh.shape[2]
         self.query, self.key = P(rows, self.sequence, over, None), P(rows, None, over, None)
         self.slots, self.row = P(rows, self.sequence), P(rows, None)
 
@@ -210,6 +272,11 @@ class _Layout:
         return key_BSKh if self.copies == 1 else jnp.repeat(key_BSKh, self.copies, axis=2)
 
     def over(self, function: Callable[..., Array], specs: tuple[Any, ...]) -> Callable[..., Array]:
-        # Every axis that divides an input divides the result too, or is one along which it is summed (keys and values): so autodiff
+        # Every axis that divides an input divides the result too, or is one along which it is
+        # summed (keys and values): so autodiff
         # through shard_map is right here, which it is not where a result is replicated.
-        return jax.shard_map(function, in_specs=specs, out_specs=self.query, check_vma=False) if self.mesh else function
+        return (
+            jax.shard_map(function, in_specs=specs, out_specs=self.query, check_vma=False)
+            if self.mesh
+            else function
+        )

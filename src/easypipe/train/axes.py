@@ -1,8 +1,9 @@
 """Which dimension of which array lies on which mesh axis: the only place that knows.
 
-Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `sequence` (parts of a row), `tensor` (parts of a layer).
-Parameters name their dimensions by meaning ("embed", "heads", ...); `rules()` turns meanings into mesh axes where the arrays are born.
-Without a mesh all lives on one device.
+Mesh axes are `data` (replicas), `fsdp` (replicas that share the parameters), `sequence` (parts of a
+row), `tensor` (parts of a layer). Parameters name their dimensions by meaning ("embed", "heads",
+...); `rules()` turns meanings into mesh axes where the arrays are born. Without a mesh all lives on
+one device.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ __all__ = [
 
 TOKEN_AXES = (BATCH_AXES, "sequence")  # of the rows of a batch and of their slots
 
-_rules: contextvars.ContextVar[Mapping[str, Axes]] = contextvars.ContextVar("easypipe_axis_rules", default=RULES)
+_rules: contextvars.ContextVar[Mapping[str, Axes]] = contextvars.ContextVar(
+    "easypipe_axis_rules", default=RULES
+)
 
 
 def rules() -> Mapping[str, Axes]:
@@ -59,28 +62,38 @@ def on_mesh() -> bool:
 
 
 def partitioned(init: Callable[..., Array], *axes: str | None) -> Callable[..., Array]:
-    """`init` for a parameter whose dimensions mean `axes`: born sharded by `rules()` on a mesh, and always labelled with them."""
-    return nnx.with_metadata(init, out_sharding=axes, sharding_rules=tuple(rules().items()), eager_sharding=on_mesh())
+    """`init` for a parameter whose dimensions mean `axes`: born sharded by `rules()` on a mesh, and
+    always labelled with them.
+    """
+    return nnx.with_metadata(
+        init, out_sharding=axes, sharding_rules=tuple(rules().items()), eager_sharding=on_mesh()
+    )
 
 
 def vocab_axes() -> tuple[str, ...]:
-    """The axes over which logits are divided: those of the vocabulary that do not divide the rows."""
+    """The axes over which logits are divided: those of the vocabulary that do not divide the
+    rows.
+    """
     return tuple(axis for axis in axes_of(rules()["vocab"]) if axis not in BATCH_AXES)
 
 
 def constrain(array: Array, *axes: str | Sequence[str] | None) -> Array:
     """`array` laid out over `axes`, one entry a dimension; unchanged without a mesh.
 
-    A dimension that its axes do not divide stays whole: this is for activations, whose batch may be small (sampling, evaluation);
-    training batches are checked where they are placed.
+    A dimension that its axes do not divide stays whole: this is for activations, whose batch may be
+    small (sampling, evaluation); training batches are checked where they are placed.
     """
     if not on_mesh():
         return array
-    return jax.lax.with_sharding_constraint(array, P(*(fitting(size, names) for size, names in zip(array.shape, axes, strict=True))))
+    return jax.lax.with_sharding_constraint(
+        array, P(*(fitting(size, names) for size, names in zip(array.shape, axes, strict=True)))
+    )
 
 
 def fitting(size: int, axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """`axes` of the mesh in `jax.set_mesh`, where together they divide a dimension of `size`; else None."""
+    """`axes` of the mesh in `jax.set_mesh`, where together they divide a dimension of `size`; else
+    None.
+    """
     shape = jax.sharding.get_abstract_mesh().shape
     names = (axes,) if isinstance(axes, str) else tuple(axes or ())
     return names if names and size % math.prod(shape[name] for name in names) == 0 else None

@@ -1,8 +1,10 @@
-"""Checkpoints of a run: arrays, loader state and configuration of one step, committed together. The only module that knows Orbax.
+"""Checkpoints of a run: arrays, loader state and configuration of one step, committed together. The
+only module that knows Orbax.
 
-Law (commit or nothing): `latest()` is a checkpoint that was written whole and synced, whenever the process that wrote it was killed or
-the machine lost power; and nothing is loaded but what was written (checkpoint_files.py). What a killed process left behind is removed
-when the folder is opened.
+Law (commit or nothing): `latest()` is a checkpoint that was written whole and synced, whenever the
+process that wrote it was killed or the machine lost power; and nothing is loaded but what was
+written (checkpoint_files.py). What a killed process left behind is removed when the folder is
+opened.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ from easypipe.train.checkpoint_files import ARRAYS, RUN
 from easypipe.train.snapshot import Snapshots
 
 FORMAT = 1
-_UNREADABLE = (OSError, ValueError, KeyError)  # what Orbax and TensorStore raise for files that are not there or not whole
+# what Orbax and TensorStore raise for files that are not there or not whole
+_UNREADABLE = (OSError, ValueError, KeyError)
 
 
 class DamagedCheckpoint(StateError):
-    """A checkpoint whose files are not what was committed: deleted, cut short or changed by something else."""
+    """A checkpoint whose files are not what was committed: deleted, cut short or changed by
+    something else.
+    """
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`. Close it, or use it as a context manager.
+    """The checkpoints in `folder`, of which the newest `keep` are kept, and the `protected`. Close
+    it, or use it as a context manager.
 
     keep: None only reads, and leaves what another process may be writing alone.
     """
@@ -44,20 +50,29 @@ class Checkpoints:
         registry.add(ocp.handlers.JsonHandler, checkpointable_name=RUN)
         self._context = ocp.Context()
         self._context.checkpointables.registry = registry
-        self._context.pytree.loading.partial_load = True  # of arrays that are there: `load` has said what is not
-        self._context.array.saving.use_compression = False  # weights hardly shrink (7 %), and zstd took three times the processor time
-        # Made by a thread of its own, a folder that cannot be made is waited for, five minutes, when the process ends.
+        # of arrays that are there: `load` has said what is not
+        self._context.pytree.loading.partial_load = True
+        # weights hardly shrink (7 %), and zstd took three times the processor time
+        self._context.array.saving.use_compression = False
+        # Made by a thread of its own, a folder that cannot be made is waited for, five minutes,
+        # when the process ends.
         self._context.async_options.create_directories_asynchronously = jax.process_count() > 1
         self.protected: dict[str, set[int]] = {}  # who -> steps that are kept whatever their age
         self._keep = keep
-        self._snapshots, self._writer = Snapshots(), ThreadPoolExecutor(1, thread_name_prefix="easypipe saves")
-        self._saving: tuple[int, Future[None], threading.Event] | None = None  # step, when it is committed, whether its arrays are copied
+        self._snapshots, self._writer = (
+            Snapshots(),
+            ThreadPoolExecutor(1, thread_name_prefix="easypipe saves"),
+        )
+        # step, when it is committed, whether its arrays are copied
+        self._saving: tuple[int, Future[None], threading.Event] | None = None
         try:
             if keep is not None and jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.sweep(self.folder)
         except OSError as error:
-            raise StorageError(at=str(folder), problem=f"cannot hold checkpoints: {error}") from error
+            raise StorageError(
+                at=str(folder), problem=f"cannot hold checkpoints: {error}"
+            ) from error
         if keep is not None and jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"easypipe opened {self.folder}")
 
@@ -76,15 +91,18 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], run: Mapping[str, Any]) -> None:
-        """Starts writing, and returns: `copied` tells when the arrays may be donated. One save runs at a time.
+        """Starts writing, and returns: `copied` tells when the arrays may be donated. One save runs
+        at a time.
 
-        run: plain JSON. Raises StorageError where the save before this one could not be written; of this one `wait` raises it.
+        run: plain JSON. Raises StorageError where the save before this one could not be written; of
+        this one `wait` raises it.
         """
         self._committed()
         keeping = frozenset[int]().union(*self.protected.values())
         parts, copied = {RUN: {"format": FORMAT, **run}}, threading.Event()
         if jax.process_count() > 1:
-            # Orbax agrees with the other processes by programs on the devices, which stand in one order with those of the steps.
+            # Orbax agrees with the other processes by programs on the devices, which stand in one
+            # order with those of the steps.
             try:
                 written = self._start(step, arrays, parts)
             except BaseException as error:  # noqa: BLE001  (raised by `wait`, as that of a save in the background is)
@@ -98,7 +116,9 @@ class Checkpoints:
         self._saving = step, writing, copied
 
     def expect(self, like: Mapping[str, Any]) -> None:
-        """Says what arrays, or abstract ones, will be saved, so that what a save needs is at hand when it comes."""
+        """Says what arrays, or abstract ones, will be saved, so that what a save needs is at hand
+        when it comes.
+        """
         if jax.process_count() == 1:
             self._writer.submit(self._snapshots.expect, like)
 
@@ -108,7 +128,12 @@ class Checkpoints:
             self._saving[2].wait()
 
     def _write(
-        self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any], keeping: frozenset[int], copied: threading.Event
+        self,
+        step: int,
+        arrays: Mapping[str, jax.Array],
+        parts: dict[str, Any],
+        keeping: frozenset[int],
+        copied: threading.Event,
     ) -> None:
         try:
             apart = self._snapshots.take(arrays)
@@ -123,10 +148,15 @@ class Checkpoints:
 
     def _start(self, step: int, arrays: Mapping[str, jax.Array], parts: dict[str, Any]) -> Any:
         with ocp.Context(self._context):
-            return ocp.save_checkpointables_async(str(files.writing(self.folder, step)), {ARRAYS: dict(arrays), **parts}, overwrite=True)
+            return ocp.save_checkpointables_async(
+                str(files.writing(self.folder, step)),
+                {ARRAYS: dict(arrays), **parts},
+                overwrite=True,
+            )
 
     def _finish(self, step: int, written: Any, keeping: frozenset[int]) -> None:
-        """Commits what Orbax has written when `written` has its result, and takes away what is no longer kept.
+        """Commits what Orbax has written when `written` has its result, and takes away what is no
+        longer kept.
 
         keeping: what was protected when the save began.
         """
@@ -134,32 +164,50 @@ class Checkpoints:
         if jax.process_index() == 0:
             files.commit(self.folder, step)
             newest = self.steps()[-(self._keep or 1) :]
-            files.delete(self.folder, [old for old in self.steps() if old not in newest and old not in keeping])
+            files.delete(
+                self.folder,
+                [old for old in self.steps() if old not in newest and old not in keeping],
+            )
 
     def run(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint of another version."""
+        """What `save` was given as `run`. Raises DamagedCheckpoint, and StateError for a checkpoint
+        of another version.
+        """
         self._check(step, RUN)
         saved: Any = self._read(step, RUN, None)
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             found = saved.get("format") if isinstance(saved, dict) else None
             raise StateError(
-                at=self._at(step), problem=f"checkpoint format {found}, this version reads {FORMAT}", fix="Give another output_dir."
+                at=self._at(step),
+                problem=f"checkpoint format {found}, this version reads {FORMAT}",
+                fix="Give another output_dir.",
             )
         return saved
 
-    def load(self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool = False) -> dict[str, jax.Array]:
+    def load(
+        self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct], *, partial: bool = False
+    ) -> dict[str, jax.Array]:
         """The arrays of `step`, each laid out as `abstract` says, on whatever mesh they were saved.
 
         partial: saved arrays that `abstract` does not name are left where they are.
 
-        Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract` in name, shape and dtype.
+        Raises DamagedCheckpoint, and StateError listing how the saved arrays differ from `abstract`
+        in name, shape and dtype.
         """
-        saved = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in self.describe(step).items()}
+        saved = {
+            name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in self.describe(step).items()
+        }
         if partial:
             saved = {name: text for name, text in saved.items() if name in abstract}
-        unlike = differences(saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()})
+        unlike = differences(
+            saved, {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in abstract.items()}
+        )
         if unlike:
-            raise StateError(at=self._at(step), problem=f"holds other arrays: {listed(unlike)}", fix="Give another output_dir.")
+            raise StateError(
+                at=self._at(step),
+                problem=f"holds other arrays: {listed(unlike)}",
+                fix="Give another output_dir.",
+            )
         return self._read(step, ARRAYS, dict(abstract))
 
     def describe(self, step: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -173,10 +221,14 @@ class Checkpoints:
         described = metadata.get(ARRAYS)
         if described is None:
             raise self._damaged(step, "the description of its arrays is missing or cut short")
-        return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in described.items()}
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in described.items()
+        }
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place. Returns where to."""
+        """Moves a damaged checkpoint out of the way, so that no later one is deleted in its place.
+        Returns where to.
+        """
         target = self.folder.with_name(f"{self.folder.name}-damaged") / str(step)
         if jax.process_index() == 0:
             target.parent.mkdir(exist_ok=True)
@@ -191,12 +243,16 @@ class Checkpoints:
         self._committed()
 
     def close(self) -> None:
-        """Returns once nothing is being written. Raises StorageError where the newest save failed, if `wait` did not."""
+        """Returns once nothing is being written. Raises StorageError where the newest save failed,
+        if `wait` did not.
+        """
         self._writer.shutdown()
         self._committed(agree=False)  # the other processes may be gone
 
     def _committed(self, *, agree: bool = True) -> None:
-        """Raises what went wrong in the newest save, once. agree: where there are several processes, all of them know then."""
+        """Raises what went wrong in the newest save, once. agree: where there are several
+        processes, all of them know then.
+        """
         if self._saving is None:
             return
         (step, writing, _), self._saving = self._saving, None
@@ -204,7 +260,9 @@ class Checkpoints:
             writing.result()
         except (OSError, ValueError) as error:
             problem = f"cannot be written: {error}"
-            raise StorageError(at=self._at(step), problem=problem, fix="Check space and permissions.") from error
+            raise StorageError(
+                at=self._at(step), problem=problem, fix="Check space and permissions."
+            ) from error
         finally:
             if agree and jax.process_count() > 1:
                 multihost_utils.sync_global_devices(f"easypipe saved {step}")
@@ -217,7 +275,9 @@ class Checkpoints:
             raise self._damaged(step, _reason(error)) from error
 
     def _check(self, step: int, part: str) -> None:
-        """Raises DamagedCheckpoint where files of a part are not as they were committed. Arrays are shared out among the processes."""
+        """Raises DamagedCheckpoint where files of a part are not as they were committed. Arrays are
+        shared out among the processes.
+        """
         several = part == ARRAYS and jax.process_count() > 1
         share = (jax.process_index(), jax.process_count()) if several else (0, 1)
         problems = files.check(self.folder / str(step), part, share=share).problems
@@ -225,7 +285,9 @@ class Checkpoints:
         if several:
             damaged = bool(multihost_utils.process_allgather(np.asarray(damaged)).any())
         if damaged:
-            told = [f"{name}: {what}" for name, what in problems.items()] or ["another process found it damaged"]
+            told = [f"{name}: {what}" for name, what in problems.items()] or [
+                "another process found it damaged"
+            ]
             raise self._damaged(step, "; ".join(told[:4]))
 
     def _at(self, step: int) -> str:
@@ -242,10 +304,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
-def differences(saved: Any, here: Any, at: str = "", words: str = "{here} here, {saved} in the checkpoint") -> dict[str, str]:
-    """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings that is not the same.
+def differences(
+    saved: Any, here: Any, at: str = "", words: str = "{here} here, {saved} in the checkpoint"
+) -> dict[str, str]:
+    """key path → `64 here, 128 in the checkpoint` (`words`), for every value of two nested mappings
+    that is not the same.
 
-    Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set` has it.
+    Of lists of mappings (datasets, groups) each entry is compared: `datasets.1.name`, as `--set`
+    has it.
     """
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         found: dict[str, str] = {}
@@ -254,7 +320,11 @@ def differences(saved: Any, here: Any, at: str = "", words: str = "{here} here, 
             found |= differences(saved.get(key, _ABSENT), here.get(key, _ABSENT), path, words)
         return found
     if _are_sections(saved) and _are_sections(here):
-        found = {} if len(saved) == len(here) else {at: words.format(here=f"{len(here)} of them", saved=len(saved))}
+        found = (
+            {}
+            if len(saved) == len(here)
+            else {at: words.format(here=f"{len(here)} of them", saved=len(saved))}
+        )
         for i, (one, other) in enumerate(zip(saved, here, strict=False)):
             found |= differences(one, other, f"{at}.{i}", words)
         return found
@@ -273,11 +343,15 @@ def key_paths(values: Any, at: str = "") -> Iterator[str]:
 def listed(unlike: Mapping[str, str], most: int = 8) -> str:
     """What `differences` found, in one line."""
     lines = [f"{path}: {difference}" for path, difference in unlike.items()]
-    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
+    return "; ".join(lines[:most]) + (
+        f"; and {len(lines) - most} more" if len(lines) > most else ""
+    )
 
 
 def _are_sections(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    )
 
 
 def _shown(value: Any) -> str:

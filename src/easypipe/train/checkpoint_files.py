@@ -1,4 +1,5 @@
-"""The files of a checkpoint: synced and checksummed before it has its name, checked before it is believed. No jax here.
+"""The files of a checkpoint: synced and checksummed before it has its name, checked before it is
+believed. No jax here.
 
 A checkpoint is the folder `<step>`. It is written as `<step>.tmp` (by Orbax as
 `<step>.tmp.orbax-checkpoint-tmp` first); `commit` gives it its name once all of it is on the disk.
@@ -23,13 +24,18 @@ CHECKPOINTS = "checkpoints"  # of a run, in its output_dir
 CHECKSUMS = "checksums.json"  # {"files": {path in the checkpoint: [bytes, XXH3-128 in hex]}}
 ARRAYS, RUN = "arrays", "run"  # the two parts of a checkpoint, each a folder in it
 _WRITING, _REPLACED, _GOING = ".tmp", ".replaced", ".deleting"
-_LOST = frozenset((_WRITING, _GOING, ".orbax-checkpoint-tmp"))  # endings of what a killed process left
+# endings of what a killed process left
+_LOST = frozenset((_WRITING, _GOING, ".orbax-checkpoint-tmp"))
 _AT_ONCE = 4  # files that are read at once
 
 
 def committed(folder: Path) -> list[int]:
     """Steps that have a checkpoint in `folder`, oldest first."""
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir()) if folder.is_dir() else []
+    return (
+        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
+        if folder.is_dir()
+        else []
+    )
 
 
 def writing(folder: Path, step: int) -> Path:
@@ -38,10 +44,15 @@ def writing(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, step: int) -> None:
-    """Makes what lies in `writing(folder, step)` the checkpoint of `step`, in place of one that is there."""
+    """Makes what lies in `writing(folder, step)` the checkpoint of `step`, in place of one that is
+    there.
+    """
     made, target = writing(folder, step), folder / str(step)
     files = sorted(path for path in made.rglob("*") if path.is_file())
-    commit_checked(made / CHECKSUMS, {"files": dict(zip((_name(made, file) for file in files), _stamps(files), strict=True))})
+    commit_checked(
+        made / CHECKSUMS,
+        {"files": dict(zip((_name(made, file) for file in files), _stamps(files), strict=True))},
+    )
     replaced = folder / f"{step}{_REPLACED}"
     if target.exists():
         os.rename(target, replaced)
@@ -57,7 +68,9 @@ def delete(folder: Path, steps: Iterable[int]) -> None:
 
 
 def checkpoints_below(path: Path) -> list[Path]:
-    """The checkpoints that `path` is or holds: one of them, a folder of them, or the output_dir of a run. Oldest first."""
+    """The checkpoints that `path` is or holds: one of them, a folder of them, or the output_dir of
+    a run. Oldest first.
+    """
     if path.name.isdigit() and any((path / name).exists() for name in (CHECKSUMS, ARRAYS, RUN)):
         return [path]
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
@@ -68,7 +81,12 @@ def sweep(folder: Path) -> None:
     """Removes what killed processes left in `folder`. No other process may be writing there."""
     for path in folder.iterdir():
         step, dot, _ = path.name.partition(".")
-        if dot and step.isdigit() and path.name.endswith(_REPLACED) and not (folder / step).exists():
+        if (
+            dot
+            and step.isdigit()
+            and path.name.endswith(_REPLACED)
+            and not (folder / step).exists()
+        ):
             os.rename(path, folder / step)  # the one that was to take its place did not come
         elif dot and step.isdigit() and (path.suffix in _LOST or path.name.endswith(_REPLACED)):
             shutil.rmtree(path)
@@ -76,7 +94,9 @@ def sweep(folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What `check` found: problems by file, and how much was read. sealed: whether there were checksums to compare with."""
+    """What `check` found: problems by file, and how much was read. sealed: whether there were
+    checksums to compare with.
+    """
 
     problems: dict[str, str]
     files: int = 0
@@ -95,12 +115,19 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
         share: (i, n): only every n-th file, from the i-th; all n shares together are all files.
     """
     if not (checkpoint / CHECKSUMS).is_file():
-        return Checked(problems={name: "missing" for name in (ARRAYS, RUN) if not (checkpoint / name).is_dir()}, sealed=False)
+        return Checked(
+            problems={
+                name: "missing" for name in (ARRAYS, RUN) if not (checkpoint / name).is_dir()
+            },
+            sealed=False,
+        )
     try:
         expected: dict[str, list[object]] = dict(read_checked(checkpoint / CHECKSUMS)["files"])
     except (EasypipeError, KeyError, TypeError, ValueError) as error:
         return Checked(problems={CHECKSUMS: getattr(error, "problem", f"damaged: {error}")})
-    of_part = (name for name in expected if not part or name.partition("/")[0] == part or "/" not in name)
+    of_part = (
+        name for name in expected if not part or name.partition("/")[0] == part or "/" not in name
+    )
     names = sorted(of_part)[share[0] :: share[1]]
     problems = {name: "missing" for name in names if not (checkpoint / name).is_file()}
     there = [name for name in names if name not in problems]
@@ -108,8 +135,16 @@ def check(checkpoint: Path, part: str = "", *, share: tuple[int, int] = (0, 1)) 
     for name, stamp in found.items():
         if stamp != expected[name]:
             same = stamp[0] == expected[name][0]
-            problems[name] = "its bytes are not those that were written" if same else f"{stamp[0]} bytes, {expected[name][0]} were written"
-    return Checked(problems=problems, files=len(there), num_bytes=sum(int(stamp[0]) for stamp in found.values()))
+            problems[name] = (
+                "its bytes are not those that were written"
+                if same
+                else f"{stamp[0]} bytes, {expected[name][0]} were written"
+            )
+    return Checked(
+        problems=problems,
+        files=len(there),
+        num_bytes=sum(int(stamp[0]) for stamp in found.values()),
+    )
 
 
 def _stamps(files: Iterable[Path]) -> list[list[int | str]]:

@@ -25,14 +25,26 @@ class Classifier(nnx.Module):
         """Raises ConfigError where num_classes or image_shape is not known."""
         for name in ("num_classes", "image_shape"):
             if getattr(config, name) is None:
-                raise ConfigError(at=f"model.{name}", problem="not known", fix="Set it, or train through a run, which asks the data.")
+                raise ConfigError(
+                    at=f"model.{name}",
+                    problem="not known",
+                    fix="Set it, or train through a run, which asks the data.",
+                )
         assert config.image_shape is not None
         assert config.num_classes is not None
         self.config = config
         convolves = config.kind == "convnet"
-        sizes = [config.image_shape[2] if convolves else math.prod(config.image_shape), *config.hidden_sizes]
+        sizes = [
+            config.image_shape[2] if convolves else math.prod(config.image_shape),
+            *config.hidden_sizes,
+        ]
         pairs = itertools.pairwise(sizes)
-        self.layers = nnx.List([nnx.Conv(a, b, (3, 3), rngs=rngs) if convolves else nnx.Linear(a, b, rngs=rngs) for a, b in pairs])
+        self.layers = nnx.List(
+            [
+                nnx.Conv(a, b, (3, 3), rngs=rngs) if convolves else nnx.Linear(a, b, rngs=rngs)
+                for a, b in pairs
+            ]
+        )
         self.out = nnx.Linear(sizes[-1], config.num_classes, rngs=rngs)
 
     def __call__(self, pixels: Float[Array, "B H W C"]) -> Float[Array, "B N"]:

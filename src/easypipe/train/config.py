@@ -1,4 +1,6 @@
-"""What a training run is told. No jax here: a configuration is read and checked on machines that only prepare data."""
+"""What a training run is told. No jax here: a configuration is read and checked on machines that
+only prepare data.
+"""
 
 from __future__ import annotations
 
@@ -23,40 +25,67 @@ class LossConfig:
     """Cross entropy, as kernels/api.py computes it."""
 
     z_loss: float = 0.0  # weight of the squared log-partition (PaLM); keeps logits near zero
-    label_smoothing: float = 0.0  # what every target shares evenly with the whole vocabulary; `nll` is without it
-    implementation: Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"] | None = None  # None: the fastest proven for the device
-    rule: Literal["fast", "strict"] | None = None  # fast: the logits of chunk_size tokens at a time; strict: a tile, and more work
-    chunk_size: int | None = None  # tokens whose logits exist at one time, per device; None: 4096 on TPU and CUDA, 1024 elsewhere
+    # what every target shares evenly with the whole vocabulary; `nll` is without it
+    label_smoothing: float = 0.0
+    # None: the fastest proven for the device
+    implementation: Literal["reference", "chunked", "pallas_tpu", "pallas_gpu"] | None = None
+    # fast: the logits of chunk_size tokens at a time; strict: a tile, and more work
+    rule: Literal["fast", "strict"] | None = None
+    # tokens whose logits exist at one time, per device; None: 4096 on TPU and CUDA, 1024 elsewhere
+    chunk_size: int | None = None
 
     def check(self) -> None:
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
-            raise ConfigError(at="z_loss", problem=f"{self.z_loss} is not a number from 0 up", fix="0.0 for none; 1e-4 is usual.")
+            raise ConfigError(
+                at="z_loss",
+                problem=f"{self.z_loss} is not a number from 0 up",
+                fix="0.0 for none; 1e-4 is usual.",
+            )
         if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(at="label_smoothing", problem=f"{self.label_smoothing} is outside [0, 1)", fix="0.0 for none; 0.1 is usual.")
+            raise ConfigError(
+                at="label_smoothing",
+                problem=f"{self.label_smoothing} is outside [0, 1)",
+                fix="0.0 for none; 0.1 is usual.",
+            )
         if self.implementation == "reference" and (self.rule or self.chunk_size):
             at = "rule" if self.rule else "chunk_size"
-            raise ConfigError(at=at, problem="the reference knows none", fix="Leave it out, or choose implementation 'chunked'.")
+            raise ConfigError(
+                at=at,
+                problem="the reference knows none",
+                fix="Leave it out, or choose implementation 'chunked'.",
+            )
         _at_least(self, 1, "chunk_size")
 
 
 @config
 class PreferenceConfig:
-    """Direct preference optimization, for data of pairs (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`)."""
+    """Direct preference optimization, for data of pairs
+    (`DatasetConfig(prompt=PromptConfig(rejected_column=...))`).
+    """
 
     beta: float = 0.1  # how closely the model is held to its reference; smaller lets it go further
     label_smoothing: float = 0.0  # the share of preferences that is thought to be wrong
-    reference: Literal["initial", "none"] = "initial"  # the model before training (what is trained is kept a second time); none: no bound
+    # the model before training (what is trained is kept a second time); none: no bound
+    reference: Literal["initial", "none"] = "initial"
 
     def check(self) -> None:
         if not (math.isfinite(self.beta) and self.beta > 0):
-            raise ConfigError(at="beta", problem=f"{self.beta} is not a positive number", fix="0.1 is usual.")
+            raise ConfigError(
+                at="beta", problem=f"{self.beta} is not a positive number", fix="0.1 is usual."
+            )
         if not 0 <= self.label_smoothing < 0.5:
-            raise ConfigError(at="label_smoothing", problem=f"{self.label_smoothing} is outside [0, 0.5)", fix="0.0 is usual.")
+            raise ConfigError(
+                at="label_smoothing",
+                problem=f"{self.label_smoothing} is outside [0, 0.5)",
+                fix="0.0 is usual.",
+            )
 
 
 @config
 class CheckpointConfig:
-    """Model, optimizer, loader state and configuration, committed together. The last step is always saved."""
+    """Model, optimizer, loader state and configuration, committed together. The last step is always
+    saved.
+    """
 
     every: int | None = 500  # steps; None: only at the end and when stopped by a signal
     keep: int = 2  # newest checkpoints kept; older ones are deleted
@@ -67,9 +96,10 @@ class CheckpointConfig:
 
 @config
 class SpikeConfig:
-    """When a run goes back to its last good checkpoint: after `patience` bad steps in a row, whose loss is not finite, or more than
-    `threshold` standard deviations above the median of the last `window` good ones (measured by the median absolute deviation).
-    The batches since that checkpoint are skipped; rollbacks.jsonl says which documents they held.
+    """When a run goes back to its last good checkpoint: after `patience` bad steps in a row, whose
+    loss is not finite, or more than `threshold` standard deviations above the median of the last
+    `window` good ones (measured by the median absolute deviation). The batches since that
+    checkpoint are skipped; rollbacks.jsonl says which documents they held.
     """
 
     window: int = 128  # good steps that say what is usual; none is judged before there were so many
@@ -81,37 +111,56 @@ class SpikeConfig:
         _at_least(self, 2, "window")
         _at_least(self, 1, "patience", "max_rollbacks")
         if not (math.isfinite(self.threshold) and self.threshold > 0):
-            raise ConfigError(at="threshold", problem=f"{self.threshold} is not a positive number", fix="10.0 is usual.")
+            raise ConfigError(
+                at="threshold",
+                problem=f"{self.threshold} is not a positive number",
+                fix="10.0 is usual.",
+            )
 
 
 @config
 class TrainingConfig:
-    """One training run. `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json, fingerprints.json and the plots;
-    `easypipe report` makes a page of it. `learning_rate` and `random_seed` are other names of optimizer.learning_rate and seed.
+    """One training run. `output_dir` holds checkpoints/, metrics.jsonl, run.yaml, versions.json,
+    fingerprints.json and the plots; `easypipe report` makes a page of it. `learning_rate` and
+    `random_seed` are other names of optimizer.learning_rate and seed.
     """
 
     output_dir: str | Path = "run"
-    steps: int | None = None  # optimizer steps; None: as many as the loader has batches, or `epochs` make
-    epochs: int | None = None  # passes over the data, which the data or the loader is told too; None: what those say
-    batch_size: int | None = None  # rows of a batch, which the data or the loader is told too; None: what those say
+    # optimizer steps; None: as many as the loader has batches, or `epochs` make
+    steps: int | None = None
+    # passes over the data, which the data or the loader is told too; None: what those say
+    epochs: int | None = None
+    # rows of a batch, which the data or the loader is told too; None: what those say
+    batch_size: int | None = None
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    preference: PreferenceConfig | None = None  # train on pairs of answers, which one is better, in place of next tokens
-    lora: LoraConfig | None = None  # train low-rank adapters and leave the model's own parameters as they are; None: train those
-    mesh: str | MeshConfig = "dp"  # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see MeshConfig
-    accumulate_steps: int = 1  # cuts every batch of the loader into this many micro-batches: less memory, the same update
+    # train on pairs of answers, which one is better, in place of next tokens
+    preference: PreferenceConfig | None = None
+    # train low-rank adapters and leave the model's own parameters as they are; None: train those
+    lora: LoraConfig | None = None
+    # a preset (dp, fsdp, zero1, tp, hybrid), or devices along data, fsdp, sequence, tensor: see
+    # MeshConfig
+    mesh: str | MeshConfig = "dp"
+    # cuts every batch of the loader into this many micro-batches: less memory, the same update
+    accumulate_steps: int = 1
     seed: int = 0  # of the parameters' first values, and of dropout where the model has any
     log_every: int = 1  # steps between lines of metrics.jsonl
     eval_every: int | None = None  # steps between evaluations; None: only after the last step
     eval_batches: int | None = None  # of each held-out loader; None: all it has
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)  # by name; more can be given from Python
-    on_nonfinite: Literal["skip", "stop"] = "skip"  # a step whose loss or gradient is not finite: leave it out and go on, or stop
+    # by name; more can be given from Python
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    # a step whose loss or gradient is not finite: leave it out and go on, or stop
+    on_nonfinite: Literal["skip", "stop"] = "skip"
     max_nonfinite: int = 10  # skipped steps in a row with which the run stops all the same
-    spikes: SpikeConfig | None = None  # go back to the last good checkpoint when the loss leaves its range; None: never
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)  # the processes of a run on several hosts
-    resume: bool = True  # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
-    # Key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources, .tokenizer, .config, .plan; "ended" lets a run
+    # go back to the last good checkpoint when the loss leaves its range; None: never
+    spikes: SpikeConfig | None = None
+    # the processes of a run on several hosts
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    # go on from the newest checkpoint in output_dir; False: refuse a folder that has one
+    resume: bool = True
+    # Key paths that may differ from the checkpoint's, such as "train.steps"; loader.sources,
+    # .tokenizer, .config, .plan; "ended" lets a run
     # that stopped for good (early_stopping) train on.
     resume_changes: ListOf[str] = ()
 
@@ -124,7 +173,9 @@ class TrainingConfig:
         }
     )
 
-    ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({"learning_rate": "optimizer.learning_rate", "random_seed": "seed"})
+    ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"learning_rate": "optimizer.learning_rate", "random_seed": "seed"}
+    )
 
     if TYPE_CHECKING:
         learning_rate: float | None = None
@@ -136,22 +187,48 @@ class TrainingConfig:
     def check(self) -> None:
         _at_least(self, 1, "epochs", "batch_size")
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError(at="epochs", problem=f"{self.epochs}, and steps say how long the run is too", fix="Give one of them.")
-        _at_least(self, 1, "steps", "accumulate_steps", "log_every", "eval_every", "eval_batches", "max_nonfinite")
+            raise ConfigError(
+                at="epochs",
+                problem=f"{self.epochs}, and steps say how long the run is too",
+                fix="Give one of them.",
+            )
+        _at_least(
+            self,
+            1,
+            "steps",
+            "accumulate_steps",
+            "log_every",
+            "eval_every",
+            "eval_batches",
+            "max_nonfinite",
+        )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(at="seed", problem=f"{self.seed} is outside [0, 2^32)")
         if self.steps is not None:
             check_warmup(self.optimizer, self.steps)
         mesh_config(self.mesh)
         if self.preference is not None and self.loss != LossConfig():
-            raise ConfigError(at="loss", problem="has no effect on preferences, which have a loss of their own", fix="Leave it out.")
-        if self.spikes is not None and self.on_nonfinite == "skip" and self.spikes.patience > self.max_nonfinite:
+            raise ConfigError(
+                at="loss",
+                problem="has no effect on preferences, which have a loss of their own",
+                fix="Leave it out.",
+            )
+        if (
+            self.spikes is not None
+            and self.on_nonfinite == "skip"
+            and self.spikes.patience > self.max_nonfinite
+        ):
             problem = f"{self.spikes.patience} bad steps, but the run stops after {self.max_nonfinite} that are not finite"
-            raise ConfigError(at="spikes.patience", problem=problem, fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.")
+            raise ConfigError(
+                at="spikes.patience",
+                problem=problem,
+                fix=f"Give at most {self.max_nonfinite}, or raise max_nonfinite.",
+            )
 
 
 def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
-    """What `batch_size` and `epochs` change of a config of the data, which has batch_size and num_epochs.
+    """What `batch_size` and `epochs` change of a config of the data, which has batch_size and
+    num_epochs.
 
     Raises ConfigError where it was given others. at: its key path.
     """
@@ -162,7 +239,11 @@ def told(data: Any, config: TrainingConfig, at: str) -> dict[str, int]:
         own = getattr(data, name)
         if own != value and was_given(data, name):
             key = "batch_size" if name == "batch_size" else "epochs"
-            raise ConfigError(at=f"train.{key}", problem=f"{value}, but {at}.{name} is {own}", fix="Give one of them.")
+            raise ConfigError(
+                at=f"train.{key}",
+                problem=f"{value}, but {at}.{name} is {own}",
+                fix="Give one of them.",
+            )
         changes[name] = value
     return changes
 
@@ -171,4 +252,6 @@ def _at_least(owner: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if value is not None and value < least:
-            raise ConfigError(at=name, problem=f"{value} is too small", fix=f"Give at least {least}.")
+            raise ConfigError(
+                at=name, problem=f"{value} is too small", fix=f"Give at least {least}."
+            )

@@ -1,4 +1,6 @@
-"""The processes of a run: how they find each other, and what they have to agree about before they act."""
+"""The processes of a run: how they find each other, and what they have to agree about before they
+act.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,22 @@ from easypipe.train.distributed_config import DistributedConfig
 
 logger = logging.getLogger("easypipe")
 
-VARIABLES = {"coordinator_address": "JAX_COORDINATOR_ADDRESS", "num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+VARIABLES = {
+    "coordinator_address": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
 """Field of DistributedConfig → the variable that says it where the field is left out."""
 
 
 def initialize(config: DistributedConfig | None = None) -> bool:
-    """Joins this process to the others of its run; True where there are others. Call it before anything asks JAX for a device.
+    """Joins this process to the others of its run; True where there are others. Call it before
+    anything asks JAX for a device.
 
-    What config and VARIABLES leave open is asked of the scheduler: Slurm, Open MPI, Kubernetes (indexed Jobs and JobSets), TPU pods. Where
-    nothing speaks of other processes nothing is done, and a second call does nothing.
-    Raises ConfigError for a description that is not whole; StallError where the others do not come within config.timeout seconds.
+    What config and VARIABLES leave open is asked of the scheduler: Slurm, Open MPI, Kubernetes
+    (indexed Jobs and JobSets), TPU pods. Where nothing speaks of other processes nothing is done,
+    and a second call does nothing. Raises ConfigError for a description that is not whole;
+    StallError where the others do not come within config.timeout seconds.
     """
     config = DistributedConfig() if config is None else config
     if jax.distributed.is_initialized():
@@ -45,8 +53,13 @@ def initialize(config: DistributedConfig | None = None) -> bool:
             return False
         missing = [field for field in VARIABLES if field not in told]
         fix = f"Set it, or {', '.join(VARIABLES[field] for field in missing)}; or nothing, where a scheduler can be asked."
-        raise ConfigError(at=f"train.distributed.{missing[0]}", problem=f"not given, though {', '.join(told)} is", fix=fix)
-    # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the process running.
+        raise ConfigError(
+            at=f"train.distributed.{missing[0]}",
+            problem=f"not given, though {', '.join(told)} is",
+            fix=fix,
+        )
+    # Its handler of SIGTERM would take the signal before there is a loop that saves, and leave the
+    # process running.
     jax.config.update("jax_enable_preemption_service", False)
     # No effect but on CPU, where programs in flight together mix up what they send.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -56,12 +69,25 @@ def initialize(config: DistributedConfig | None = None) -> bool:
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         if "must be called before" in reason:
-            reason, fix = "JAX has made devices already", "Call easypipe.train.initialize() first thing in the program."
+            reason, fix = (
+                "JAX has made devices already",
+                "Call easypipe.train.initialize() first thing in the program.",
+            )
         else:
-            fix = f"Set {', '.join(VARIABLES.values())}." if not whole else "See that the address is free, and is one of process 0's host."
-        raise ConfigError(at="train.distributed", problem=f"cannot be joined to other processes: {reason}", fix=fix) from error
+            fix = (
+                f"Set {', '.join(VARIABLES.values())}."
+                if not whole
+                else "See that the address is free, and is one of process 0's host."
+            )
+        raise ConfigError(
+            at="train.distributed",
+            problem=f"cannot be joined to other processes: {reason}",
+            fix=fix,
+        ) from error
     if not joined:
-        who = f"process {told['process_id']} of {told['num_processes']}" if whole else "this process"
+        who = (
+            f"process {told['process_id']} of {told['num_processes']}" if whole else "this process"
+        )
         where = told.get("coordinator_address", f"the address that {scheduler} gives")
         raise StallError(
             at="train.distributed",
@@ -69,13 +95,19 @@ def initialize(config: DistributedConfig | None = None) -> bool:
             fix="See that all of them run, reach that address, and have ids of their own; or raise train.distributed.timeout.",
         )
     logger.info(
-        "process %d of %d, %d of %d devices", jax.process_index(), jax.process_count(), jax.local_device_count(), jax.device_count()
+        "process %d of %d, %d of %d devices",
+        jax.process_index(),
+        jax.process_count(),
+        jax.local_device_count(),
+        jax.device_count(),
     )
     return several()
 
 
 def several() -> bool:
-    """Whether the run has more processes than this one. Asks JAX for no device where there was no `initialize`."""
+    """Whether the run has more processes than this one. Asks JAX for no device where there was no
+    `initialize`.
+    """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
@@ -85,34 +117,45 @@ def is_first() -> bool:
 
 
 def shared_seed() -> int | None:
-    """A new seed, the same in every process of a run of several; None in a run of one. Every process calls it in the same place."""
+    """A new seed, the same in every process of a run of several; None in a run of one. Every
+    process calls it in the same place.
+    """
     if not several():
         return None
     return int(multihost_utils.broadcast_one_to_all(np.int32(draw_seed())))
 
 
 class Largest:
-    """`largest(number)`: the largest that any process gave in the call before this one; 0 in the first. Nobody waits for this call's.
+    """`largest(number)`: the largest that any process gave in the call before this one; 0 in the
+    first. Nobody waits for this call's.
 
-    Every process makes the same calls, in the same places of the same program. Numbers are int32, from 0.
+    Every process makes the same calls, in the same places of the same program. Numbers are int32,
+    from 0.
     """
 
     def __init__(self) -> None:
-        # One number a device and not a process: programs over all devices run on CPU one after the other, smaller ones beside them,
+        # One number a device and not a process: programs over all devices run on CPU one after the
+        # other, smaller ones beside them,
         # and then gloo takes the numbers of one for those of the other.
         self._mesh = Mesh(np.array(jax.devices()), ("device",))
         self._spread, self._before = NamedSharding(self._mesh, PartitionSpec("device")), None
-        self._reduce = jax.jit(lambda numbers: numbers.max(), out_shardings=NamedSharding(self._mesh, PartitionSpec()))
+        self._reduce = jax.jit(
+            lambda numbers: numbers.max(), out_shardings=NamedSharding(self._mesh, PartitionSpec())
+        )
 
     def __call__(self, number: int) -> int:
-        numbers = jax.make_array_from_callback((self._mesh.size,), self._spread, lambda index: np.array([number], np.int32))
+        numbers = jax.make_array_from_callback(
+            (self._mesh.size,), self._spread, lambda index: np.array([number], np.int32)
+        )
         with jax.set_mesh(self._mesh):  # not that of the run, which has other axes
             before, self._before = self._before, self._reduce(numbers)
         return 0 if before is None else int(before.addressable_data(0))
 
 
 def _told(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, Any]:
-    """What config and environment say, by the names of `jax.distributed.initialize`. Raises ConfigError."""
+    """What config and environment say, by the names of `jax.distributed.initialize`. Raises
+    ConfigError.
+    """
     told: dict[str, Any] = {}
     for field, variable in VARIABLES.items():
         value = getattr(config, field)
@@ -120,7 +163,11 @@ def _told(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, 
             value = variables[variable]
             if field != "coordinator_address":
                 if not value.isdecimal():
-                    raise ConfigError(at=variable, problem=f"{value!r} is no number", fix="Give a whole number from 0.")
+                    raise ConfigError(
+                        at=variable,
+                        problem=f"{value!r} is no number",
+                        fix="Give a whole number from 0.",
+                    )
                 value = int(value)
         if value is not None:
             told[field] = value
@@ -129,14 +176,21 @@ def _told(config: DistributedConfig, variables: Mapping[str, str]) -> dict[str, 
 
 
 def _scheduler(variables: Mapping[str, str]) -> str | None:
-    """Who started several processes of this run, by name; None: nobody. Raises ConfigError where jax could not ask it."""
-    if int(variables.get("SLURM_NTASKS", "1")) > 1 and {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= set(variables):
+    """Who started several processes of this run, by name; None: nobody. Raises ConfigError where
+    jax could not ask it.
+    """
+    if int(variables.get("SLURM_NTASKS", "1")) > 1 and {
+        "SLURM_PROCID",
+        "SLURM_STEP_NODELIST",
+    } <= set(variables):
         return "Slurm"
     if int(variables.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return "Open MPI"
     from jax._src import clusters  # jax says nowhere else whether this is a TPU pod
 
-    if any(cluster.is_env_present() for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster)):
+    if any(
+        cluster.is_env_present() for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster)
+    ):
         return "the TPU pod"
     if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
         if importlib.util.find_spec("kubernetes") is None:
@@ -148,13 +202,17 @@ def _scheduler(variables: Mapping[str, str]) -> str | None:
 
 
 def _join(config: DistributedConfig, **told: Any) -> bool:
-    """False where config.timeout passed. jax's own deadline aborts the process without a word, so it is waited for in a thread."""
+    """False where config.timeout passed. jax's own deadline aborts the process without a word, so
+    it is waited for in a thread.
+    """
     raised: list[Exception] = []
 
     def join() -> None:
         later = config.timeout + 60  # by then this process has said what is wrong, and left
         try:
-            jax.distributed.initialize(**told, initialization_timeout=later, heartbeat_timeout_seconds=config.heartbeat)
+            jax.distributed.initialize(
+                **told, initialization_timeout=later, heartbeat_timeout_seconds=config.heartbeat
+            )
         except Exception as error:  # noqa: BLE001  (crosses to the thread that waits)
             raised.append(error)
 

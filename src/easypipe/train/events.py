@@ -1,7 +1,9 @@
-"""What a run tells those who watch it: the command line draws it, tests stop on it, the trainer knows neither.
+"""What a run tells those who watch it: the command line draws it, tests stop on it, the trainer
+knows neither.
 
-A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of event, which may also ask the run to
-stop, and keep a state in its checkpoints. Neither ever sees an array: records hold Python numbers, read when the device had them ready.
+A listener is any function of a TrainEvent. A Callback is a listener with a method for each kind of
+event, which may also ask the run to stop, and keep a state in its checkpoints. Neither ever sees an
+array: records hold Python numbers, read when the device had them ready.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any, Literal, Protocol
 class Control:
     """What listeners ask of the run.
 
-    reason: why it shall stop after the step it is at, saved, as if that were its last. ended: the same, where that is the end of the run:
-    run again, it stays there, unless train.resume_changes has "ended". saving: whether the step that was just evaluated shall be saved.
+    reason: why it shall stop after the step it is at, saved, as if that were its last. ended: the
+    same, where that is the end of the run: run again, it stays there, unless train.resume_changes
+    has "ended". saving: whether the step that was just evaluated shall be saved.
     kept: steps whose checkpoints are kept whatever their age.
     """
 
@@ -32,7 +35,9 @@ class Control:
             self.ended = self.ended or reason
 
     def save(self) -> None:
-        """Asked from on_eval, or on_step of a step that was evaluated: of any other step the next one is under way."""
+        """Asked from on_eval, or on_step of a step that was evaluated: of any other step the next
+        one is under way.
+        """
         self.saving = True
 
 
@@ -42,13 +47,27 @@ class TrainEvent:
 
     start: the state is ready (step > 0: it was restored); the first step will compile.
     dispatch: `step` is about to be handed to the device (heard by callbacks only).
-    step: a line went to metrics.jsonl, `record`.   eval: batches of a held-out loader were seen; record has name, batches.
-    evaluated: all were; record has what each came to, by name.   checkpoint: a save of this step began.
-    rollback: the state is again that of the step record["to"]; what came behind it is skipped.   end: the last step is done and saved.
-    exception: the run ends with the error record["error"] (its text), after the last step that was read.
+    step: a line went to metrics.jsonl, `record`.   eval: batches of a held-out loader were seen;
+    record has name, batches.
+    evaluated: all were; record has what each came to, by name.   checkpoint: a save of this step
+    began.
+    rollback: the state is again that of the step record["to"]; what came behind it is skipped.
+    end: the last step is done and saved.
+    exception: the run ends with the error record["error"] (its text), after the last step that was
+    read.
     """
 
-    kind: Literal["start", "dispatch", "step", "eval", "evaluated", "checkpoint", "rollback", "end", "exception"]
+    kind: Literal[
+        "start",
+        "dispatch",
+        "step",
+        "eval",
+        "evaluated",
+        "checkpoint",
+        "rollback",
+        "end",
+        "exception",
+    ]
     step: int
     steps: int
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -66,9 +85,11 @@ def unheard(event: TrainEvent) -> None:
 
 
 class Callback:
-    """A listener to subclass: override what you want to hear. `Trainer(..., callbacks=[MyCallback()])`.
+    """A listener to subclass: override what you want to hear. `Trainer(...,
+    callbacks=[MyCallback()])`.
 
-    Called in every process of a run: what writes files does so in one of them (`jax.process_index() == 0`).
+    Called in every process of a run: what writes files does so in one of them (`jax.process_index()
+    == 0`).
     """
 
     def __call__(self, event: TrainEvent) -> None:

@@ -30,7 +30,9 @@ from easypipe.train.origin import Model, Origin, from_pretrained, origin_of
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run had at a step. tokenizer: the name of the one that made its tokens, None where it is not known."""
+    """What a run had at a step. tokenizer: the name of the one that made its tokens, None where it
+    is not known.
+    """
 
     model: Any
     step: int
@@ -39,20 +41,34 @@ class Trained:
     base: str | None  # folder or Hub name of the published model that it began with
 
 
-def load_trained(run: str | Path, step: int | None = None, *, base: Model | None = None, mesh: Mesh | None = None) -> Trained:
-    """The model of a run's folder at `step`, None for the newest; with its adapters, and averaged where the optimizer averages.
+def load_trained(
+    run: str | Path, step: int | None = None, *, base: Model | None = None, mesh: Mesh | None = None
+) -> Trained:
+    """The model of a run's folder at `step`, None for the newest; with its adapters, and averaged
+    where the optimizer averages.
 
-    base: the model that the run began with, where that was a module or a function from Python. mesh: where the arrays lie; None: whole on
-    the first device. Raises MissingFileError for a folder without checkpoints; ConfigError for a step that has none, and for a model
-    that is not known here; StateError for damage, and for a base that is not the one the adapters were trained on.
+    base: the model that the run began with, where that was a module or a function from Python.
+    mesh: where the arrays lie; None: whole on the first device. Raises MissingFileError for a
+    folder without checkpoints; ConfigError for a step that has none, and for a model that is not
+    known here; StateError for damage, and for a base that is not the one the adapters were trained
+    on.
     """
     folder = Path(run).expanduser() / CHECKPOINTS
     if not folder.is_dir():
-        raise MissingFileError(at=str(folder), problem="no such folder", fix="Give the output_dir of a run that has saved a checkpoint.")
+        raise MissingFileError(
+            at=str(folder),
+            problem="no such folder",
+            fix="Give the output_dir of a run that has saved a checkpoint.",
+        )
     with Checkpoints(folder, keep=None) as checkpoints:
         steps = checkpoints.steps()
         if not steps or (step is not None and step not in steps):
-            raise ConfigError(at=str(folder), problem=f"no checkpoint of step {step}", have=steps, fix="Give one of these, or none.")
+            raise ConfigError(
+                at=str(folder),
+                problem=f"no checkpoint of step {step}",
+                have=steps,
+                fix="Give one of these, or none.",
+            )
         step = steps[-1] if step is None else step
         saved = checkpoints.run(step)
         config = from_dict(TrainingConfig, saved["train"])
@@ -61,13 +77,25 @@ def load_trained(run: str | Path, step: int | None = None, *, base: Model | None
         with states.on(mesh):
             layout = states.layout_of(nnx.eval_shape(origin.build), mesh, origin.trained)
             optimizer = Optimizer(optax.identity())
-            if config.optimizer.name == "schedule_free" and saved["identity"]["train"]["optimizer"].get("name") == "schedule_free":
-                optimizer = make_optimizer(config.optimizer, saved["identity"]["train"]["steps"], layout.decays, layout.hidden)
+            if (
+                config.optimizer.name == "schedule_free"
+                and saved["identity"]["train"]["optimizer"].get("name") == "schedule_free"
+            ):
+                optimizer = make_optimizer(
+                    config.optimizer,
+                    saved["identity"]["train"]["steps"],
+                    layout.decays,
+                    layout.hidden,
+                )
             wanted = layout.without_frozen(states.flatten(states.abstract_state(layout, optimizer)))
             arrays = checkpoints.load(step, wanted, partial=True)
             if layout.frozen:
                 rest = origin.state(layout, optimizer).rest
-                _check_base(saved["frozen"], {name: rest[name] for name in layout.frozen}, str(folder / str(step)))
+                _check_base(
+                    saved["frozen"],
+                    {name: rest[name] for name in layout.frozen},
+                    str(folder / str(step)),
+                )
                 arrays |= {f"rest/{name}": rest[name] for name in layout.frozen}
             state = states.unflatten(arrays, states.abstract_state(layout, optimizer))
             model = layout.merge(optimizer.eval_params(state.optimizer, state.params), state.rest)
@@ -87,7 +115,11 @@ def _origin(saved: Any, config: TrainingConfig, base: Model | None, at: str) -> 
         return origin_of(base, config.seed, config.lora)
     if saved["identity"]["model"] is None:
         fix = "Give the same as `base`: load_trained(run, base=...)."
-        raise ConfigError(at=at, problem="its model was a module or a function from Python, which is not known here", fix=fix)
+        raise ConfigError(
+            at=at,
+            problem="its model was a module or a function from Python, which is not known here",
+            fix=fix,
+        )
     described = saved["identity"]["model"]
     if "num_classes" in described:
         return origin_of(from_dict(ClassifierConfig, described), config.seed, config.lora)
@@ -95,12 +127,20 @@ def _origin(saved: Any, config: TrainingConfig, base: Model | None, at: str) -> 
     if saved.get("origin") is None:
         return origin_of(shape, config.seed, config.lora)
     named = from_dict(PretrainedConfig, saved["origin"]["config"])
-    return from_pretrained(Pretrained(named, shape, saved["origin"]["hf_config"]), config.seed, config.lora)
+    return from_pretrained(
+        Pretrained(named, shape, saved["origin"]["hf_config"]), config.seed, config.lora
+    )
 
 
 def _check_base(saved: dict[str, int], frozen: states.Arrays, at: str) -> None:
     here = fingerprint(frozen)
     others = [name for name, bits in saved.items() if here.get(name) != bits]
     if others:
-        problem = f"its adapters were trained on other weights: {', '.join(sorted(others)[:4])} differ"
-        raise StateError(at=at, problem=problem, fix="Give the model that the run began with: load_trained(run, base=...).")
+        problem = (
+            f"its adapters were trained on other weights: {', '.join(sorted(others)[:4])} differ"
+        )
+        raise StateError(
+            at=at,
+            problem=problem,
+            fix="Give the model that the run began with: load_trained(run, base=...).",
+        )

@@ -1,4 +1,6 @@
-"""What can be read in the text of a compiled program (XLA's HLO): its arrays, and what it sends between devices."""
+"""What can be read in the text of a compiled program (XLA's HLO): its arrays, and what it sends
+between devices.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,25 @@ import math
 import re
 from typing import NamedTuple
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 FUSED_SCATTER = "all-reduce-scatter"
-"""How XLA names a fusion for TPUs in which an all-reduce stands whose slice alone is kept: it sends what a reduce-scatter sends. Programs
-for GPUs hold a reduce-scatter instead."""
+"""How XLA names a fusion for TPUs in which an all-reduce stands whose slice alone is kept: it sends
+what a reduce-scatter sends. Programs for GPUs hold a reduce-scatter instead."""
 
 _ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 _COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
@@ -34,40 +50,64 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes a step that a device sends, by the algorithms over a ring (Patarasuk & Yuan, 2009)."""
+        """Bytes a step that a device sends, by the algorithms over a ring (Patarasuk & Yuan,
+        2009).
+        """
         others = self.devices - 1
-        share = {"all-reduce": 2 * others / self.devices, "reduce-scatter": others, "collective-permute": 1.0}
+        share = {
+            "all-reduce": 2 * others / self.devices,
+            "reduce-scatter": others,
+            "collective-permute": 1.0,
+        }
         return self.times * self.size * share.get(self.kind, others / self.devices)
 
 
 class Read(NamedTuple):
     collectives: list[Collective]
-    unknown_loops: int  # whose number of turns the text does not tell; what is in them is counted once
+    # whose number of turns the text does not tell; what is in them is counted once
+    unknown_loops: int
 
 
 def arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, shape) of every array named in `text`."""
-    return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _ARRAY.findall(text)]
+    return [
+        (dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _ARRAY.findall(text)
+    ]
 
 
 def result(line: str) -> tuple[str, int, str] | None:
-    """(kind, bytes of the result, its type) of the collective in a line of HLO; None where there is none."""
+    """(kind, bytes of the result, its type) of the collective in a line of HLO; None where there is
+    none.
+    """
     match = _COLLECTIVE.search(line)
     if not match:
         return None
     of = match[1]
-    if match[3]:  # the start of a message: (what goes in, what comes out, and the like); of a sum on TPUs, what comes out alone
+    # the start of a message: (what goes in, what comes out, and the like); of a sum on TPUs, what
+    # comes out alone
+    if match[3]:
         parts = _elements(of)
-        of = parts[1] if len(parts) > 1 and (match[2] != "all-reduce" or parts[0].startswith("(")) else of
+        of = (
+            parts[1]
+            if len(parts) > 1 and (match[2] != "all-reduce" or parts[0].startswith("("))
+            else of
+        )
     return match[2], sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(of)), of
 
 
 def _kept(kind: str, size: int, of: str, lines: list[str]) -> tuple[str, int, str]:
-    """`result` of the all-reduce in a fused reduce-scatter, whose `lines` end in the slice that is kept."""
+    """`result` of the all-reduce in a fused reduce-scatter, whose `lines` end in the slice that is
+    kept.
+    """
     root = next((match[1] for line in lines if (match := _ROOT.match(line))), None)
     if kind != "all-reduce" or root is None:
         return kind, size, of
-    return "reduce-scatter", sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(root)), root
+    return (
+        "reduce-scatter",
+        sum(BYTES[dtype] * math.prod(shape) for dtype, shape in arrays(root)),
+        root,
+    )
 
 
 def _elements(of: str) -> list[str]:
@@ -83,7 +123,9 @@ def _elements(of: str) -> list[str]:
 
 
 def read(text: str, devices: int) -> Read:
-    """The collectives of a program for `devices` devices, each as often as its loops turn; those of more bytes first."""
+    """The collectives of a program for `devices` devices, each as often as its loops turn; those of
+    more bytes first.
+    """
     computations, entry = _computations(text)
     times, unknown = _times(computations, entry)
     found: dict[tuple[str, str, int, int], int] = {}
@@ -116,7 +158,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, int], int]:
-    """How often a step runs each computation. Of branches, one runs: each is counted as if it did."""
+    """How often a step runs each computation. Of branches, one runs: each is counted as if it
+    did.
+    """
     times: dict[str, int] = {}
     unknown = 0
 
@@ -143,7 +187,9 @@ def _times(computations: dict[str, list[str]], entry: str) -> tuple[dict[str, in
 
 
 def _turns(line: str, condition: list[str]) -> int | None:
-    """Of a loop: what XLA noted, or the bound that its condition compares a counter from 0 with, as jax's scans and fori_loops do."""
+    """Of a loop: what XLA noted, or the bound that its condition compares a counter from 0 with, as
+    jax's scans and fori_loops do.
+    """
     noted = _TRIPS.search(line)
     if noted:
         return int(noted[1])
@@ -153,8 +199,11 @@ def _turns(line: str, condition: list[str]) -> int | None:
 
 
 def _group(line: str, devices: int) -> int:
-    """How many devices exchange with each other: replica_groups, in the three ways in which XLA writes them."""
-    named = re.search(r"replica_groups=\w+\[([^\]]*)\][^{]*\{([^}]*)\}", line)  # mesh['a'=4,'b'=2] {'a'}
+    """How many devices exchange with each other: replica_groups, in the three ways in which XLA
+    writes them.
+    """
+    # mesh['a'=4,'b'=2] {'a'}
+    named = re.search(r"replica_groups=\w+\[([^\]]*)\][^{]*\{([^}]*)\}", line)
     if named and "=" in named[1]:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
         return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'(\w+)'", named[2]))

@@ -1,4 +1,6 @@
-"""The steps of one run: dispatch, read one step behind, judge, evaluate, save, and go back where a loss left its range."""
+"""The steps of one run: dispatch, read one step behind, judge, evaluate, save, and go back where a
+loss left its range.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,21 @@ class Loop:
     """Runs `trainer` from a state to its last step."""
 
     def __init__(
-        self, trainer: Engine, checkpoints: Checkpoints, metrics: MetricsFile, rollbacks: MetricsFile, stop: StopSignals, watch: Watch
+        self,
+        trainer: Engine,
+        checkpoints: Checkpoints,
+        metrics: MetricsFile,
+        rollbacks: MetricsFile,
+        stop: StopSignals,
+        watch: Watch,
     ) -> None:
         self._trainer, self._config, self._steps = trainer, trainer.config, trainer.steps
         self._checkpoints, self._metrics, self._rollbacks = checkpoints, metrics, rollbacks
         self._stop, self._watch, self._meter = stop, watch, trainer.meter()
 
     def run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        """The state after the last step, saved, and which that was: a listener may have asked for an earlier end.
+        """The state after the last step, saved, and which that was: a listener may have asked for
+        an earlier end.
 
         Raises Interrupted after a signal, and TrainError.
         """
@@ -44,15 +53,21 @@ class Loop:
         batches: Any = _passes(trainer.train) if has_passes(trainer.train) else iter(trainer.train)
         unread = None
         if self._config.checkpoint.every is not None:
-            self._checkpoints.expect(trainer.saved(states.abstract_state(trainer.layout, trainer.optimizer)))
+            self._checkpoints.expect(
+                trainer.saved(states.abstract_state(trainer.layout, trainer.optimizer))
+            )
         with contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext():
             while step < self._steps and control.reason is None:
                 batch = meter.next_batch(batches)
                 if batch is None:
                     raise TrainError(
-                        at=f"step {step + 1}", problem=f"the loader ended, {self._steps} steps were asked for", fix="Set num_epochs: null."
+                        at=f"step {step + 1}",
+                        problem=f"the loader ended, {self._steps} steps were asked for",
+                        fix="Set num_epochs: null.",
                     )
-                trainer.seen = trainer.seen.longer(batch["input_ids"].shape[-1] if "input_ids" in batch else None)
+                trainer.seen = trainer.seen.longer(
+                    batch["input_ids"].shape[-1] if "input_ids" in batch else None
+                )
                 placed = place_batch(batch, trainer.mesh, in_micro_batches=trainer.in_micro_batches)
                 placed = trainer.completed(state.rest, placed)
                 step += 1
@@ -62,7 +77,8 @@ class Loop:
                 if unread is not None:
                     record, bad = self._read(*unread)
                     self._write(record)
-                    if bad:  # this step began where it must not have: it is taken again from the good state
+                    # this step began where it must not have: it is taken again from the good state
+                    if bad:
                         state, measured = trainer.train_step(self._roll_back(step - 1), placed)
                 unread = (step, measured)
                 meter.push(measured)
@@ -72,14 +88,19 @@ class Loop:
                 save_due = calendar or self._watch.owes or leaving
                 eval_due = step == self._steps or leaving or _due(step, self._config.eval_every)
                 if save_due or eval_due:  # both need to know that this step was sound
-                    state = self._settle(state, *unread, evaluate=eval_due and self._stop.received is None)
+                    state = self._settle(
+                        state, *unread, evaluate=eval_due and self._stop.received is None
+                    )
                     unread = None
-                asked = control.reason is not None or control.saving  # now: an evaluation may have asked
+                # now: an evaluation may have asked
+                asked = control.reason is not None or control.saving
                 if save_due or asked:
                     self._save(step, state, calendar=calendar or self._watch.owes, asked=asked)
                 if self._stop.received is not None and step < self._steps:
                     self._checkpoints.wait()
-                    raise Interrupted(signum=self._stop.received, step=step, folder=str(self._checkpoints.folder))
+                    raise Interrupted(
+                        signum=self._stop.received, step=step, folder=str(self._checkpoints.folder)
+                    )
         return state, step
 
     def _settle(self, state: TrainState, step: int, measured: Any, *, evaluate: bool) -> TrainState:
@@ -94,7 +115,9 @@ class Loop:
         return state
 
     def _read(self, step: int, measured: Any) -> tuple[Record, bool]:
-        """What `step` measured, with the rates where its line is due, and whether the run has to go back."""
+        """What `step` measured, with the rates where its line is due, and whether the run has to go
+        back.
+        """
         record = self._meter.read(step, measured)
         return record | self._meter.rates(), self._watch.judge(record)
 
@@ -109,12 +132,14 @@ class Loop:
         self._trainer.tell("step", step, record)
 
     def _save(self, step: int, state: TrainState, *, calendar: bool, asked: bool) -> None:
-        """calendar: it was due anyway, whatever signals came, so that a run which was stopped and one which was not go back to the same.
+        """calendar: it was due anyway, whatever signals came, so that a run which was stopped and
+        one which was not go back to the same.
         asked: a listener wants it, in doubt or not."""
         watch, self._trainer.control.saving = self._watch, False
         watch.owes = calendar and watch.in_doubt and step < self._steps
         if watch.owes and self._stop.received is None and not asked:
-            return  # what may have to be undone is no good checkpoint: saved once a sound step follows
+            # what may have to be undone is no good checkpoint: saved once a sound step follows
+            return
         if calendar and not watch.in_doubt:
             watch.good = step
             self._checkpoints.protected["watch"] = {step} if watch.guards else set()
@@ -125,7 +150,13 @@ class Loop:
 
     def _roll_back(self, step: int) -> TrainState:
         good = self._watch.good
-        logger.warning("step %d: back to the state of step %d; the batches of steps %d to %d are skipped", step, good, good + 1, step)
+        logger.warning(
+            "step %d: back to the state of step %d; the batches of steps %d to %d are skipped",
+            step,
+            good,
+            good + 1,
+            step,
+        )
         if jax.process_index() == 0:
             for line in self._skipped(good, step):
                 self._rollbacks.append(line)
@@ -135,14 +166,17 @@ class Loop:
         return state
 
     def _skipped(self, good: int, step: int) -> Iterator[Record]:
-        """A line for each batch that is skipped, with its documents where the loader can tell them."""
+        """A line for each batch that is skipped, with its documents where the loader can tell
+        them.
+        """
         explain = getattr(self._trainer.train, "explain", None)
         for batch in range(good + 1, step + 1):
             line: Record = {"step": step, "to": good, "batch_of_step": batch}
             if explain is not None:
                 try:
                     line["documents"] = _documents(explain(batch - 1))
-                except EasypipeError as error:  # the run goes on: what it trains does not depend on it
+                # the run goes on: what it trains does not depend on it
+                except EasypipeError as error:
                     line["problem"] = str(error)
             yield line
 
@@ -150,7 +184,8 @@ class Loop:
 def _passes(loader: Any) -> Iterator[Any]:
     """The batches of all passes, one behind the other."""
     empty = 0
-    while empty < 2:  # where the loader was restored behind the last batch of a pass, what is left of it is none
+    # where the loader was restored behind the last batch of a pass, what is left of it is none
+    while empty < 2:
         empty += 1
         batches: Any = iter(loader)
         with contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext():
@@ -161,7 +196,11 @@ def _passes(loader: Any) -> Iterator[Any]:
 
 def _documents(explained: Any) -> list[dict[str, Any]]:
     keys = ("dataset", "file", "row", "token_start", "token_stop")
-    return [{"row_of_batch": row.row, **{key: getattr(s, key) for key in keys}} for row in explained.rows for s in row.segments]
+    return [
+        {"row_of_batch": row.row, **{key: getattr(s, key) for key in keys}}
+        for row in explained.rows
+        for s in row.segments
+    ]
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -1,4 +1,6 @@
-"""How a run lies on its devices, as it is told. No jax here: a configuration is read and checked on machines that only prepare data."""
+"""How a run lies on its devices, as it is told. No jax here: a configuration is read and checked on
+machines that only prepare data.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,37 @@ Preset = Literal["dp", "fsdp", "zero1", "tp", "hybrid"]
 
 MESH_AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
-RULES: Mapping[str, Axes] = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor", "layers": None}
+RULES: Mapping[str, Axes] = {
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "layers": None,
+}
 """Meaning of a parameter's dimension → the mesh axes over which it is divided."""
 
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-_OPEN = {"dp": "data", "fsdp": "fsdp", "zero1": "data", "tp": "tensor", "hybrid": "fsdp"}  # the axis that takes the devices that remain
-_TOGETHER = (("embed", "heads"), ("embed", "mlp"), ("embed", "vocab"), *(("layers", name) for name in ("embed", "heads", "mlp", "vocab")))
+# the axis that takes the devices that remain
+_OPEN = {"dp": "data", "fsdp": "fsdp", "zero1": "data", "tp": "tensor", "hybrid": "fsdp"}
+_TOGETHER = (
+    ("embed", "heads"),
+    ("embed", "mlp"),
+    ("embed", "vocab"),
+    *(("layers", name) for name in ("embed", "heads", "mlp", "vocab")),
+)
 
 
 @config
 class MeshConfig:
-    """Devices along each axis of the mesh; -1: those that remain. An axis that is not given has one device, or what the preset says.
+    """Devices along each axis of the mesh; -1: those that remain. An axis that is not given has one
+    device, or what the preset says.
 
-    data: replicas of the model, each with rows of its own. fsdp: replicas that share one copy of the parameters. sequence: devices that
-    share the slots of a row. tensor: devices that share every layer.
-    Presets: dp, all devices along data; fsdp, along fsdp; tp, along tensor; zero1 is dp with the optimizer's state divided over data;
-    hybrid has data across what slow links join (slices of TPUs, else hosts) and fsdp within.
+    data: replicas of the model, each with rows of its own. fsdp: replicas that share one copy of
+    the parameters. sequence: devices that share the slots of a row. tensor: devices that share
+    every layer.
+    Presets: dp, all devices along data; fsdp, along fsdp; tp, along tensor; zero1 is dp with the
+    optimizer's state divided over data; hybrid has data across what slow links join (slices of
+    TPUs, else hosts) and fsdp within.
     """
 
     preset: Preset | None = None
@@ -38,16 +55,24 @@ class MeshConfig:
     sequence: int | None = None
     tensor: int | None = None
     axis_rules: dict[str, str | tuple[str, ...] | None] = field(default_factory=dict)
-    # where dimensions of parameters lie, by their meaning (embed, heads, mlp, vocab, layers), where that is not RULES; null: whole
+    # where dimensions of parameters lie, by their meaning (embed, heads, mlp, vocab, layers), where
+    # that is not RULES; null: whole
 
     def check(self) -> None:
         for name, size in self.given.items():
             if size != -1 and size < 1:
-                raise ConfigError(at=name, problem=f"{size} is no number of devices", fix="Give at least 1, or -1 for those that remain.")
+                raise ConfigError(
+                    at=name,
+                    problem=f"{size} is no number of devices",
+                    fix="Give at least 1, or -1 for those that remain.",
+                )
         open_axes = [name for name, size in self.given.items() if size == -1]
         if len(open_axes) > 1:
             raise ConfigError(
-                at="", problem="-1 (the devices that remain) stands more than once", have=open_axes, fix="Leave it on one axis."
+                at="",
+                problem="-1 (the devices that remain) stands more than once",
+                have=open_axes,
+                fix="Leave it on one axis.",
             )
         self._check_rules()
 
@@ -60,7 +85,9 @@ class MeshConfig:
         """axis → devices or -1, of all axes. slow: how many groups of devices slow links join."""
         sizes = dict.fromkeys(MESH_AXES, 1) | self.given
         if self.preset is not None and -1 not in sizes.values():
-            free = "data" if self.preset == "hybrid" and self.fsdp is not None else _OPEN[self.preset]
+            free = (
+                "data" if self.preset == "hybrid" and self.fsdp is not None else _OPEN[self.preset]
+            )
             if getattr(self, free) is None:
                 sizes[free] = -1
         if self.preset == "hybrid" and self.data is None and sizes["data"] != -1:
@@ -76,29 +103,48 @@ class MeshConfig:
         for name, axes in self.axis_rules.items():
             if name not in RULES:
                 at, problem = f"axis_rules.{name}", f"no dimension of a parameter means {name!r}"
-                raise ConfigError(at=at, problem=problem, have=tuple(RULES), fix=did_you_mean(name, tuple(RULES)))
+                raise ConfigError(
+                    at=at, problem=problem, have=tuple(RULES), fix=did_you_mean(name, tuple(RULES))
+                )
             for axis in axes_of(axes):
                 if axis not in MESH_AXES:
                     at, problem = f"axis_rules.{name}", f"no mesh axis named {axis!r}"
-                    raise ConfigError(at=at, problem=problem, have=MESH_AXES, fix=did_you_mean(axis, MESH_AXES))
+                    raise ConfigError(
+                        at=at, problem=problem, have=MESH_AXES, fix=did_you_mean(axis, MESH_AXES)
+                    )
             if len(set(axes_of(axes))) < len(axes_of(axes)):
-                raise ConfigError(at=f"axis_rules.{name}", problem=f"{axes} names an axis twice", fix="Name each axis once.")
+                raise ConfigError(
+                    at=f"axis_rules.{name}",
+                    problem=f"{axes} names an axis twice",
+                    fix="Name each axis once.",
+                )
         for one, other in _TOGETHER:
             shared = set(axes_of(self.rules[one])) & set(axes_of(self.rules[other]))
             if shared:
                 problem = f"{one} and {other} are dimensions of one array, and both lie over {', '.join(sorted(shared))}"
-                raise ConfigError(at="axis_rules", problem=problem, fix="Give them different axes, or null for whole.")
+                raise ConfigError(
+                    at="axis_rules",
+                    problem=problem,
+                    fix="Give them different axes, or null for whole.",
+                )
 
 
 def mesh_config(mesh: MeshConfig | Mapping[str, Any] | str | None, at: str = "mesh") -> MeshConfig:
-    """A MeshConfig from what stands for one: a preset's name, sizes by axis, None for dp. Raises ConfigError."""
+    """A MeshConfig from what stands for one: a preset's name, sizes by axis, None for dp. Raises
+    ConfigError.
+    """
     if isinstance(mesh, MeshConfig):
         return mesh
     if isinstance(mesh, Mapping):
         return from_dict(MeshConfig, mesh, at)
     name = "dp" if mesh is None else mesh
     if name not in PRESETS:
-        raise ConfigError(at=at, problem=f"no preset named {name!r}", have=PRESETS, fix=did_you_mean(str(name), PRESETS))
+        raise ConfigError(
+            at=at,
+            problem=f"no preset named {name!r}",
+            have=PRESETS,
+            fix=did_you_mean(str(name), PRESETS),
+        )
     return MeshConfig(preset=name)
 
 

@@ -1,7 +1,8 @@
 """metrics.jsonl: one JSON object a line, one line for each logged step, in step order.
 
-Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s written so that they read back bit for bit, and a run that
-was killed and resumed leaves the same ones as a run that was not. (Times and rates differ, of course.)
+Law: the values of `loss`, `nll`, `grad_norm` and `learning_rate` are float32s written so that they
+read back bit for bit, and a run that was killed and resumed leaves the same ones as a run that was
+not. (Times and rates differ, of course.)
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ class MetricsFile:
     """Appends records; opening it cuts what stands there to the step that the run goes on from."""
 
     def __init__(self, path: Path, *, after_step: int, write: bool = True) -> None:
-        """Keeps the lines up to and including `after_step`. write: False in all processes of a run but one.
+        """Keeps the lines up to and including `after_step`. write: False in all processes of a run
+        but one.
 
         Raises StorageError where the file is not one of metrics, or cannot be written.
         """
         self.path = path
-        kept = [record for record in read_metrics(path) if record["step"] <= after_step] if path.exists() else []
+        kept = (
+            [record for record in read_metrics(path) if record["step"] <= after_step]
+            if path.exists()
+            else []
+        )
         self.last: Record | None = kept[-1] if kept else None
         self.first: Record | None = kept[0] if kept else None
         self._file = None
@@ -41,7 +47,9 @@ class MetricsFile:
             raise StorageError(at=str(path), problem=f"cannot be written: {error}") from error
 
     def append(self, record: Record) -> None:
-        """One line, handed to the operating system at once, so that it survives the death of this process."""
+        """One line, handed to the operating system at once, so that it survives the death of this
+        process.
+        """
         self.last = record
         self.first = self.first or record
         if self._file is None:
@@ -50,10 +58,16 @@ class MetricsFile:
             self._file.write(_line(record))
             self._file.flush()
         except OSError as error:
-            raise StorageError(at=str(self.path), problem=f"cannot be written: {error}", fix="Check space and permissions.") from error
+            raise StorageError(
+                at=str(self.path),
+                problem=f"cannot be written: {error}",
+                fix="Check space and permissions.",
+            ) from error
 
     def sync(self) -> None:
-        """Returns once the lines are on the disk: before a checkpoint that counts on them is committed."""
+        """Returns once the lines are on the disk: before a checkpoint that counts on them is
+        committed.
+        """
         if self._file is not None:
             os.fsync(self._file.fileno())
 
@@ -63,7 +77,8 @@ class MetricsFile:
 
 
 def read_metrics(path: str | Path) -> list[Record]:
-    """The records of a metrics.jsonl. A last line that a killed process left half written is not one.
+    """The records of a metrics.jsonl. A last line that a killed process left half written is not
+    one.
 
     Raises StorageError naming the line that is no record.
     """
@@ -79,7 +94,11 @@ def read_metrics(path: str | Path) -> list[Record]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
         elif number < len(lines):  # every finished line ends with a newline
-            raise StorageError(at=f"{path}, line {number}", problem="not a metrics record", fix="Move the file away and run again.")
+            raise StorageError(
+                at=f"{path}, line {number}",
+                problem="not a metrics record",
+                fix="Move the file away and run again.",
+            )
     return records
 
 

@@ -1,4 +1,6 @@
-"""The shape of a decoder. No jax here: a configuration is read and checked on machines that only prepare data."""
+"""The shape of a decoder. No jax here: a configuration is read and checked on machines that only
+prepare data.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,55 @@ from easypipe.core.config import config
 from easypipe.core.errors import ConfigError
 
 AttentionBackend = Literal["xla", "splash", "triton"]
-TRITON_WIDTHS = (16, 32, 64, 128, 256)  # of a head: Triton's blocks are powers of two, and its products no smaller than 16
+# of a head: Triton's blocks are powers of two, and its products no smaller than 16
+TRITON_WIDTHS = (16, 32, 64, 128, 256)
 
 
 @config
 class RopeScaling:
     """Slower rotations for rows longer than a model was first trained on."""
 
-    kind: Literal["linear", "llama3"]  # linear: every pair turns `factor` times slower; llama3: those of long wavelength only
+    # linear: every pair turns `factor` times slower; llama3: those of long wavelength only
+    kind: Literal["linear", "llama3"]
     factor: float
-    low_freq_factor: float = 1.0  # llama3: pairs that turn fewer times than this within original_length are slowed by all of factor
-    high_freq_factor: float = 4.0  # llama3: pairs that turn more often stay as they are; between the two it is interpolated
+    # llama3: pairs that turn fewer times than this within original_length are slowed by all of
+    # factor
+    low_freq_factor: float = 1.0
+    # llama3: pairs that turn more often stay as they are; between the two it is interpolated
+    high_freq_factor: float = 4.0
     original_length: int = 8192  # llama3: tokens a row had in the first training
 
     def check(self) -> None:
         if self.factor < 1:
-            raise ConfigError(at="factor", problem=f"{self.factor} is less than 1", fix="8.0 is usual; leave rope_scaling out for none.")
+            raise ConfigError(
+                at="factor",
+                problem=f"{self.factor} is less than 1",
+                fix="8.0 is usual; leave rope_scaling out for none.",
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             problem = f"{self.low_freq_factor} is not between 0 and high_freq_factor {self.high_freq_factor}"
             raise ConfigError(at="low_freq_factor", problem=problem, fix="1.0 and 4.0 are usual.")
         if self.original_length < 1:
-            raise ConfigError(at="original_length", problem=f"{self.original_length} is no length", fix="8192 is usual.")
+            raise ConfigError(
+                at="original_length",
+                problem=f"{self.original_length} is no length",
+                fix="8192 is usual.",
+            )
         if self.kind == "linear":
             for field in ("low_freq_factor", "high_freq_factor", "original_length"):
                 if getattr(self, field) != getattr(type(self), field):
-                    raise ConfigError(at=field, problem="has no effect with kind linear", fix="Leave it out, or choose kind llama3.")
+                    raise ConfigError(
+                        at=field,
+                        problem="has no effect with kind linear",
+                        fix="Leave it out, or choose kind llama3.",
+                    )
 
 
 @config
 class ModelConfig:
-    """The shape of a decoder. The defaults have 4.7 M parameters with a vocabulary of 8,192: what 2 cores train in minutes."""
+    """The shape of a decoder. The defaults have 4.7 M parameters with a vocabulary of 8,192: what 2
+    cores train in minutes.
+    """
 
     vocab_size: int | None = None  # None: the tokenizer's, filled in by the run
     hidden_size: int = 192
@@ -48,15 +69,22 @@ class ModelConfig:
     head_dim: int | None = None  # None: hidden_size / num_heads
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-6
-    tie_embeddings: bool = False  # True: the head is the embedding table, transposed; fewer parameters, slower learning
+    # True: the head is the embedding table, transposed; fewer parameters, slower learning
+    tie_embeddings: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"  # of products and activations
-    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the parameters the optimizer updates
-    remat: Literal["none", "dots", "full"] = "none"  # recompute in the backward pass: nothing, all but matrix products, whole layers
-    attention: AttentionBackend | None = None  # what computes attention; None: "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
-    scan_layers: bool = True  # one compiled layer run num_layers times; False compiles each: slower to compile, faster on CPU
+    # of the parameters the optimizer updates
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    # recompute in the backward pass: nothing, all but matrix products, whole layers
+    remat: Literal["none", "dots", "full"] = "none"
+    # what computes attention; None: "splash" on TPU, "triton" on NVIDIA, "xla" elsewhere
+    attention: AttentionBackend | None = None
+    # one compiled layer run num_layers times; False compiles each: slower to compile, faster on CPU
+    scan_layers: bool = True
     rope_scaling: RopeScaling | None = None  # of layers that turn by rope_theta; None: none
-    local_rope_theta: float | None = None  # of layers with a window, in place of rope_theta; None: rope_theta
-    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    # of layers with a window, in place of rope_theta; None: rope_theta
+    local_rope_theta: float | None = None
+    # tokens that a query sees, itself included; None: all before it
+    sliding_window: int | None = None
     global_every: int | None = None  # every n-th layer has no window; None: all have it
     qkv_bias: bool = False  # query, key and value projections add a bias
     qk_norm: bool = False  # heads of query and key are normalised before they are rotated
@@ -64,38 +92,87 @@ class ModelConfig:
     attention_soft_cap: float | None = None  # c: attention scores become c·tanh(score/c)
     logit_soft_cap: float | None = None  # c: logits become c·tanh(logit/c)
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate of the MLP
-    norm_scale: Literal["plain", "one_plus"] = "plain"  # norms multiply by their scale w, or by 1 + w
+    # norms multiply by their scale w, or by 1 + w
+    norm_scale: Literal["plain", "one_plus"] = "plain"
     post_norms: bool = False  # what attention and MLP give is normalised before it is added
     scale_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
 
     def check(self) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
         for field in (*sizes, "sliding_window", "global_every", "attention_width"):
             value = getattr(self, field)
             if value is not None and value < 1:
-                raise ConfigError(at=field, problem=f"{value} is not a size", fix="Give at least 1.")
+                raise ConfigError(
+                    at=field, problem=f"{value} is not a size", fix="Give at least 1."
+                )
         if self.num_heads % self.num_kv_heads:
             fitting = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-            raise ConfigError(at="num_kv_heads", problem=f"{self.num_kv_heads} does not divide num_heads {self.num_heads}", have=fitting)
+            raise ConfigError(
+                at="num_kv_heads",
+                problem=f"{self.num_kv_heads} does not divide num_heads {self.num_heads}",
+                have=fitting,
+            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             fix = f"Set head_dim, or num_heads to a divisor of {self.hidden_size}."
-            raise ConfigError(at="num_heads", problem=f"{self.num_heads} does not divide hidden_size {self.hidden_size}", fix=fix)
+            raise ConfigError(
+                at="num_heads",
+                problem=f"{self.num_heads} does not divide hidden_size {self.hidden_size}",
+                fix=fix,
+            )
         if self.head_width % 2:
-            raise ConfigError(at="head_dim", problem=f"{self.head_width} is odd: rotary positions turn pairs", fix="Give an even width.")
-        for field in ("rope_theta", "norm_epsilon", "local_rope_theta", "attention_soft_cap", "logit_soft_cap"):
+            raise ConfigError(
+                at="head_dim",
+                problem=f"{self.head_width} is odd: rotary positions turn pairs",
+                fix="Give an even width.",
+            )
+        for field in (
+            "rope_theta",
+            "norm_epsilon",
+            "local_rope_theta",
+            "attention_soft_cap",
+            "logit_soft_cap",
+        ):
             value = getattr(self, field)
             if value is not None and value <= 0:
-                fix = "Leave it out for none." if field.endswith("cap") else "10000.0 and 1e-6 are usual."
+                fix = (
+                    "Leave it out for none."
+                    if field.endswith("cap")
+                    else "10000.0 and 1e-6 are usual."
+                )
                 raise ConfigError(at=field, problem=f"{value} is not positive", fix=fix)
         if self.attention == "triton" and self.head_width not in TRITON_WIDTHS:
             problem = f"'triton' knows heads of width {', '.join(map(str, TRITON_WIDTHS))}, and these have {self.head_width}"
-            raise ConfigError(at="attention", problem=problem, fix="Leave it out, and the fastest that can run is taken.")
+            raise ConfigError(
+                at="attention",
+                problem=problem,
+                fix="Leave it out, and the fastest that can run is taken.",
+            )
         for field in ("global_every", "local_rope_theta"):
             if getattr(self, field) is not None and self.sliding_window is None:
-                raise ConfigError(at=field, problem="has no effect without sliding_window", fix="Leave it out, or set sliding_window.")
-        if self.rope_scaling is not None and all(self.windowed) and self.local_rope_theta is not None:
+                raise ConfigError(
+                    at=field,
+                    problem="has no effect without sliding_window",
+                    fix="Leave it out, or set sliding_window.",
+                )
+        if (
+            self.rope_scaling is not None
+            and all(self.windowed)
+            and self.local_rope_theta is not None
+        ):
             fix = "Leave rope_scaling or local_rope_theta out, or set global_every."
-            raise ConfigError(at="rope_scaling", problem="has no effect: every layer has a window and local_rope_theta", fix=fix)
+            raise ConfigError(
+                at="rope_scaling",
+                problem="has no effect: every layer has a window and local_rope_theta",
+                fix=fix,
+            )
 
     @property
     def head_width(self) -> int:
@@ -105,13 +182,18 @@ class ModelConfig:
     def windowed(self) -> tuple[bool, ...]:
         """Of each layer, whether it has the window."""
         every = self.global_every
-        return tuple(self.sliding_window is not None and (every is None or (i + 1) % every != 0) for i in range(self.num_layers))
+        return tuple(
+            self.sliding_window is not None and (every is None or (i + 1) % every != 0)
+            for i in range(self.num_layers)
+        )
 
     @property
     def vocabulary(self) -> int:
         """vocab_size, once it is known."""
         if self.vocab_size is None:
             raise ConfigError(
-                at="vocab_size", problem="not known", fix="Set it, or build the model through a run, which asks the tokenizer."
+                at="vocab_size",
+                problem="not known",
+                fix="Set it, or build the model through a run, which asks the tokenizer.",
             )
         return self.vocab_size

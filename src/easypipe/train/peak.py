@@ -1,8 +1,10 @@
-"""What devices can do, from their makers' data sheets: what model FLOPs utilisation is a share of, and what a plan reckons with.
+"""What devices can do, from their makers' data sheets: what model FLOPs utilisation is a share of,
+and what a plan reckons with.
 
-TPUs: cloud.google.com/tpu/docs, the page of each generation ("Key chip specifications"). A TPU7x chip has two jax devices; the table has
-one. NVIDIA: the data sheets of A100 80GB SXM, H100 SXM and PCIe, H200 SXM, GH200 and B200; dense rates, which are half of those with
-sparsity, and NVLink in one direction, which is half of what is advertised.
+TPUs: cloud.google.com/tpu/docs, the page of each generation ("Key chip specifications"). A TPU7x
+chip has two jax devices; the table has one. NVIDIA: the data sheets of A100 80GB SXM, H100 SXM and
+PCIe, H200 SXM, GH200 and B200; dense rates, which are half of those with sparsity, and NVLink in
+one direction, which is half of what is advertised.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import Any, NamedTuple
 
 
 class Device(NamedTuple):
-    """flops: dense bfloat16 a second. memory: bytes of HBM, as the device tells them. memory_rate: bytes of it a second. link_rate: bytes a
-    second that it can send to its neighbours (ICI, NVLink), over all of its links together.
+    """flops: dense bfloat16 a second. memory: bytes of HBM, as the device tells them. memory_rate:
+    bytes of it a second. link_rate: bytes a second that it can send to its neighbours (ICI,
+    NVLink), over all of its links together.
     """
 
     flops: float

@@ -1,4 +1,5 @@
-"""What a run leaves in its folder beside checkpoints and metrics: how it was configured, on what it ran, which data it read.
+"""What a run leaves in its folder beside checkpoints and metrics: how it was configured, on what it
+ran, which data it read.
 
 Files of JSON carry a checksum of themselves: `write_kept` writes one and `read_kept` reads it.
 
@@ -22,15 +23,19 @@ from easypipe.core.checked import commit_checked, parse_checked
 from easypipe.core.config import allowing_code, load_yaml, to_dict
 from easypipe.core.errors import DamagedFileError, MissingFileError, StateError
 
-RECORD = "run.yaml"  # in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
+# in train.output_dir: the configuration as it was resolved, which `easypipe train` takes back
+RECORD = "run.yaml"
 LEDGER = "ledger.json"  # where every row and token of the data went
 PLAN = "plan.json"  # what the run drew of each dataset, against what its weights ask for
-VERSIONS = "versions.json"  # of everything that has a say in the numbers; an entry for each process that began with other ones
-CHANGES = "changes.json"  # what was allowed to differ when the run went on, an entry for each step where it did
+# of everything that has a say in the numbers; an entry for each process that began with other ones
+VERSIONS = "versions.json"
+# what was allowed to differ when the run went on, an entry for each step where it did
+CHANGES = "changes.json"
 FINGERPRINTS = "fingerprints.json"  # digests of the data of training and of each evaluation
 BEST = "best.json"  # the checkpoints that did best on held-out data, the best first
 
-# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list stands under the name of the file now.
+# Keys of objects that earlier versions wrote without a checksum. What they wrote as a list stands
+# under the name of the file now.
 _OLDER: Mapping[str, Sequence[str]] = {
     LEDGER: ("entries", "facts"),
     FINGERPRINTS: ("train", "eval"),
@@ -55,7 +60,9 @@ def write_config(folder: Path, resolved: Any) -> None:
 
 
 def write_versions(folder: Path, step: int) -> dict[str, Any]:
-    """Adds what runs here to versions.json, unless it is what ran before; `step` is where the run went on. Returns the entry."""
+    """Adds what runs here to versions.json, unless it is what ran before; `step` is where the run
+    went on. Returns the entry.
+    """
     import jax
 
     device = jax.devices()[0]
@@ -81,17 +88,30 @@ def write_versions(folder: Path, step: int) -> dict[str, Any]:
 
 
 def write_fingerprints(folder: Path, train: Any, evals: Mapping[str, Any]) -> None:
-    """fingerprints.json, of loaders whose state tells what data they read; of others it has null."""
-    write_kept(folder / FINGERPRINTS, {"train": fingerprint(train), "eval": {name: fingerprint(loader) for name, loader in evals.items()}})
+    """fingerprints.json, of loaders whose state tells what data they read; of others it has
+    null.
+    """
+    write_kept(
+        folder / FINGERPRINTS,
+        {
+            "train": fingerprint(train),
+            "eval": {name: fingerprint(loader) for name, loader in evals.items()},
+        },
+    )
 
 
-def write_changes(folder: Path, step: int, change: Mapping[str, Any] | None, of_data: Sequence[Mapping[str, Any]] = ()) -> None:
+def write_changes(
+    folder: Path,
+    step: int,
+    change: Mapping[str, Any] | None,
+    of_data: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """Brings changes.json up to a run that goes on at `step`.
 
-    change: what `step` begins with, where something was allowed to differ: "row", "changed" (key path
-    → what it was and is), "before" ("config" and "components" of the run up to there). of_data: all
-    changes that the loader's state tells of, for those that were made before there was this file.
-    What stands there of `step` and later steps goes: the run went back to before it.
+    change: what `step` begins with, where something was allowed to differ: "row", "changed" (key
+    path → what it was and is), "before" ("config" and "components" of the run up to there).
+    of_data: all changes that the loader's state tells of, for those that were made before there was
+    this file. What stands there of `step` and later steps goes: the run went back to before it.
     """
     known = read_changes(folder)
     kept = [one for one in known if one["step"] < step]
@@ -106,7 +126,9 @@ def write_changes(folder: Path, step: int, change: Mapping[str, Any] | None, of_
 
 
 def read_changes(folder: Path) -> list[dict[str, Any]]:
-    """The entries of changes.json, by step; [] where nothing was ever changed. Raises StateError where it is no such file."""
+    """The entries of changes.json, by step; [] where nothing was ever changed. Raises StateError
+    where it is no such file.
+    """
     return read_kept(folder / CHANGES) or []
 
 
@@ -117,7 +139,9 @@ def fingerprint(loader: Any) -> dict[str, str] | None:
 
 
 def recorded_seed(output_dir: str | Path) -> int | None:
-    """The data seed of the run in `output_dir`, None where there is no run yet. Raises StateError where its record has none."""
+    """The data seed of the run in `output_dir`, None where there is no run yet. Raises StateError
+    where its record has none.
+    """
     record = Path(output_dir).expanduser() / RECORD
     if not record.exists():
         return None
@@ -126,7 +150,9 @@ def recorded_seed(output_dir: str | Path) -> int | None:
     try:
         return int(saved["data"]["seed"])
     except (KeyError, TypeError, ValueError) as error:
-        raise StateError(at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed.") from error
+        raise StateError(
+            at=str(record), problem=f"records no seed: {error!r}", fix="Set data.seed."
+        ) from error
 
 
 def write_kept(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -135,7 +161,9 @@ def write_kept(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
 
 
 def read_kept(path: Path) -> Any:
-    """What `write_kept` wrote, or an earlier version; None where there is no such file. Raises StateError where it is damaged."""
+    """What `write_kept` wrote, or an earlier version; None where there is no such file. Raises
+    StateError where it is damaged.
+    """
     try:
         data = storage.read_bytes(path)
     except MissingFileError:
@@ -146,9 +174,15 @@ def read_kept(path: Path) -> Any:
             found = parse_checked(data, path, older=_OLDER.get(path.name))
             found = found.get(path.stem) if path.name in _LISTS else found
         if not _SHAPES.get(path.name, bool)(found):
-            raise DamagedFileError(at=str(path), problem="damaged: it does not hold what a run writes there")
+            raise DamagedFileError(
+                at=str(path), problem="damaged: it does not hold what a run writes there"
+            )
     except DamagedFileError as error:
-        raise StateError(at=str(path), problem=error.problem, fix="Move it away: what it told of the run is not known then.") from error
+        raise StateError(
+            at=str(path),
+            problem=error.problem,
+            fix="Move it away: what it told of the run is not known then.",
+        ) from error
     return found
 
 
@@ -167,13 +201,20 @@ def _are_changes(found: Any) -> bool:
         and isinstance(one["step"], int)
         and isinstance(one["row"], int | None)
         and isinstance(one["changed"], dict)
-        and (one["before"] is None or (isinstance(one["before"], dict) and _all_dicts(one["before"].values())))
+        and (
+            one["before"] is None
+            or (isinstance(one["before"], dict) and _all_dicts(one["before"].values()))
+        )
         for one in found
     )
 
 
 def _are_fingerprints(found: Any) -> bool:
-    return {"train", "eval"} <= found.keys() and isinstance(found["eval"], dict) and _all_dicts([found["train"], *found["eval"].values()])
+    return (
+        {"train", "eval"} <= found.keys()
+        and isinstance(found["eval"], dict)
+        and _all_dicts([found["train"], *found["eval"].values()])
+    )
 
 
 def _all_dicts(values: Any) -> bool:
@@ -183,7 +224,10 @@ def _all_dicts(values: Any) -> bool:
 _SHAPES: Mapping[str, Callable[[Any], bool]] = {
     CHANGES: _are_changes,
     FINGERPRINTS: _are_fingerprints,
-    VERSIONS: lambda found: isinstance(found, list) and all(isinstance(one, dict) and "from_step" in one for one in found),
+    VERSIONS: lambda found: (
+        isinstance(found, list)
+        and all(isinstance(one, dict) and "from_step" in one for one in found)
+    ),
     BEST: lambda found: isinstance(found, list) and all(isinstance(one, dict) for one in found),
 }
 

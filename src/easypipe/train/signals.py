@@ -1,4 +1,6 @@
-"""Stopping in good order: the first SIGINT or SIGTERM asks the loop to save and leave, a second one does what it always did."""
+"""Stopping in good order: the first SIGINT or SIGTERM asks the loop to save and leave, a second one
+does what it always did.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,28 @@ from easypipe.train.distributed import Largest
 
 
 class Interrupted(TrainError):
-    """Training was stopped by a signal, and saved at `step`. `exit_code` is what a shell expects: 128 + the signal's number."""
+    """Training was stopped by a signal, and saved at `step`. `exit_code` is what a shell expects:
+    128 + the signal's number.
+    """
 
     def __init__(self, *, signum: int, step: int, folder: str) -> None:
         self.signum, self.step = signum, step
         self.exit_code = 128 + signum
         name = signal.Signals(signum).name
-        super().__init__(at=f"step {step}", problem=f"stopped by {name}, saved in {folder}", fix="Run the same command again to go on.")
+        super().__init__(
+            at=f"step {step}",
+            problem=f"stopped by {name}, saved in {folder}",
+            fix="Run the same command again to go on.",
+        )
 
 
 class StopSignals:
-    """`with StopSignals() as stop:` — `stop.received` is the number of the signal that came before the last `stop.agree()`, or None.
+    """`with StopSignals() as stop:` — `stop.received` is the number of the signal that came before
+    the last `stop.agree()`, or None.
 
-    In a run of several processes `received` is the same in all of them, whichever the signal came to: they leave after the same step.
-    Outside the main thread Python lets nobody handle signals: there nothing is received, and signals act as before.
+    In a run of several processes `received` is the same in all of them, whichever the signal came
+    to: they leave after the same step. Outside the main thread Python lets nobody handle signals:
+    there nothing is received, and signals act as before.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -47,7 +57,9 @@ class StopSignals:
         self._give_back()
 
     def agree(self) -> None:
-        """Called once a step, after the step was dispatched: takes note of what came, in another process one step later."""
+        """Called once a step, after the step was dispatched: takes note of what came, in another
+        process one step later.
+        """
         came = self._came if self._largest is None else self._largest(self._came)
         self.received = self.received or came or None
 

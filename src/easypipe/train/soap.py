@@ -1,6 +1,8 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., 2024, algorithm 3). Optax has none.
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al., 2024, algorithm 3). Optax
+has none.
 
-m, n the two sides of a matrix · Q_L, Q_R their bases · leading dimensions (stacked layers) are matrices of their own
+m, n the two sides of a matrix · Q_L, Q_R their bases · leading dimensions (stacked layers) are
+matrices of their own
 """
 
 from __future__ import annotations
@@ -21,19 +23,28 @@ class SoapState(NamedTuple):
     steps: jax.Array  # Int32[], seen
     mu: Arrays  # first moments, in the parameter's own basis
     nu: Arrays  # second moments, in the rotated one
-    left: Arrays  # Float[..., m, m], averages of G G^T; these four in float32 at least, as decompositions need it
+    # Float[..., m, m], averages of G G^T; these four in float32 at least, as decompositions need it
+    left: Arrays
     right: Arrays  # Float[..., n, n], averages of G^T G
     left_basis: Arrays  # Float[..., m, m], columns are basis vectors
     right_basis: Arrays
 
 
 def scale_by_soap(
-    matrices: Mapping[str, bool], *, b1: float, b2: float, eps: float, update_interval: int, max_dim: int
+    matrices: Mapping[str, bool],
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    update_interval: int,
+    max_dim: int,
 ) -> optax.GradientTransformation:
-    """Parameters, a flat dict; those that `matrices` marks are preconditioned on each of their last two sides up to `max_dim` long.
+    """Parameters, a flat dict; those that `matrices` marks are preconditioned on each of their last
+    two sides up to `max_dim` long.
 
-    The first step measures the bases and moves nothing, as the authors' code does. Every `update_interval` steps each basis is turned
-    by one power iteration and a QR decomposition, its vectors sorted by their eigenvalues, and the second moments go with them.
+    The first step measures the bases and moves nothing, as the authors' code does. Every
+    `update_interval` steps each basis is turned by one power iteration and a QR decomposition, its
+    vectors sorted by their eigenvalues, and the second moments go with them.
     """
 
     def side(name: str, array: jax.Array, axis: int) -> bool:
@@ -55,21 +66,36 @@ def scale_by_soap(
         del params
         first = state.steps == 0
         bases = state.left_basis, state.right_basis
-        moved = jnp.maximum(state.steps, 1).astype(jnp.float32)  # updates made, this one included: the first step made none
+        # updates made, this one included: the first step made none
+        moved = jnp.maximum(state.steps, 1).astype(jnp.float32)
         keep = jnp.where(first, 0.0, 1.0)
-        mu = jax.tree.map(lambda m, g: keep.astype(g.dtype) * (b1 * m + (1 - b1) * g), state.mu, updates)
+        mu = jax.tree.map(
+            lambda m, g: keep.astype(g.dtype) * (b1 * m + (1 - b1) * g), state.mu, updates
+        )
         turned = {name: _turn(g, name, *bases) for name, g in updates.items()}
-        nu = jax.tree.map(lambda v, g: keep.astype(g.dtype) * (b2 * v + (1 - b2) * g * g), state.nu, turned)
+        nu = jax.tree.map(
+            lambda v, g: keep.astype(g.dtype) * (b2 * v + (1 - b2) * g * g), state.nu, turned
+        )
         step = {}
         for name, m in mu.items():
-            scaled = _turn(m / (1 - b1**moved), name, *bases) / (jnp.sqrt(nu[name] / (1 - b2**moved)) + eps)
+            scaled = _turn(m / (1 - b1**moved), name, *bases) / (
+                jnp.sqrt(nu[name] / (1 - b2**moved)) + eps
+            )
             step[name] = _turn(scaled, name, *bases, back=True).astype(m.dtype)
         nu = jax.tree.map(lambda v, before: v.astype(before.dtype), nu, state.nu)
-        left = {name: b2 * a + (1 - b2) * _gram(updates[name], -2) for name, a in state.left.items()}
-        right = {name: b2 * a + (1 - b2) * _gram(updates[name], -1) for name, a in state.right.items()}
+        left = {
+            name: b2 * a + (1 - b2) * _gram(updates[name], -2) for name, a in state.left.items()
+        }
+        right = {
+            name: b2 * a + (1 - b2) * _gram(updates[name], -1) for name, a in state.right.items()
+        }
 
         def measure() -> tuple[Arrays, Arrays, Arrays]:
-            return {n: _eigenbasis(a) for n, a in left.items()}, {n: _eigenbasis(a) for n, a in right.items()}, nu
+            return (
+                {n: _eigenbasis(a) for n, a in left.items()},
+                {n: _eigenbasis(a) for n, a in right.items()},
+                nu,
+            )
 
         def turn() -> tuple[Arrays, Arrays, Arrays]:
             lefts, rights, moments = {}, {}, dict(nu)
@@ -88,12 +114,18 @@ def scale_by_soap(
     return optax.GradientTransformation(init, update)
 
 
-def _turn(array: jax.Array, name: str, left: Arrays, right: Arrays, *, back: bool = False) -> jax.Array:
+def _turn(
+    array: jax.Array, name: str, left: Arrays, right: Arrays, *, back: bool = False
+) -> jax.Array:
     """Q_L^T A Q_R, or Q_L A Q_R^T."""
     if name in left:
-        array = jnp.einsum("...ij,...jk->...ik" if back else "...ji,...jk->...ik", left[name], array)
+        array = jnp.einsum(
+            "...ij,...jk->...ik" if back else "...ji,...jk->...ik", left[name], array
+        )
     if name in right:
-        array = jnp.einsum("...ij,...kj->...ik" if back else "...ij,...jk->...ik", array, right[name])
+        array = jnp.einsum(
+            "...ij,...kj->...ik" if back else "...ij,...jk->...ik", array, right[name]
+        )
     return array
 
 
@@ -106,7 +138,9 @@ def _eigenbasis(symmetric: jax.Array) -> jax.Array:
 
 
 def _power_step(symmetric: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the basis one power iteration nearer to the eigenbasis, the order its vectors were sorted into, Int[..., k])."""
+    """(the basis one power iteration nearer to the eigenbasis, the order its vectors were sorted
+    into, Int[..., k]).
+    """
     product = jnp.einsum("...ij,...jk->...ik", symmetric, basis)
     eigenvalues = jnp.einsum("...ik,...ik->...k", basis, product)
     order = jnp.argsort(-eigenvalues, axis=-1)

@@ -1,7 +1,8 @@
 """What a run trains, as one pytree with a place on the mesh for every array.
 
-The model's arrays are held flat, by dotted name ("layers.gate.kernel"), so that the optimizer, the checkpoint and error messages all
-speak of the same names. A StateLayout knows shapes, dtypes and shardings before any array exists.
+The model's arrays are held flat, by dotted name ("layers.gate.kernel"), so that the optimizer, the
+checkpoint and error messages all speak of the same names. A StateLayout knows shapes, dtypes and
+shardings before any array exists.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Path = tuple[Any, ...]
 
 
 class TrainState(NamedTuple):
-    """params: Arrays, what the optimizer moves. rest: Arrays, what else the model has (dropout keys, ..., parameters that are frozen).
+    """params: Arrays, what the optimizer moves. rest: Arrays, what else the model has (dropout
+    keys, ..., parameters that are frozen).
     step: Int32[], steps taken.
 
     The same shape holds abstract arrays and shardings.
@@ -48,13 +50,16 @@ class ModelLayout:
     paths: Mapping[str, Path]
     params: Mapping[str, jax.ShapeDtypeStruct]  # with shardings
     rest: Mapping[str, jax.ShapeDtypeStruct]
-    key_impls: Mapping[str, Any]  # random keys are held as their uint32 data, which every checkpoint format takes
+    # random keys are held as their uint32 data, which every checkpoint format takes
+    key_impls: Mapping[str, Any]
     decays: Mapping[str, bool]  # True for matrices
     hidden: Mapping[str, bool]  # True for matrices that are neither an embedding nor the head
-    frozen: frozenset[str]  # of `rest`: parameters that are not trained, which checkpoints leave out
+    # of `rest`: parameters that are not trained, which checkpoints leave out
+    frozen: frozenset[str]
     trained: type[nnx.Variable]  # params are the variables of this type
     mesh: Mesh
-    spread: tuple[str, ...] = ()  # mesh axes over which optimizer state is divided besides (ZeRO-1: Rajbhandari et al., 2020)
+    # mesh axes over which optimizer state is divided besides (ZeRO-1: Rajbhandari et al., 2020)
+    spread: tuple[str, ...] = ()
 
     def merge(self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array]) -> nnx.Module:
         """The module these arrays make up."""
@@ -75,23 +80,45 @@ class ModelLayout:
 
     def without_frozen(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """What `flatten` gave, as a checkpoint holds it."""
-        return {name: value for name, value in named.items() if name.removeprefix("rest/") not in self.frozen}
+        return {
+            name: value
+            for name, value in named.items()
+            if name.removeprefix("rest/") not in self.frozen
+        }
 
 
-def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.Param, *, spread: tuple[str, ...] = ()) -> ModelLayout:
-    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for a sharding that cannot be.
+def layout_of(
+    model: nnx.Module,
+    mesh: Mesh,
+    trained: type[nnx.Variable] = nnx.Param,
+    *,
+    spread: tuple[str, ...] = (),
+) -> ModelLayout:
+    """The layout of `model`, whose arrays may be abstract (nnx.eval_shape). Raises ConfigError for
+    a sharding that cannot be.
 
     trained: nnx.LoRAParam where only adapters move. spread: see ModelLayout.
     """
     graph, params, rest = nnx.split(model, trained, ...)
-    variables = {_name(path): (path, variable) for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))}
+    variables = {
+        _name(path): (path, variable)
+        for path, variable in (*nnx.to_flat_state(params), *nnx.to_flat_state(rest))
+    }
     values = {name: variable.get_value() for name, (_, variable) in variables.items()}
-    key_impls = {name: _key_impl(value) for name, value in values.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)}
+    key_impls = {
+        name: _key_impl(value)
+        for name, value in values.items()
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    }
     abstract = {}
     for name, (_, variable) in variables.items():
-        value = jax.eval_shape(jax.random.key_data, values[name]) if name in key_impls else values[name]
+        value = (
+            jax.eval_shape(jax.random.key_data, values[name]) if name in key_impls else values[name]
+        )
         spec = PartitionSpec() if name in key_impls else _spec(name, variable, value.shape, mesh)
-        abstract[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
+        abstract[name] = jax.ShapeDtypeStruct(
+            value.shape, value.dtype, sharding=NamedSharding(mesh, spec)
+        )
     names = [_name(path) for path, _ in nnx.to_flat_state(params)]
     decays = {name: _is_matrix(name, variables[name][1], abstract[name].shape) for name in names}
     return ModelLayout(
@@ -101,8 +128,15 @@ def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.P
         rest={name: value for name, value in abstract.items() if name not in names},
         key_impls=key_impls,
         decays=decays,
-        hidden={name: is_matrix and not _is_vocabulary(name, variables[name][1]) for name, is_matrix in decays.items()},
-        frozen=frozenset(_name(path) for path, variable in nnx.to_flat_state(rest) if isinstance(variable, nnx.Param)),
+        hidden={
+            name: is_matrix and not _is_vocabulary(name, variables[name][1])
+            for name, is_matrix in decays.items()
+        },
+        frozen=frozenset(
+            _name(path)
+            for path, variable in nnx.to_flat_state(rest)
+            if isinstance(variable, nnx.Param)
+        ),
         trained=trained,
         mesh=mesh,
         spread=spread,
@@ -111,16 +145,20 @@ def layout_of(model: nnx.Module, mesh: Mesh, trained: type[nnx.Variable] = nnx.P
 
 @contextlib.contextmanager
 def on(mesh: Mesh, rules: Mapping[str, Axes] | None = None) -> Iterator[None]:
-    """Where models are built and steps are traced: PartitionSpecs and the names of `rules` mean this mesh; None: the rules that hold."""
+    """Where models are built and steps are traced: PartitionSpecs and the names of `rules` mean
+    this mesh; None: the rules that hold.
+    """
     with jax.set_mesh(mesh), under(rules):
         yield
 
 
 def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
-    """Shape, dtype and sharding of every array of the state: what to compile against and what to restore into.
+    """Shape, dtype and sharding of every array of the state: what to compile against and what to
+    restore into.
 
-    A moment lies where its parameter lies; a factored one keeps the axes of the dimensions that it has; all are divided over
-    `layout.spread` besides, where a dimension can be; counters are on every device.
+    A moment lies where its parameter lies; a factored one keeps the axes of the dimensions that it
+    has; all are divided over `layout.spread` besides, where a dimension can be; counters are on
+    every device.
     """
     everywhere = NamedSharding(layout.mesh, PartitionSpec())
     params = dict(layout.params)
@@ -131,12 +169,22 @@ def abstract_state(layout: ModelLayout, optimizer: Optimizer) -> TrainState:
         spec = (
             PartitionSpec()
             if of is None
-            else _moment_spec(leaf.shape, of, from_the_right=not {"v_col", "right", "right_basis"}.isdisjoint(keys))
+            else _moment_spec(
+                leaf.shape,
+                of,
+                from_the_right=not {"v_col", "right", "right_basis"}.isdisjoint(keys),
+            )
         )
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, _spread(spec, leaf.shape, layout)))
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=NamedSharding(layout.mesh, _spread(spec, leaf.shape, layout)),
+        )
 
     moments = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, params))
-    return TrainState(params, dict(layout.rest), moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
+    return TrainState(
+        params, dict(layout.rest), moments, jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    )
 
 
 def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
@@ -147,8 +195,12 @@ def gradient_places(layout: ModelLayout) -> dict[str, NamedSharding]:
     }
 
 
-def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: Optimizer) -> TrainState:
-    """A new state, every array born where it belongs: no device ever holds more than its part. Call inside `on(mesh)`."""
+def init_state(
+    build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: Optimizer
+) -> TrainState:
+    """A new state, every array born where it belongs: no device ever holds more than its part. Call
+    inside `on(mesh)`.
+    """
 
     def born() -> TrainState:
         params, rest = layout.split(build())
@@ -158,15 +210,24 @@ def init_state(build: Callable[[], nnx.Module], layout: ModelLayout, optimizer: 
 
 
 def state_from(model: nnx.Module, layout: ModelLayout, optimizer: Optimizer) -> TrainState:
-    """A new state around the arrays that `model` has; they are copied, because steps consume what they are given."""
+    """A new state around the arrays that `model` has; they are copied, because steps consume what
+    they are given.
+    """
     params, rest = jax.tree.map(jnp.copy, layout.split(model))
-    params, rest = jax.device_put((params, rest), shardings((dict(layout.params), dict(layout.rest))))
+    params, rest = jax.device_put(
+        (params, rest), shardings((dict(layout.params), dict(layout.rest)))
+    )
     return state_around(params, rest, layout, optimizer)
 
 
-def state_around(params: Arrays, rest: Arrays, layout: ModelLayout, optimizer: Optimizer) -> TrainState:
+def state_around(
+    params: Arrays, rest: Arrays, layout: ModelLayout, optimizer: Optimizer
+) -> TrainState:
     """A new state of these arrays, which lie as `layout` says; it owns them."""
-    fresh = jax.jit(lambda params: (optimizer.init(params), jnp.int32(0)), out_shardings=shardings(abstract_state(layout, optimizer)[2:]))
+    fresh = jax.jit(
+        lambda params: (optimizer.init(params), jnp.int32(0)),
+        out_shardings=shardings(abstract_state(layout, optimizer)[2:]),
+    )
     return TrainState(params, rest, *fresh(params))
 
 
@@ -184,16 +245,27 @@ def flatten(state: TrainState) -> dict[str, Any]:
 def unflatten(named: Mapping[str, Any], like: TrainState) -> TrainState:
     """The inverse of `flatten`, for a state of the same structure as `like`."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
-    return jax.tree.unflatten(treedef, [named[jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves])
+    return jax.tree.unflatten(
+        treedef,
+        [named[jax.tree_util.keystr(path, simple=True, separator="/")] for path, _ in leaves],
+    )
 
 
 def _moment_spec(shape: tuple[int, ...], of: Any, *, from_the_right: bool) -> PartitionSpec:
-    """Where a moment of the parameter `of` lies: each of its dimensions as the first dimension of that size which is not yet taken.
+    """Where a moment of the parameter `of` lies: each of its dimensions as the first dimension of
+    that size which is not yet taken.
 
-    A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x m). Of a square parameter either fits.
+    A moment may lack dimensions (Adafactor's rows and columns) or repeat one (SOAP's m x m). Of a
+    square parameter either fits.
     """
     turn = -1 if from_the_right else 1
-    dimensions = list(zip(of.shape, (*of.sharding.spec, *[None] * (len(of.shape) - len(of.sharding.spec))), strict=True))[::turn]
+    dimensions = list(
+        zip(
+            of.shape,
+            (*of.sharding.spec, *[None] * (len(of.shape) - len(of.sharding.spec))),
+            strict=True,
+        )
+    )[::turn]
     axes: list[Any] = []
     for size in shape[::turn]:
         at = next((i for i, (known, _) in enumerate(dimensions) if known == size), None)
@@ -203,11 +275,20 @@ def _moment_spec(shape: tuple[int, ...], of: Any, *, from_the_right: bool) -> Pa
 
 
 def _spread(spec: PartitionSpec, shape: tuple[int, ...], layout: ModelLayout) -> PartitionSpec:
-    """`spec`, and over `layout.spread` along the largest part of a dimension that divides by it; where none does, `spec`."""
+    """`spec`, and over `layout.spread` along the largest part of a dimension that divides by it;
+    where none does, `spec`.
+    """
     ways = math.prod(layout.mesh.shape[axis] for axis in layout.spread)
     axes = [axes_of(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-    parts = [size // math.prod(layout.mesh.shape[axis] for axis in over) for size, over in zip(shape, axes, strict=True)]
-    best = max((i for i, part in enumerate(parts) if part % ways == 0), key=lambda i: parts[i], default=None)
+    parts = [
+        size // math.prod(layout.mesh.shape[axis] for axis in over)
+        for size, over in zip(shape, axes, strict=True)
+    ]
+    best = max(
+        (i for i, part in enumerate(parts) if part % ways == 0),
+        key=lambda i: parts[i],
+        default=None,
+    )
     if ways == 1 or best is None or any(axis in over for over in axes for axis in layout.spread):
         return spec
     axes[best] = (*axes[best], *layout.spread)
@@ -220,22 +301,33 @@ def _name(path: Path) -> str:
 
 def _arrays(state: nnx.State) -> Arrays:
     values = {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
-    return {name: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v for name, v in values.items()}
+    return {
+        name: jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v
+        for name, v in values.items()
+    }
 
 
 def _key_impl(key: Any) -> Any:
     found: list[Any] = []
-    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)  # takes no abstract keys, but tracers
+    # takes no abstract keys, but tracers
+    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
     return found[0]
 
 
 def _labels(variable: nnx.Variable) -> tuple[Any, ...]:
     metadata: Any = variable.get_metadata()
-    return tuple(metadata.get("out_sharding") or metadata.get("sharding_names") or metadata.get("sharding") or ())
+    return tuple(
+        metadata.get("out_sharding")
+        or metadata.get("sharding_names")
+        or metadata.get("sharding")
+        or ()
+    )
 
 
 def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
-    """Two dimensions or more, not counting the one along which layers are stacked; by name, where nothing says which that is."""
+    """Two dimensions or more, not counting the one along which layers are stacked; by name, where
+    nothing says which that is.
+    """
     stacked = sum(label == "layers" for label in _labels(variable))
     return len(shape) - stacked >= 2 and name.rpartition(".")[2] not in ("scale", "bias")
 
@@ -243,20 +335,33 @@ def _is_matrix(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> boo
 def _is_vocabulary(name: str, variable: nnx.Variable) -> bool:
     """An embedding or a head: labelled so, or, where nothing is labelled, called so."""
     labels = _labels(variable)
-    return "vocab" in labels if any(labels) else any(part in name.lower() for part in ("embed", "lm_head"))
+    return (
+        "vocab" in labels
+        if any(labels)
+        else any(part in name.lower() for part in ("embed", "lm_head"))
+    )
 
 
 def _spec(name: str, variable: nnx.Variable, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """The labels of the parameter's dimensions, as mesh axes; a parameter without labels lies whole on every device."""
+    """The labels of the parameter's dimensions, as mesh axes; a parameter without labels lies whole
+    on every device.
+    """
     chosen = {meaning: over for meaning, over in rules_here().items() if over != RULES.get(meaning)}
     rules = dict(variable.get_metadata().get("sharding_rules") or RULES) | chosen
     axes: list[Any] = []
     for dimension, label in enumerate(_labels(variable)):
-        axis = label if label is None or label in mesh.axis_names or isinstance(label, tuple) else rules.get(label, _UNKNOWN)
+        axis = (
+            label
+            if label is None or label in mesh.axis_names or isinstance(label, tuple)
+            else rules.get(label, _UNKNOWN)
+        )
         if axis is _UNKNOWN:
             known = [*rules, *mesh.axis_names]
             raise ConfigError(
-                at=f"model.{name}", problem=f"dimension {dimension} is labelled {label!r}", have=known, fix=did_you_mean(str(label), known)
+                at=f"model.{name}",
+                problem=f"dimension {dimension} is labelled {label!r}",
+                have=known,
+                fix=did_you_mean(str(label), known),
             )
         over = axes_of(axis)  # pyright: ignore[reportArgumentType]
         parts = math.prod(mesh.shape[part] for part in over)

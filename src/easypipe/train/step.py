@@ -23,7 +23,9 @@ MORE = "more/"  # before the names of what a loss tells besides
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]]
-EvalStep = Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array], Mapping[str, jax.Array]], LossOutput]
+EvalStep = Callable[
+    [Mapping[str, jax.Array], Mapping[str, jax.Array], Mapping[str, jax.Array]], LossOutput
+]
 
 
 def make_train_step(
@@ -36,23 +38,25 @@ def make_train_step(
     curvature_loss: LossFn | None = None,
     windows: Sequence[int | None] = (None,),
 ) -> TrainStep:
-    """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed (donated).
+    """`(state, batch) -> (state, metrics)`, compiled; the state that is given is consumed
+    (donated).
 
-    batch: [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the rows. Micro-batch a holds the rows
-    r with r % A == a, so that cutting moves no row between devices; a loader may have cut them so already, to [A, B/A, ...].
-    Losses and gradients are summed over tokens and divided once by the
-    number of targets: every A gives the same update, up to rounding.
-    metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss), grad_norm (Float32, before clipping),
-    param_norm (Float32, after the step), learning_rate (Float32), updates (Int32, steps not skipped so far),
-    more/<name> for what the loss tells besides (LossOutput.more),
-    num_targets, num_tokens (Int32, slots outside padding), num_slots, seq_length (Int32), attended (Float32, see flops.segment_sums).
+    batch: [B, ...] arrays, B a multiple of accumulate_steps times the devices that share the rows.
+    Micro-batch a holds the rows r with r % A == a, so that cutting moves no row between devices; a
+    loader may have cut them so already, to [A, B/A, ...]. Losses and gradients are summed over
+    tokens and divided once by the number of targets: every A gives the same update, up to rounding.
+    metrics, scalars on the device: loss, nll (Float32, nats a token; they differ by z-loss),
+    grad_norm (Float32, before clipping), param_norm (Float32, after the step), learning_rate
+    (Float32), updates (Int32, steps not skipped so far), more/<name> for what the loss tells
+    besides (LossOutput.more), num_targets, num_tokens (Int32, slots outside padding), num_slots,
+    seq_length (Int32), attended (Float32, see flops.segment_sums).
     windows: of each layer, for `attended`.
     schedule: None where the learning rate is not known; metrics have none then.
-    curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice; default: `loss`. It sees the first
-    micro-batch.
-    Law (non-finite steps): where the loss or grad_norm is not finite, the state comes back bit for bit as it was given: parameters,
-    moments, random counts, and `step`, which counts updates, so that the schedule stands still.
-    Call inside `state.on(layout.mesh)`.
+    curvature_loss: what an optimizer that asks for the objective (sophia) differentiates twice;
+    default: `loss`. It sees the first micro-batch.
+    Law (non-finite steps): where the loss or grad_norm is not finite, the state comes back bit for
+    bit as it was given: parameters, moments, random counts, and `step`, which counts updates, so
+    that the schedule stands still. Call inside `state.on(layout.mesh)`.
     """
     places, summed = shardings(abstract_state(layout, optimizer)), gradient_places(layout)
     added, curvature = AsSums(loss), AsSums(curvature_loss or loss)
@@ -70,7 +74,11 @@ def make_train_step(
         return jax.lax.with_sharding_constraint(grads, summed), _float32(out), rest
 
     def objective(state: TrainState, batch: Mapping[str, jax.Array]) -> Callable[[Any], jax.Array]:
-        first = batch if accumulate_steps == 1 else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
+        first = (
+            batch
+            if accumulate_steps == 1
+            else {name: array[0] for name, array in _micro_batches(batch, accumulate_steps).items()}
+        )
 
         def mean(params: Any) -> jax.Array:
             out = curvature(layout.merge(params, state.rest), first)
@@ -98,17 +106,25 @@ def make_train_step(
         }
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        moved = TrainState(optax.apply_updates(state.params, updates), rest, moments, state.step + 1)
+        moved = TrainState(
+            optax.apply_updates(state.params, updates), rest, moments, state.step + 1
+        )
         sound = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-        # Elementwise, so that it is fused into the update: no array is read or written once more for it.
+        # Elementwise, so that it is fused into the update: no array is read or written once more
+        # for it.
         state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), moved, state)
-        return state, metrics | {"updates": state.step, "param_norm": optax.tree.norm(state.params).astype(jnp.float32)}
+        return state, metrics | {
+            "updates": state.step,
+            "param_norm": optax.tree.norm(state.params).astype(jnp.float32),
+        }
 
     return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
 
 
 def make_eval_step(layout: ModelLayout, loss: LossFn) -> EvalStep:
-    """`(params, rest, batch) -> LossOutput` of sums, compiled, with dropout and the like switched off. Call inside `state.on(mesh)`."""
+    """`(params, rest, batch) -> LossOutput` of sums, compiled, with dropout and the like switched
+    off. Call inside `state.on(mesh)`.
+    """
     added = AsSums(loss)
 
     def step(params: Any, rest: Any, batch: Any) -> LossOutput:
@@ -127,7 +143,9 @@ def _micro_batches(batch: Mapping[str, jax.Array], pieces: int) -> dict[str, jax
     return dict(batch) if _tokens(batch).ndim == 3 else jax.tree.map(cut, dict(batch))
 
 
-def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int) -> tuple[Any, LossOutput, Any]:
+def _accumulate(
+    gradients: Any, state: TrainState, batch: Mapping[str, jax.Array], pieces: int
+) -> tuple[Any, LossOutput, Any]:
     def one(carry: Any, micro: Any) -> tuple[Any, None]:
         grads, out, rest = carry
         more, added, rest = gradients(state.params, rest, micro)
@@ -136,23 +154,36 @@ def _accumulate(gradients: Any, state: TrainState, batch: Mapping[str, jax.Array
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
     micro = _micro_batches(batch, pieces)
     first = jax.tree.map(lambda array: array[0], micro)
-    nothing = jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), jax.eval_shape(gradients, state.params, state.rest, first)[1])
+    nothing = jax.tree.map(
+        lambda out: jnp.zeros(out.shape, out.dtype),
+        jax.eval_shape(gradients, state.params, state.rest, first)[1],
+    )
     (grads, out, rest), _ = jax.lax.scan(one, (zeros, nothing, state.rest), micro)
     return grads, out, rest
 
 
 def _float32(out: LossOutput) -> LossOutput:
     more = {name: value.astype(jnp.float32) for name, value in out.more.items()}
-    return LossOutput(out.loss_sum.astype(jnp.float32), out.num_targets.astype(jnp.int32), out.nll_sum.astype(jnp.float32), more)
+    return LossOutput(
+        out.loss_sum.astype(jnp.float32),
+        out.num_targets.astype(jnp.int32),
+        out.nll_sum.astype(jnp.float32),
+        more,
+    )
 
 
 def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """What is counted as tokens: [..., B, S]. Rows of something else (images) count as one each, by their labels [..., B]."""
+    """What is counted as tokens: [..., B, S]. Rows of something else (images) count as one each, by
+    their labels [..., B].
+    """
     if "input_ids" in batch:
         return batch["input_ids"]
     if "labels" not in batch:
         raise ConfigError(
-            at="batch", problem="has neither input_ids nor labels", have=sorted(batch), fix="Name what is to be predicted `labels`."
+            at="batch",
+            problem="has neither input_ids nor labels",
+            have=sorted(batch),
+            fix="Name what is to be predicted `labels`.",
         )
     return batch["labels"][..., None]
 
@@ -160,7 +191,9 @@ def _tokens(batch: Mapping[str, jax.Array]) -> jax.Array:
 def _count(batch: Mapping[str, jax.Array], windows: Sequence[int | None]) -> Metrics:
     ids = _tokens(batch)
     segment_ids = batch.get("segment_ids", jnp.ones_like(ids))
-    position_ids = batch.get("position_ids", jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape))
+    position_ids = batch.get(
+        "position_ids", jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    )
     num_tokens, attended = segment_sums(segment_ids, position_ids, windows)
     sizes = {"num_slots": jnp.int32(ids.size), "seq_length": jnp.int32(ids.shape[-1])}
     return {"num_tokens": num_tokens, "attended": attended, **sizes}

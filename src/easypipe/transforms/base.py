@@ -1,4 +1,5 @@
-"""What transforms share: rows keep their numbers, `>>` chains them, and a transform of a source is a source.
+"""What transforms share: rows keep their numbers, `>>` chains them, and a transform of a source is
+a source.
 
 clean = Rename({"body": "text"}) >> FilterNonEmpty("text") >> Select("text")
 clean(batch)      # a RecordBatch
@@ -24,7 +25,9 @@ from easypipe.core.schema import ROW_NUMBER
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows on their way through a transform. `numbers` Int64[rows] are their row numbers; `batch` has no column of them."""
+    """Rows on their way through a transform. `numbers` Int64[rows] are their row numbers; `batch`
+    has no column of them.
+    """
 
     batch: pa.RecordBatch
     numbers: NDArray[np.int64]
@@ -32,7 +35,8 @@ class Rows:
 
 
 class ColumnTransform(ABC):
-    """The base of this package's transforms; implements Transform. A subclass says what becomes of a schema and of rows.
+    """The base of this package's transforms; implements Transform. A subclass says what becomes of
+    a schema and of rows.
 
     Equal fingerprints mean equal rows: a subclass puts all its options into `fingerprint`.
     """
@@ -47,28 +51,48 @@ class ColumnTransform(ABC):
 
     @abstractmethod
     def columns(self, before: pa.Schema) -> pa.Schema:
-        """The schema after. Neither has ROW_NUMBER. Raises SourceError for a column that is not there or cannot be used so."""
+        """The schema after. Neither has ROW_NUMBER. Raises SourceError for a column that is not
+        there or cannot be used so.
+        """
 
     @abstractmethod
     def rows(self, rows: Rows) -> Rows:
-        """What becomes of rows. Only rows on which it failed are rejects; what it drops on purpose is in neither."""
+        """What becomes of rows. Only rows on which it failed are rejects; what it drops on purpose
+        is in neither.
+        """
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
-        """A transform with the same rows that needs to give only `columns`, and what it reads; None where that is everything."""
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
+        """A transform with the same rows that needs to give only `columns`, and what it reads; None
+        where that is everything.
+        """
         return self, None
 
     def schema(self, before: pa.Schema) -> pa.Schema:
-        """The schema after, ROW_NUMBER last where `before` has it. Reads no rows; raises SourceError naming a column that is missing."""
+        """The schema after, ROW_NUMBER last where `before` has it. Reads no rows; raises
+        SourceError naming a column that is missing.
+        """
         after = self.columns(_plain(before))
         if ROW_NUMBER in after.names:
-            raise SourceError(at=str(self), problem=f"column {ROW_NUMBER!r} is kept for row numbers", fix="Choose another name.")
-        return after.append(pa.field(ROW_NUMBER, pa.int64())) if ROW_NUMBER in before.names else after
+            raise SourceError(
+                at=str(self),
+                problem=f"column {ROW_NUMBER!r} is kept for row numbers",
+                fix="Choose another name.",
+            )
+        return (
+            after.append(pa.field(ROW_NUMBER, pa.int64())) if ROW_NUMBER in before.names else after
+        )
 
     def scan(self, batch: pa.RecordBatch) -> Scan:
         """The batch transformed, and the rows on which that failed."""
         schema = self.schema(batch.schema)
         numbered = ROW_NUMBER in batch.schema.names
-        numbers = batch.column(ROW_NUMBER).to_numpy() if numbered else np.arange(batch.num_rows, dtype=np.int64)
+        numbers = (
+            batch.column(ROW_NUMBER).to_numpy()
+            if numbered
+            else np.arange(batch.num_rows, dtype=np.int64)
+        )
         data = batch.drop_columns([ROW_NUMBER]) if numbered else batch
         after = self.rows(Rows(data, numbers))
         arrays = after.batch.columns
@@ -77,7 +101,9 @@ class ColumnTransform(ABC):
         return Scan(pa.RecordBatch.from_arrays(arrays, schema=schema), after.rejects)
 
     def __call__(self, batch: Any) -> Any:
-        """A batch gives a batch, a source a TransformedSource. Raises SourceError for the first row on which it failed."""
+        """A batch gives a batch, a source a TransformedSource. Raises SourceError for the first row
+        on which it failed.
+        """
         if not isinstance(batch, pa.RecordBatch):
             from easypipe.transforms.transformed import TransformedSource
 
@@ -85,7 +111,11 @@ class ColumnTransform(ABC):
         after, rejects = self.scan(batch)
         first = next((reject for reject in rejects if not reject.benign), None)
         if first is not None:
-            raise SourceError(at=place(str(self), row=first.row), problem=f"{first.reason}: {first.detail}", fix="Correct the row.")
+            raise SourceError(
+                at=place(str(self), row=first.row),
+                problem=f"{first.reason}: {first.detail}",
+                fix="Correct the row.",
+            )
         return after
 
     def __rshift__(self, other: Transform) -> Chain:
@@ -100,16 +130,28 @@ class ColumnTransform(ABC):
 
 
 class Chain(ColumnTransform):
-    """One transform after the other; what `a >> b >> c` makes. `(a >> b) >> c` and `a >> (b >> c)` are one and the same."""
+    """One transform after the other; what `a >> b >> c` makes. `(a >> b) >> c` and `a >> (b >> c)`
+    are one and the same.
+    """
 
     def __init__(self, steps: Sequence[Transform]) -> None:
         if not steps:
-            raise ConfigError(at="transform", problem="an empty list", fix="Give at least one transform.")
+            raise ConfigError(
+                at="transform", problem="an empty list", fix="Give at least one transform."
+            )
         for step in steps:
             if not is_transform(step):
-                fix = "Wrap a function: Map(function)." if callable(step) else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
+                fix = (
+                    "Wrap a function: Map(function)."
+                    if callable(step)
+                    else "Give easypipe.transforms, as in Rename(...) >> Select(...)."
+                )
                 raise ConfigError(at="transform", problem=f"{step!r} is no transform", fix=fix)
-        self.steps: tuple[Transform, ...] = tuple(inner for step in steps for inner in (step.steps if isinstance(step, Chain) else (step,)))
+        self.steps: tuple[Transform, ...] = tuple(
+            inner
+            for step in steps
+            for inner in (step.steps if isinstance(step, Chain) else (step,))
+        )
         self.drops = any(getattr(step, "drops", True) for step in self.steps)
         self.fan_out = int(np.prod([fan_out_of(step) for step in self.steps], dtype=np.int64))
         self.cacheable = all(getattr(step, "cacheable", True) for step in self.steps)
@@ -136,7 +178,9 @@ class Chain(ColumnTransform):
             rejects += rows.rejects
         return Rows(rows.batch, rows.numbers, tuple(sorted(rejects, key=lambda reject: reject.row)))
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         schemas = [before]
         for step in self.steps[:-1]:
             schemas.append(step.schema(schemas[-1]))
@@ -153,7 +197,11 @@ class Chain(ColumnTransform):
 
 
 def is_transform(value: object) -> bool:
-    return callable(value) and callable(getattr(value, "schema", None)) and hasattr(value, "fingerprint")
+    return (
+        callable(value)
+        and callable(getattr(value, "schema", None))
+        and hasattr(value, "fingerprint")
+    )
 
 
 def as_transform(value: Transform | Sequence[Transform]) -> Transform:
@@ -173,7 +221,9 @@ def scan_with(transform: Transform, batch: pa.RecordBatch) -> Scan:
     return Scan(transform(batch), ()) if own is None else own(batch)
 
 
-def narrow(transform: Transform, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+def narrow(
+    transform: Transform, columns: Sequence[str], before: pa.Schema
+) -> tuple[Transform, Sequence[str] | None]:
     own = getattr(transform, "narrow", None)
     return (transform, None) if own is None else own(columns, before)
 
@@ -182,24 +232,45 @@ def require_columns(names: Sequence[str], schema: pa.Schema, at: str) -> None:
     """Raises SourceError for the first name that is no column."""
     for name in names:
         if name not in schema.names:
-            raise SourceError(at=at, problem=f"no column {name!r}", have=schema.names, fix=did_you_mean(name, schema.names))
+            raise SourceError(
+                at=at,
+                problem=f"no column {name!r}",
+                have=schema.names,
+                fix=did_you_mean(name, schema.names),
+            )
 
 
 def column_names(names: tuple[str | Sequence[str], ...], of: str) -> tuple[str, ...]:
-    """`("a", "b")` or `(["a", "b"],)` as names. Raises ConfigError where there is none, or one stands twice."""
+    """`("a", "b")` or `(["a", "b"],)` as names. Raises ConfigError where there is none, or one
+    stands twice.
+    """
     flat = tuple(names[0]) if len(names) == 1 and not isinstance(names[0], str) else names
-    if not flat or not all(isinstance(name, str) and name for name in flat) or len(set(flat)) < len(flat):
-        raise ConfigError(at=of, problem=f"expected different column names, got {names!r}", fix=f'Write {of}("text").')
+    if (
+        not flat
+        or not all(isinstance(name, str) and name for name in flat)
+        or len(set(flat)) < len(flat)
+    ):
+        raise ConfigError(
+            at=of,
+            problem=f"expected different column names, got {names!r}",
+            fix=f'Write {of}("text").',
+        )
     return flat  # type: ignore[return-value]
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    return pa.schema([pa.field(field.name, field.type) for field in schema if field.name != ROW_NUMBER])
+    return pa.schema(
+        [pa.field(field.name, field.type) for field in schema if field.name != ROW_NUMBER]
+    )
 
 
 def _foreign(step: Transform, rows: Rows) -> Rows:
     """A step that knows nothing of Rows: it takes and gives batches with ROW_NUMBER."""
     schema = rows.batch.schema.append(pa.field(ROW_NUMBER, pa.int64()))
-    numbered = pa.RecordBatch.from_arrays([*rows.batch.columns, pa.array(rows.numbers, pa.int64())], schema=schema)
+    numbered = pa.RecordBatch.from_arrays(
+        [*rows.batch.columns, pa.array(rows.numbers, pa.int64())], schema=schema
+    )
     batch, rejects = scan_with(step, numbered)
-    return Rows(batch.drop_columns([ROW_NUMBER]), batch.column(ROW_NUMBER).to_numpy(), tuple(rejects))
+    return Rows(
+        batch.drop_columns([ROW_NUMBER]), batch.column(ROW_NUMBER).to_numpy(), tuple(rejects)
+    )

@@ -17,14 +17,21 @@ BYTES = 256  # one token per byte comes first, so that every text can be encoded
 
 
 def train_bpe(
-    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], path: str | Path, *, named: Mapping[str, str] | None = None
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    path: str | Path,
+    *,
+    named: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>") into the folder `path`; returns the folder.
+    """Writes `tokenizer.json` and `tokenizer_config.json` (eos and bos "<|endoftext|>") into the
+    folder `path`; returns the folder.
 
-    special_tokens: further tokens that are never split; "<|endoftext|>" is always the first. vocab_size counts them and the 256 bytes; with
-    little text fewer tokens come out. named: what tokenizer_config.json calls some of them, such as {"pad_token": "[PAD]"}. The same
-    texts in the same order give the same files.
-    Raises ConfigError where vocab_size is too small, TokenizerError where there is no text.
+    special_tokens: further tokens that are never split; "<|endoftext|>" is always the first.
+    vocab_size counts them and the 256 bytes; with little text fewer tokens come out. named: what
+    tokenizer_config.json calls some of them, such as {"pad_token": "[PAD]"}. The same texts in the
+    same order give the same files. Raises ConfigError where vocab_size is too small, TokenizerError
+    where there is no text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -38,18 +45,35 @@ def train_bpe(
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() == least:
-        raise TokenizerError(at=str(path), problem="no pair of bytes to merge: there is no text to learn from", fix="Give more text.")
+        raise TokenizerError(
+            at=str(path),
+            problem="no pair of bytes to merge: there is no text to learn from",
+            fix="Give more text.",
+        )
     if tokenizer.get_vocab_size() < vocab_size:
-        log.warning("%s: the text gives %d tokens, and vocab_size is %d", path, tokenizer.get_vocab_size(), vocab_size)
+        log.warning(
+            "%s: the text gives %d tokens, and vocab_size is %d",
+            path,
+            tokenizer.get_vocab_size(),
+            vocab_size,
+        )
     folder = Path(path)
     definition = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=1)
     commit_json(
         folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "add_prefix_space": False}
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "add_prefix_space": False,
+        }
         | dict(named or {}),
     )
     commit_bytes(folder / "tokenizer.json", (definition + "\n").encode())

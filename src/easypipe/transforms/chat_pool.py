@@ -1,4 +1,6 @@
-"""The worker processes of chat templates (chat_worker.py): rows go to those that are idle, and come back as texts in their order."""
+"""The worker processes of chat templates (chat_worker.py): rows go to those that are idle, and come
+back as texts in their order.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,10 @@ STALL_SECONDS = 120.0  # without an answer, for a worker that may use one second
 
 
 class Rendered(NamedTuple):
-    """spans: ascending character ranges that are trained. end: 0 where the template ended the last turn, else the EOS token has to
-    (MASKED_END or TRAINED_END, see chat_spans.py). lost: tokens that were left out before the text was written; fewer than 0 were
-    written twice. goes_on: the conversation does so in another text."""
+    """spans: ascending character ranges that are trained. end: 0 where the template ended the last
+    turn, else the EOS token has to (MASKED_END or TRAINED_END, see chat_spans.py). lost: tokens
+    that were left out before the text was written; fewer than 0 were written twice. goes_on: the
+    conversation does so in another text."""
 
     text: str
     spans: list[list[int]]
@@ -52,7 +55,9 @@ Answer = Rendered | Refused | Hostile
 
 
 class WrittenTalk(NamedTuple):
-    """A row whose messages, and tools if it has any, are JSON that a worker process reads: this one would only hand the values on."""
+    """A row whose messages, and tools if it has any, are JSON that a worker process reads: this one
+    would only hand the values on.
+    """
 
     messages: str
     tools: str | None
@@ -65,7 +70,9 @@ def _answer(text: str, rest: Sequence[Any]) -> Answer:
     return Refused(*rest) if isinstance(rest[0], str) else Rendered(text, *rest)
 
 
-def _requests(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk]) -> Iterator[tuple[bytes, int]]:
+def _requests(
+    spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk]
+) -> Iterator[tuple[bytes, int]]:
     """(request, rows in it), for all rows in their order."""
     head = json.dumps(spec).encode()
     cells: list[list[bytes]] = []
@@ -93,10 +100,13 @@ def _request(head: bytes, cells: Sequence[Sequence[bytes]]) -> bytes:
     return b"".join([head, b"\n", sizes, b"\n", *itertools.chain.from_iterable(cells)])
 
 
-def asked(spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk]) -> Generator[list[Answer]]:
+def asked(
+    spec: Mapping[str, Any], rows: Sequence[Mapping[str, Any] | WrittenTalk]
+) -> Generator[list[Answer]]:
     """Answers to all rows, request by request; a hostile one is the last one given.
 
-    While answers are read, other workers have the next requests, as far as there are more workers than threads that ask.
+    While answers are read, other workers have the next requests, as far as there are more workers
+    than threads that ask.
     """
     under_way: deque[tuple[_Worker, int]] = deque()
     try:
@@ -125,15 +135,31 @@ def _received(under_way: deque[tuple[_Worker, int]]) -> list[Answer]:
 
 class _Worker:
     def __init__(self) -> None:
-        self._number = tempfile.TemporaryFile(prefix="easypipe-chat-")  # of the row that it works on  # noqa: SIM115
+        # holds the number of the row that it works on
+        self._number = tempfile.TemporaryFile(prefix="easypipe-chat-")  # noqa: SIM115
         package = str(Path(__file__).parents[2])
-        known = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG") if key in os.environ}
+        known = {
+            key: os.environ[key]
+            for key in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG")
+            if key in os.environ
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "easypipe.transforms.chat_worker", str(self._number.fileno())],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "easypipe.transforms.chat_worker",
+                str(self._number.fileno()),
+            ],
             pass_fds=(self._number.fileno(),),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**known, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)},
+            env={
+                **known,
+                "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")]).rstrip(
+                    os.pathsep
+                ),
+            },
         )
         self.gone = False
 
@@ -170,7 +196,11 @@ class _Worker:
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
         if not select.select([source], [], [], STALL_SECONDS)[0]:
-            raise StallError(at="chat template", problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s", fix="Run again.")
+            raise StallError(
+                at="chat template",
+                problem=f"a worker process gave no answer for {STALL_SECONDS:.0f} s",
+                fix="Run again.",
+            )
         read = os.read(source, 1 << 20)
         held += read
         return bool(read)
@@ -204,8 +234,8 @@ _lock = threading.Lock()
 
 
 def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
-    """A worker that has nothing to do. must: start one rather than give none; else: None where every core has one at work, or where
-    there would have to be another one and not `start`."""
+    """A worker that has nothing to do. must: start one rather than give none; else: None where
+    every core has one at work, or where there would have to be another one and not `start`."""
     with _lock:
         cores = os.cpu_count() or 1
         if not must and (len(_alive) - len(_idle) >= cores or not (_idle or start)):
@@ -220,7 +250,8 @@ def _take(*, must: bool = True, start: bool = True) -> _Worker | None:
 
 def _give(worker: _Worker) -> None:
     with _lock:
-        if len(_idle) <= (os.cpu_count() or 1):  # one more: a thread finds none where others have taken those of all cores
+        # one more: a thread finds none where others have taken those of all cores
+        if len(_idle) <= (os.cpu_count() or 1):
             _idle.append(worker)
             return
     worker.close()

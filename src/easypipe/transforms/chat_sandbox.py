@@ -1,7 +1,8 @@
 """Chat templates rendered as `transformers.apply_chat_template` renders them, without it.
 
-Imports nothing but jinja2: this file runs in the worker process of chat_worker.py, which is what limits time and memory. The sandbox here
-keeps templates from attributes and from changing what they are given.
+Imports nothing but jinja2: this file runs in the worker process of chat_worker.py, which is what
+limits time and memory. The sandbox here keeps templates from attributes and from changing what they
+are given.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 1 << 25  # of one rendered conversation
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; the first is what templates read
+# names of one thing; the first is what templates read
+REASONING = ("reasoning_content", "thinking", "reasoning")
 KEYS_OF_REASONING = frozenset(REASONING)
 
 _OF_DICT = frozenset(dir(dict))
-_OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))  # the sandbox writes those itself
-_OF_LOOP = frozenset(["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"])
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # as Python writes objects that have no text of their own
+# the sandbox writes those itself
+_OF_STR = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
+_OF_LOOP = frozenset(
+    ["index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"]
+)
+# as Python writes objects that have no text of their own
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -42,8 +48,9 @@ class HostileError(Exception):
 class Template:
     """A compiled chat template. Not thread safe.
 
-    names: what it sees beside messages and tools: `bos_token`, `eos_token`, ... date: the ISO date that `strftime_now` tells; None
-    refuses templates that ask for it. Raises HostileError for a template that does not compile.
+    names: what it sees beside messages and tools: `bos_token`, `eos_token`, ... date: the ISO date
+    that `strftime_now` tells; None refuses templates that ask for it. Raises HostileError for a
+    template that does not compile.
     """
 
     def __init__(self, source: str, names: Mapping[str, str], date: str | None = None) -> None:
@@ -60,17 +67,35 @@ class Template:
         except MemoryError:
             raise HostileError("it takes more memory than a template may have") from None
         except Exception as error:  # noqa: BLE001 (jinja works constants out while it compiles)
-            raise HostileError(f"it does not compile: {type(error).__name__}: {error}"[:500]) from None
-        self._template.globals = dict(self._template.globals)  # for a chain of one mapping, which every rendering would copy slowly
+            raise HostileError(
+                f"it does not compile: {type(error).__name__}: {error}"[:500]
+            ) from None
+        # for a chain of one mapping, which every rendering would copy slowly
+        self._template.globals = dict(self._template.globals)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """(text, spans between `{% generation %}` markers as character positions). prompt: open an assistant turn at the end."""
-        return self.write({"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt})
+        """(text, spans between `{% generation %}` markers as character positions). prompt: open an
+        assistant turn at the end.
+        """
+        return self.write(
+            {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": prompt,
+            }
+        )
 
     def write(self, variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """`render` of a template that sees these variables, and its names unless they are among them."""
+        """`render` of a template that sees these variables, and its names unless they are among
+        them.
+        """
         pieces: list[str] = []
         found: list[tuple[int, str]] = []
         size = 0
@@ -85,14 +110,17 @@ class Template:
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_CHARACTERS:
-                    raise HostileError(f"it writes more than {MOST_CHARACTERS} characters for one conversation")
+                    raise HostileError(
+                        f"it writes more than {MOST_CHARACTERS} characters for one conversation"
+                    )
         except SecurityError as error:
             raise HostileError(f"the sandbox stopped it: {error}") from None
         except MemoryError:
             raise HostileError("it takes more memory than a template may have") from None
         except RecursionError:
             raise HostileError("it calls itself without end") from None
-        except OverflowError as error:  # what the sandbox says to range(10**9), and Python to larger numbers
+        # what the sandbox says to range(10**9), and Python to larger numbers
+        except OverflowError as error:
             raise HostileError(f"it asks for too much: {error}") from None
         except HostileError:
             raise
@@ -103,22 +131,30 @@ class Template:
             del self._environment.easypipe_note  # type: ignore[attr-defined]
         text = "".join(pieces)
         if " at 0x" in text and (printed := self._printed_address(text, variables)) is not None:
-            raise HostileError(f"it prints an address in memory, which is another one in each process: {printed[:80]!r}")
+            raise HostileError(
+                f"it prints an address in memory, which is another one in each process: {printed[:80]!r}"
+            )
         for start, inner in found:
             if not text.startswith(inner, start):
-                raise RenderError("its generation markers stand in a block whose text is changed later, so what they mark is not known")
+                raise RenderError(
+                    "its generation markers stand in a block whose text is changed later, so what they mark is not known"
+                )
         return text, [(start, start + len(inner)) for start, inner in found if inner]
 
     def _printed_address(self, text: str, variables: Mapping[str, Any]) -> str | None:
-        """An address in memory that stands in the text, and in nothing that the template was given."""
+        """An address in memory that stands in the text, and in nothing that the template was
+        given.
+        """
         given = [self._source, *_texts_within(variables)]
         found = (match[0] for match in _ADDRESS.finditer(text))
-        return next((address for address in found if not any(address in one for one in given)), None)
+        return next(
+            (address for address in found if not any(address in one for one in given)), None
+        )
 
 
 def as_given(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages as transformers hands them to templates: without keys of null, which many would print as the word None, and with reasoning
-    under every name that templates read it by."""
+    """Messages as transformers hands them to templates: without keys of null, which many would
+    print as the word None, and with reasoning under every name that templates read it by."""
     result: list[Mapping[str, Any]] = []
     for message in messages:
         if None in message.values():
@@ -184,7 +220,9 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, which here knows at once what it would find out slowly: an attribute of an object is mostly a key of a message."""
+    """jinja2's sandbox, which here knows at once what it would find out slowly: an attribute of an
+    object is mostly a key of a message.
+    """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -193,7 +231,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 return obj[attribute]
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
-        if (kind is str and attribute in _OF_STR) or (kind is LoopContext and attribute in _OF_LOOP):
+        if (kind is str and attribute in _OF_STR) or (
+            kind is LoopContext and attribute in _OF_LOOP
+        ):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
@@ -204,7 +244,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols])
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Markers, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _clock(date)
@@ -218,10 +260,18 @@ def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
 _JSON = json.JSONEncoder(ensure_ascii=False)  # json.dumps would make one for every value
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     if ensure_ascii is False and indent is None and separators is None and sort_keys is False:
         return _JSON.encode(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: Any) -> None:
@@ -231,7 +281,9 @@ def _raise(message: Any) -> None:
 def _by_chance(name: str) -> Callable[..., Any]:
     @jinja2.pass_context  # so that it is not called while the template compiles
     def refuse(*args: Any, **values: Any) -> Any:
-        raise HostileError(f"it asks for {name!r}, and a conversation must give the same tokens whenever it is prepared")
+        raise HostileError(
+            f"it asks for {name!r}, and a conversation must give the same tokens whenever it is prepared"
+        )
 
     return refuse
 

@@ -1,10 +1,12 @@
-"""Where a template prints the texts of a conversation: proven by printing other words in their place.
+"""Where a template prints the texts of a conversation: proven by printing other words in their
+place.
 
 sentinel  a word that stands nowhere in the conversation, put in place of a message's text
 
-Two renderings are read side by side, one as it is and one with sentinels: what stands between the sentinels of the second must stand in
-the first, with the very text (or its trimmed or JSON-escaped form) between. Then the positions of all texts are known, and known to be
-right. Runs in the worker process, as light as can be.
+Two renderings are read side by side, one as it is and one with sentinels: what stands between the
+sentinels of the second must stand in the first, with the very text (or its trimmed or JSON-escaped
+form) between. Then the positions of all texts are known, and known to be right. Runs in the worker
+process, as light as can be.
 """
 
 from __future__ import annotations
@@ -51,21 +53,29 @@ class Sentinels:
         return word
 
     def replace(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a word in place of each text in it. Empty texts stay, for templates ask whether there is any."""
+        """The message with a word in place of each text in it. Empty texts stay, for templates ask
+        whether there is any.
+        """
         said = message.get("content")
-        thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(message.get(key) for key in REASONING)
+        thinks = not KEYS_OF_REASONING.isdisjoint(message) and any(
+            message.get(key) for key in REASONING
+        )
         alone = not message.get("tool_calls") and not thinks
         result = dict(message)
         if isinstance(said, str) and said.strip():
             pieces = _THINK.split(said) if "think>" in said else [said]
             new = [
-                piece if n % 2 or not piece.strip() else self.fresh(piece, i, whole=alone and len(pieces) == 1)
+                piece
+                if n % 2 or not piece.strip()
+                else self.fresh(piece, i, whole=alone and len(pieces) == 1)
                 for n, piece in enumerate(pieces)
             ]
             result["content"] = "".join(new)
         elif isinstance(said, list):
             result["content"] = [
-                {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)} if part["text"].strip() else part
+                {**part, "text": self.fresh(part["text"], i, whole=alone and len(said) == 1)}
+                if part["text"].strip()
+                else part
                 for part in said
             ]
         if message.get("role") != "assistant":
@@ -86,7 +96,10 @@ class Sentinels:
             return call
         function = call.get("function")
         inner: dict[str, Any] = function if isinstance(function, dict) else call
-        new = {key: self._leaves(value, i) if key in ("name", "arguments", "parameters") else value for key, value in inner.items()}
+        new = {
+            key: self._leaves(value, i) if key in ("name", "arguments", "parameters") else value
+            for key, value in inner.items()
+        }
         return {**call, "function": new} if inner is not call else new
 
     def _leaves(self, node: Any, i: int) -> Any:
@@ -94,7 +107,11 @@ class Sentinels:
             return self.fresh(node, i) if node.strip() else node
         if isinstance(node, list):
             return [self._leaves(item, i) for item in node]
-        return {key: self._leaves(item, i) for key, item in node.items()} if isinstance(node, dict) else node
+        return (
+            {key: self._leaves(item, i) for key, item in node.items()}
+            if isinstance(node, dict)
+            else node
+        )
 
 
 def unused_stem(text: str, values: Any) -> str:
@@ -115,7 +132,9 @@ def _holds(value: Any, word: str) -> bool:
 
 
 def align(text: str, other: str, words: Sentinels) -> list[Place]:
-    """Where the texts behind the words stand in `text`, so that putting them back into `other` gives `text` exactly."""
+    """Where the texts behind the words stand in `text`, so that putting them back into `other`
+    gives `text` exactly.
+    """
     gaps, found = words.pattern.split(other), words.pattern.findall(other)
     if not text.startswith(gaps[0]):
         raise UnprovenError("the template writes other things around other words")
@@ -126,7 +145,15 @@ def align(text: str, other: str, words: Sentinels) -> list[Place]:
     while True:
         if len(stack) < len(found):
             word = found[len(stack)]
-            stack.append(_fits(text, at, words.value[word], gaps[len(stack) + 1], last=len(stack) + 1 == len(found)))
+            stack.append(
+                _fits(
+                    text,
+                    at,
+                    words.value[word],
+                    gaps[len(stack) + 1],
+                    last=len(stack) + 1 == len(found),
+                )
+            )
         elif at == len(text):
             return places
         while stack:
@@ -147,13 +174,24 @@ def _fits(text: str, at: int, value: str, gap: str, *, last: bool) -> Iterator[t
     """Forms of `value` that stand in `text` at `at` with `gap` behind them."""
     for form in forms_of(value):
         stop = at + len(form)
-        if text.startswith(form, at) and text.startswith(gap, stop) and (not last or stop + len(gap) == len(text)):
+        if (
+            text.startswith(form, at)
+            and text.startswith(gap, stop)
+            and (not last or stop + len(gap) == len(text))
+        ):
             yield at, stop
 
 
 def forms_of(value: str) -> Iterator[str]:
     """A text as templates print it: as it is, trimmed, or inside JSON; each form once."""
     yield value
-    plain = [value.strip(), value.rstrip(), value.lstrip(), value.strip("\n"), value.rstrip("\n"), value.lstrip("\n")]
+    plain = [
+        value.strip(),
+        value.rstrip(),
+        value.lstrip(),
+        value.strip("\n"),
+        value.rstrip("\n"),
+        value.lstrip("\n"),
+    ]
     escaped = [json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1]]
     yield from (form for form in dict.fromkeys(plain + escaped) if form != value)

@@ -1,10 +1,12 @@
-"""A process of its own for chat templates, which are programs of strangers: the system ends it where one takes too long or too much.
+"""A process of its own for chat templates, which are programs of strangers: the system ends it
+where one takes too long or too much.
 
-A request is two lines of JSON and bytes: what the rows are written with; a list of sizes for each row; their JSON, so many bytes each. A
-row is one object, {"messages": …, "tools": …} or {"fields": …}, or messages and tools as it had them, which are checked here.
-Answers to some rows are a line of JSON and bytes: [[size, spans, end], …], [0, reason, detail] for one that is refused, [0, detail] for a
-hostile template; and the texts, `size` bytes of UTF-8 each. The number of the row at hand stands in a file that the reader shares, for
-when this process is ended. Reads until its input ends.
+A request is two lines of JSON and bytes: what the rows are written with; a list of sizes for each
+row; their JSON, so many bytes each. A row is one object, {"messages": …, "tools": …} or {"fields":
+…}, or messages and tools as it had them, which are checked here. Answers to some rows are a line of
+JSON and bytes: [[size, spans, end], …], [0, reason, detail] for one that is refused, [0, detail]
+for a hostile template; and the texts, `size` bytes of UTF-8 each. The number of the row at hand
+stands in a file that the reader shares, for when this process is ended. Reads until its input ends.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from easypipe.transforms.chat_spans import Spans
 from easypipe.transforms.label_span import find_label
 from easypipe.transforms.talks import Talks, Wrong, loaded
 
-CPU_SECONDS = 0.75  # of one conversation; SIGPROF ends the process, also in the middle of a call into C
+# of one conversation; SIGPROF ends the process, also in the middle of a call into C
+CPU_SECONDS = 0.75
 MEMORY_BYTES = 1 << 30
 ANSWER_BYTES = 1 << 20  # of texts, after which answers go out though there are more rows
 
@@ -43,7 +46,8 @@ def main() -> None:
         if spec not in writers:
             writers[spec] = _Writer(json.loads(spec))
         write = writers[spec]
-        rows = [[source.read(size) for size in sizes] for sizes in json.loads(source.readline())]  # all: who asks reads nothing before
+        # all: who asks reads nothing before
+        rows = [[source.read(size) for size in sizes] for sizes in json.loads(source.readline())]
         answers: list[list[Any]] = []
         texts: list[bytes] = []
         held = 0
@@ -111,7 +115,9 @@ class _Writer:
     def _written(self, row: dict[str, Any]) -> tuple[Sequence[Any], bytes]:
         train_on = self._spec["train_on"]
         if "fields" in row:
-            found = find_label(self._spans("source").template, row["fields"], self._spec["label"], train_on)
+            found = find_label(
+                self._spans("source").template, row["fields"], self._spec["label"], train_on
+            )
         else:
             name = "tool_use" if row["tools"] and self._spec["tool_use"] is not None else "source"
             found = self._spans(name).find(as_given(row["messages"]), row["tools"], train_on)
@@ -130,7 +136,9 @@ class _Writer:
         if found is None:
             try:
                 template = Template(self._spec[name], self._spec["names"], self._spec["date"])
-                found = Spans(template, self._spec["closers"], self._spec.get("train_empty_thinking", True))
+                found = Spans(
+                    template, self._spec["closers"], self._spec.get("train_empty_thinking", True)
+                )
             except HostileError as error:
                 found = error
             self._templates[name] = found

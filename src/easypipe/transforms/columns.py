@@ -2,8 +2,8 @@
 # (pyarrow makes the functions of its compute module when it is imported)
 """Transforms that Arrow carries out itself: no row becomes a Python object.
 
-Every `narrow` leaves out what the wanted columns do not need, so that `Rename(...) >> Combine(...)` before tokenizing reads two columns of
-a file with fifty.
+Every `narrow` leaves out what the wanted columns do not need, so that `Rename(...) >> Combine(...)`
+before tokenizing reads two columns of a file with fifty.
 """
 
 from __future__ import annotations
@@ -26,17 +26,36 @@ from easypipe.transforms.base import ColumnTransform, Rows, column_names, requir
 class Rename(ColumnTransform):
     """Columns under new names: `Rename({"old": "new"})`. The others stay, and so does the order.
 
-    Raises ConfigError for names that are no two different strings, SourceError for a column that is not there or a name that is taken.
+    Raises ConfigError for names that are no two different strings, SourceError for a column that is
+    not there or a name that is taken.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         if not isinstance(names, Mapping) or not names:
-            raise ConfigError(at="Rename", problem=f"expected old and new names, got {names!r}", fix='Write Rename({"old": "new"}).')
+            raise ConfigError(
+                at="Rename",
+                problem=f"expected old and new names, got {names!r}",
+                fix='Write Rename({"old": "new"}).',
+            )
         for old, new in names.items():
-            if not isinstance(old, str) or not isinstance(new, str) or not old or not new or ROW_NUMBER in (old, new):
-                raise ConfigError(at="Rename", problem=f"{old!r} cannot become {new!r}", fix='Write Rename({"old": "new"}).')
+            if (
+                not isinstance(old, str)
+                or not isinstance(new, str)
+                or not old
+                or not new
+                or ROW_NUMBER in (old, new)
+            ):
+                raise ConfigError(
+                    at="Rename",
+                    problem=f"{old!r} cannot become {new!r}",
+                    fix='Write Rename({"old": "new"}).',
+                )
         if len(set(names.values())) < len(names):
-            raise ConfigError(at="Rename", problem=f"two columns cannot have one name: {dict(names)}", fix="Give each its own.")
+            raise ConfigError(
+                at="Rename",
+                problem=f"two columns cannot have one name: {dict(names)}",
+                fix="Give each its own.",
+            )
         self.names = dict(names)
 
     @property
@@ -48,13 +67,27 @@ class Rename(ColumnTransform):
         for old, new in self.names.items():
             if new in before.names and new not in self.names:
                 fix = f"Drop {new!r} first, or choose another name for {old!r}."
-                raise SourceError(at=str(self), problem=f"there is a column {new!r} already", have=before.names, fix=fix)
-        return pa.schema([pa.field(self.names.get(field.name, field.name), field.type) for field in before])
+                raise SourceError(
+                    at=str(self),
+                    problem=f"there is a column {new!r} already",
+                    have=before.names,
+                    fix=fix,
+                )
+        return pa.schema(
+            [pa.field(self.names.get(field.name, field.name), field.type) for field in before]
+        )
 
     def rows(self, rows: Rows) -> Rows:
-        return Rows(rows.batch.rename_columns([self.names.get(name, name) for name in rows.batch.schema.names]), rows.numbers)
+        return Rows(
+            rows.batch.rename_columns(
+                [self.names.get(name, name) for name in rows.batch.schema.names]
+            ),
+            rows.numbers,
+        )
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         old = {new: old for old, new in self.names.items()}
         kept = {old[name]: name for name in columns if name in old}
         needs = [old.get(name, name) for name in columns]
@@ -81,7 +114,9 @@ class Select(ColumnTransform):
     def rows(self, rows: Rows) -> Rows:
         return Rows(rows.batch.select(list(self.names)), rows.numbers)
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         return Select(columns), columns
 
     def __repr__(self) -> str:
@@ -101,13 +136,20 @@ class Drop(ColumnTransform):
     def columns(self, before: pa.Schema) -> pa.Schema:
         require_columns(self.names, before, str(self))
         if len(self.names) == len(before):
-            raise SourceError(at=str(self), problem="no column would be left", have=before.names, fix="Keep at least one.")
+            raise SourceError(
+                at=str(self),
+                problem="no column would be left",
+                have=before.names,
+                fix="Keep at least one.",
+            )
         return pa.schema([field for field in before if field.name not in self.names])
 
     def rows(self, rows: Rows) -> Rows:
         return Rows(rows.batch.drop_columns(list(self.names)), rows.numbers)
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         return Select(columns), columns
 
     def __repr__(self) -> str:
@@ -115,18 +157,34 @@ class Drop(ColumnTransform):
 
 
 class Extract(ColumnTransform):
-    """Columns out of nested ones: `Extract({"answer": "choices.0.message.content", "last": "turns.-1"})`.
+    """Columns out of nested ones: `Extract({"answer": "choices.0.message.content", "last":
+    "turns.-1"})`.
 
-    A path goes through keys of structs and positions in lists, from the end where they are negative. A list that is too short gives null,
-    as does anything inside of a null. A new name that is a column already takes its place. Raises SourceError for a key that is not there.
+    A path goes through keys of structs and positions in lists, from the end where they are
+    negative. A list that is too short gives null, as does anything inside of a null. A new name
+    that is a column already takes its place. Raises SourceError for a key that is not there.
     """
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         if not isinstance(paths, Mapping) or not paths:
-            raise ConfigError(at="Extract", problem=f"expected names and paths, got {paths!r}", fix='Write Extract({"text": "a.b.0"}).')
+            raise ConfigError(
+                at="Extract",
+                problem=f"expected names and paths, got {paths!r}",
+                fix='Write Extract({"text": "a.b.0"}).',
+            )
         for name, path in paths.items():
-            if not isinstance(name, str) or not isinstance(path, str) or not name or not path or name == ROW_NUMBER:
-                raise ConfigError(at="Extract", problem=f"{path!r} is no path for {name!r}", fix='Write Extract({"text": "a.b.0"}).')
+            if (
+                not isinstance(name, str)
+                or not isinstance(path, str)
+                or not name
+                or not path
+                or name == ROW_NUMBER
+            ):
+                raise ConfigError(
+                    at="Extract",
+                    problem=f"{path!r} is no path for {name!r}",
+                    fix='Write Extract({"text": "a.b.0"}).',
+                )
         self.paths = dict(paths)
 
     @property
@@ -144,10 +202,16 @@ class Extract(ColumnTransform):
         arrays = [made[name] if name in made else rows.batch.column(name) for name in schema.names]
         return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         kept = {name: path for name, path in self.paths.items() if name in columns}
         needs = [name for name in columns if name not in kept]
-        needs += [column for path in kept.values() if (column := _split(path, before, str(self))[0]) not in needs]
+        needs += [
+            column
+            for path in kept.values()
+            if (column := _split(path, before, str(self))[0]) not in needs
+        ]
         needs = list(dict.fromkeys(needs))
         return (Extract(kept) if kept else Select(needs)), needs
 
@@ -158,22 +222,39 @@ class Extract(ColumnTransform):
             if _is_list(kind):
                 if _position(step) is None:
                     fix = f"Give a position, as in {path.replace(step, '0', 1)!r}."
-                    raise SourceError(at=str(self), problem=f"{path!r}: {step!r} is no position in a list", fix=fix)
+                    raise SourceError(
+                        at=str(self),
+                        problem=f"{path!r}: {step!r} is no position in a list",
+                        fix=fix,
+                    )
                 kind = kind.value_type
             elif pa.types.is_struct(kind):
                 keys = [kind.field(i).name for i in range(kind.num_fields)]
                 if step not in keys:
-                    raise SourceError(at=str(self), problem=f"{path!r}: no key {step!r}", have=keys, fix=did_you_mean(step, keys))
+                    raise SourceError(
+                        at=str(self),
+                        problem=f"{path!r}: no key {step!r}",
+                        have=keys,
+                        fix=did_you_mean(step, keys),
+                    )
                 kind = kind.field(step).type
             else:
-                raise SourceError(at=str(self), problem=f"{path!r}: {kind} has nothing inside", fix=f"End the path before {step!r}.")
+                raise SourceError(
+                    at=str(self),
+                    problem=f"{path!r}: {kind} has nothing inside",
+                    fix=f"End the path before {step!r}.",
+                )
         return kind
 
     def _values(self, path: str, batch: pa.RecordBatch) -> pa.Array:
         name, steps = _split(path, batch.schema, str(self))
         array = batch.column(name)
         for step in steps:
-            array = _item(array, _position(step) or 0) if _is_list(array.type) else pc.struct_field(array, step)
+            array = (
+                _item(array, _position(step) or 0)
+                if _is_list(array.type)
+                else pc.struct_field(array, step)
+            )
         return array
 
     def __repr__(self) -> str:
@@ -183,14 +264,19 @@ class Extract(ColumnTransform):
 class Combine(ColumnTransform):
     """One column of text out of several: `Combine("text", "{question}\\n{answer}")`.
 
-    The format knows only `{column}`, and `{{` for a brace: no attributes, no positions, no conversions, nothing that could run. Columns are
-    text, numbers or booleans. A row in which one is null becomes null, or has `null_as` there. The other columns stay; a column called
-    `into` is replaced.
+    The format knows only `{column}`, and `{{` for a brace: no attributes, no positions, no
+    conversions, nothing that could run. Columns are text, numbers or booleans. A row in which one
+    is null becomes null, or has `null_as` there. The other columns stay; a column called `into` is
+    replaced.
     """
 
     def __init__(self, into: str, template: str, *, null_as: str | None = None) -> None:
         if not into or not isinstance(into, str) or into == ROW_NUMBER:
-            raise ConfigError(at="Combine", problem=f"{into!r} cannot name a column", fix='Write Combine("text", "{a} {b}").')
+            raise ConfigError(
+                at="Combine",
+                problem=f"{into!r} cannot name a column",
+                fix='Write Combine("text", "{a} {b}").',
+            )
         self.into, self.template, self.null_as = into, template, null_as
         self._pieces = parse_template(template)
 
@@ -204,11 +290,26 @@ class Combine(ColumnTransform):
         t = pa.types
         for name in names:
             kind = before.field(name).type
-            if not (t.is_large_string(kind) or t.is_string(kind) or t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind)):
+            if not (
+                t.is_large_string(kind)
+                or t.is_string(kind)
+                or t.is_integer(kind)
+                or t.is_floating(kind)
+                or t.is_boolean(kind)
+            ):
                 fix = "Take what you need of it first: Extract({...})."
-                raise SourceError(at=str(self), problem=f"column {name!r} holds {kind}, not text or a number", fix=fix)
-        after = [pa.field(field.name, pa.large_string() if field.name == self.into else field.type) for field in before]
-        return pa.schema(after if self.into in before.names else [*after, pa.field(self.into, pa.large_string())])
+                raise SourceError(
+                    at=str(self),
+                    problem=f"column {name!r} holds {kind}, not text or a number",
+                    fix=fix,
+                )
+        after = [
+            pa.field(field.name, pa.large_string() if field.name == self.into else field.type)
+            for field in before
+        ]
+        return pa.schema(
+            after if self.into in before.names else [*after, pa.field(self.into, pa.large_string())]
+        )
 
     def rows(self, rows: Rows) -> Rows:
         batch, schema = rows.batch, self.columns(rows.batch.schema)
@@ -216,7 +317,11 @@ class Combine(ColumnTransform):
         for text, is_field in self._pieces:
             if is_field:
                 values = batch.column(text).cast(pa.large_string())
-                parts.append(values if self.null_as is None else pc.fill_null(values, pa.scalar(self.null_as, pa.large_string())))
+                parts.append(
+                    values
+                    if self.null_as is None
+                    else pc.fill_null(values, pa.scalar(self.null_as, pa.large_string()))
+                )
             else:
                 parts.append(pa.scalar(text, pa.large_string()))
         empty = pa.scalar("", pa.large_string())  # of the separator
@@ -224,7 +329,9 @@ class Combine(ColumnTransform):
         arrays = [joined if name == self.into else batch.column(name) for name in schema.names]
         return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), rows.numbers)
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         if self.into not in columns:
             return Select(columns), columns
         names = [name for name, is_field in self._pieces if is_field]
@@ -235,9 +342,11 @@ class Combine(ColumnTransform):
 
 
 class FilterNonEmpty(ColumnTransform):
-    """Only rows in which every one of these columns holds something: `FilterNonEmpty("prompt", "answer")`.
+    """Only rows in which every one of these columns holds something: `FilterNonEmpty("prompt",
+    "answer")`.
 
-    Null, text of nothing but white space and an empty list hold nothing; a number always holds something.
+    Null, text of nothing but white space and an empty list hold nothing; a number always holds
+    something.
     """
 
     drops = True
@@ -261,11 +370,15 @@ class FilterNonEmpty(ColumnTransform):
             if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
                 full = pa.array(has_text(column))
             elif _is_list(column.type):
-                full = pc.and_(full, pc.fill_null(pc.greater(pc.list_value_length(column), 0), False))
+                full = pc.and_(
+                    full, pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
+                )
             keep &= full.to_numpy(zero_copy_only=False)
         return kept(rows, keep)
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         return self, list(dict.fromkeys([*columns, *self.names]))
 
     def __repr__(self) -> str:
@@ -280,7 +393,9 @@ def kept(rows: Rows, keep: np.ndarray) -> Rows:
 
 
 def parse_template(template: str) -> tuple[tuple[str, bool], ...]:
-    """(text, whether it is a column's name) in order. Raises ConfigError for anything but `{column}`, `{{` and `}}`."""
+    """(text, whether it is a column's name) in order. Raises ConfigError for anything but
+    `{column}`, `{{` and `}}`.
+    """
     fix = 'Write only columns in braces, as in "{question} {answer}", and {{ for a brace.'
     if not isinstance(template, str):
         raise ConfigError(at="Combine", problem=f"{template!r} is no format", fix=fix)
@@ -292,7 +407,11 @@ def parse_template(template: str) -> tuple[tuple[str, bool], ...]:
             if name is None:
                 continue
             if not name or spec or conversion or any(c in name for c in ".[]{}!") or name.isdigit():
-                raise ConfigError(at="Combine", problem=f"{{{name}}} in {template!r} is more than the name of a column", fix=fix)
+                raise ConfigError(
+                    at="Combine",
+                    problem=f"{{{name}}} in {template!r} is more than the name of a column",
+                    fix=fix,
+                )
             pieces.append((name, True))
     except ValueError as error:
         raise ConfigError(at="Combine", problem=f"{template!r}: {error}", fix=fix) from None
@@ -302,17 +421,26 @@ def parse_template(template: str) -> tuple[tuple[str, bool], ...]:
 
 
 def _split(path: str, schema: pa.Schema, at: str) -> tuple[str, list[str]]:
-    """The column that a path begins with (the longest name that is one, as names may have dots), and the steps into it."""
+    """The column that a path begins with (the longest name that is one, as names may have dots),
+    and the steps into it.
+    """
     steps = path.split(".")
     for n in range(len(steps), 0, -1):
         name = ".".join(steps[:n])
         if name in schema.names:
             return name, steps[n:]
-    raise SourceError(at=at, problem=f"no column {steps[0]!r}", have=schema.names, fix=did_you_mean(steps[0], schema.names))
+    raise SourceError(
+        at=at,
+        problem=f"no column {steps[0]!r}",
+        have=schema.names,
+        fix=did_you_mean(steps[0], schema.names),
+    )
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 def _position(step: str) -> int | None:
@@ -323,7 +451,9 @@ def _item(array: pa.Array, position: int) -> pa.Array:
     """Item `position` of every list; null where there is none."""
     if pa.types.is_fixed_size_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    lengths = (
+        pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    )
     offsets = array.offsets.to_numpy().astype(np.int64)
     there = lengths > position if position >= 0 else lengths >= -position
     at = (offsets[:-1] if position >= 0 else offsets[1:]) + position

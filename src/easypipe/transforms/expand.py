@@ -25,11 +25,14 @@ from easypipe.transforms.types import column_types
 class Expand(ColumnTransform):
     """One row to several: `Expand("turns", most=16)` gives a row for every item of a list.
 
-    by: a column of lists, whose items take its place; or a function of a row that returns rows (each laid over it, as in Map), or
+    by: a column of lists, whose items take its place; or a function of a row that returns rows
+    (each laid over it, as in Map), or
         "module:function". columns, version: of what a function returns, as in Map.
-    most: at most so many rows come of one; a row that gives more is a bad row. It makes row numbers follow from the file alone, whatever
-        the rows hold: the i-th row of row r has number `r * most + i`. Numbers that stay unused are counted as `unfilled`, and every place
-        that counts rows of the source counts `most` for each.
+    most: at most so many rows come of one; a row that gives more is a bad row. It makes row numbers
+    follow from the file alone, whatever
+        the rows hold: the i-th row of row r has number `r * most + i`. Numbers that stay unused are
+        counted as `unfilled`, and every place that counts rows of the source counts `most` for
+        each.
     """
 
     drops = True
@@ -43,11 +46,19 @@ class Expand(ColumnTransform):
         version: str | None = None,
     ) -> None:
         if most < 1:
-            raise ConfigError(at="Expand.most", problem=f"{most} rows are none", fix="Give the most rows that one row can become.")
+            raise ConfigError(
+                at="Expand.most",
+                problem=f"{most} rows are none",
+                fix="Give the most rows that one row can become.",
+            )
         self.column = by if isinstance(by, str) and ":" not in by else None
         self.function = UserFunction(by, version, of="Expand") if self.column is None else None
         if self.column is not None and (columns or version):
-            raise ConfigError(at="Expand", problem="a column of lists has a type and no version", fix="Leave out columns and version.")
+            raise ConfigError(
+                at="Expand",
+                problem="a column of lists has a type and no version",
+                fix="Leave out columns and version.",
+            )
         self.types = column_types(columns, "Expand.columns")
         self.fan_out = most
         self.cacheable = self.function is None or self.function.cacheable
@@ -55,7 +66,9 @@ class Expand(ColumnTransform):
     @property
     def fingerprint(self) -> str:
         by = self.column if self.function is None else self.function.fingerprint
-        return digest("expand", by, self.fan_out, [[name, str(kind)] for name, kind in self.types.items()])
+        return digest(
+            "expand", by, self.fan_out, [[name, str(kind)] for name, kind in self.types.items()]
+        )
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         if self.column is None:
@@ -63,8 +76,16 @@ class Expand(ColumnTransform):
         require_columns([self.column], before, str(self))
         kind = before.field(self.column).type
         if not pa.types.is_large_list(kind) and not pa.types.is_list(kind):
-            lists = [field.name for field in before if pa.types.is_large_list(field.type) or pa.types.is_list(field.type)]
-            raise SourceError(at=str(self), problem=f"column {self.column!r} holds {kind}, not lists; columns of lists", have=lists)
+            lists = [
+                field.name
+                for field in before
+                if pa.types.is_large_list(field.type) or pa.types.is_list(field.type)
+            ]
+            raise SourceError(
+                at=str(self),
+                problem=f"column {self.column!r} holds {kind}, not lists; columns of lists",
+                have=lists,
+            )
         return overlaid(before, {self.column: kind.value_type})
 
     def rows(self, rows: Rows) -> Rows:
@@ -72,16 +93,29 @@ class Expand(ColumnTransform):
         if self.column is None:
             return self._by_function(rows, schema)
         lists = rows.batch.column(self.column)
-        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        lengths = (
+            pc.fill_null(pc.list_value_length(lists), 0)
+            .to_numpy(zero_copy_only=False)
+            .astype(np.int64)
+        )
         bad = lengths > self.fan_out
-        failed = [self._too_many(int(rows.numbers[i]), int(lengths[i])) for i in np.flatnonzero(bad)]
+        failed = [
+            self._too_many(int(rows.numbers[i]), int(lengths[i])) for i in np.flatnonzero(bad)
+        ]
         if failed:
             rows = kept(rows, ~bad)
             lists, lengths = rows.batch.column(self.column), lengths[~bad]
         parents = np.repeat(np.arange(len(lengths)), lengths)
         items = pc.list_flatten(lists)
-        arrays = [items if name == self.column else rows.batch.column(name).take(pa.array(parents)) for name in schema.names]
-        return Rows(pa.RecordBatch.from_arrays(arrays, schema=schema), self._numbers(rows, lengths), tuple(failed))
+        arrays = [
+            items if name == self.column else rows.batch.column(name).take(pa.array(parents))
+            for name in schema.names
+        ]
+        return Rows(
+            pa.RecordBatch.from_arrays(arrays, schema=schema),
+            self._numbers(rows, lengths),
+            tuple(failed),
+        )
 
     def _by_function(self, rows: Rows, schema: pa.Schema) -> Rows:
         assert self.function is not None
@@ -91,9 +125,17 @@ class Expand(ColumnTransform):
         for i, row in enumerate(rows.batch.to_pylist()):  # the user's function knows rows
             number = int(rows.numbers[i])
             try:
-                several = [dict(one) for one in itertools.islice(self.function(row), self.fan_out + 1)]
+                several = [
+                    dict(one) for one in itertools.islice(self.function(row), self.fan_out + 1)
+                ]
             except Exception as error:  # noqa: BLE001 (whatever a user's function raises is this row's fault; it is counted or raised)
-                failed.append(Reject(row=number * self.fan_out, reason="expand_failed", detail=why(self.function.name, error)))
+                failed.append(
+                    Reject(
+                        row=number * self.fan_out,
+                        reason="expand_failed",
+                        detail=why(self.function.name, error),
+                    )
+                )
                 continue
             if len(several) > self.fan_out:
                 failed.append(self._too_many(number, len(several)))
@@ -102,26 +144,41 @@ class Expand(ColumnTransform):
                 unknown = next((name for name in one if name not in schema.names), None)
                 if unknown is not None:
                     fix = f"Name it with its type: columns={{{unknown!r}: 'string'}}."
-                    problem = f"{self.function.name} returned a column {unknown!r} that nobody announced"
-                    raise SourceError(at=place(repr(self), row=number), problem=problem, have=schema.names, fix=fix)
+                    problem = (
+                        f"{self.function.name} returned a column {unknown!r} that nobody announced"
+                    )
+                    raise SourceError(
+                        at=place(repr(self), row=number),
+                        problem=problem,
+                        have=schema.names,
+                        fix=fix,
+                    )
             lengths[i] = len(several)
             made += several
         parents = np.repeat(np.arange(len(lengths)), lengths)
         spread = Rows(rows.batch.take(pa.array(parents, pa.int64())), self._numbers(rows, lengths))
         names = {name for one in made for name in one}
         arrays = [laid_over(field, spread.batch, made, names) for field in schema]
-        bad = [(i, field, error) for field, array in zip(schema, arrays, strict=True) for i, error in misfits_of(array)]
+        bad = [
+            (i, field, error)
+            for field, array in zip(schema, arrays, strict=True)
+            for i, error in misfits_of(array)
+        ]
         return without_misfits(spread, schema, arrays, bad, failed, self.function.name)
 
     def _numbers(self, rows: Rows, lengths: np.ndarray) -> np.ndarray:
         starts = np.cumsum(lengths) - lengths
-        return np.repeat(rows.numbers * self.fan_out - starts, lengths) + np.arange(int(lengths.sum()))
+        return np.repeat(rows.numbers * self.fan_out - starts, lengths) + np.arange(
+            int(lengths.sum())
+        )
 
     def _too_many(self, row: int, count: int) -> Reject:
         detail = f"row {row} becomes {count} rows or more, and most={self.fan_out}"
         return Reject(row=row * self.fan_out, reason="too_many_rows", detail=detail)
 
-    def narrow(self, columns: Sequence[str], before: pa.Schema) -> tuple[Transform, Sequence[str] | None]:
+    def narrow(
+        self, columns: Sequence[str], before: pa.Schema
+    ) -> tuple[Transform, Sequence[str] | None]:
         if self.column is None:
             return self, None
         return self, list(dict.fromkeys([*columns, self.column]))

@@ -1,9 +1,11 @@
 # pyright: reportAttributeAccessIssue=false
 # (pyarrow makes the functions of its compute module when it is imported)
-"""Transforms that call a function of the user's, row by row or batch by batch: Map and Filter, and Expand in expand.py.
+"""Transforms that call a function of the user's, row by row or batch by batch: Map and Filter, and
+Expand in expand.py.
 
-A function takes a row as a dict and must be pure and safe to call from several threads: rows are transformed by whoever reads them, in any
-order, and again where they are read again. A row on which it raises is a bad row of its file: `on_error` decides what becomes of it.
+A function takes a row as a dict and must be pure and safe to call from several threads: rows are
+transformed by whoever reads them, in any order, and again where they are read again. A row on which
+it raises is a bad row of its file: `on_error` decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ from easypipe.transforms.types import column_types
 
 
 class Map(ColumnTransform):
-    """What a function returns is laid over its row: `Map(lambda row: {"text": row["a"].upper()}, columns={"text": "string"}, version="1")`.
+    """What a function returns is laid over its row: `Map(lambda row: {"text": row["a"].upper()},
+    columns={"text": "string"}, version="1")`.
 
-    function: takes a row as a dict and returns a mapping, or "module:function". Columns that it does not return stay as they are.
-    columns: types of the columns that it adds, or returns with another type: `string`, `int64`, `list<string>`, ... A column that is
+    function: takes a row as a dict and returns a mapping, or "module:function". Columns that it
+    does not return stay as they are.
+    columns: types of the columns that it adds, or returns with another type: `string`, `int64`,
+    `list<string>`, ... A column that is
         neither there already nor named here is refused: the schema is known before a row is read.
-    batched: the function takes a pyarrow.RecordBatch instead and returns one, or a mapping of columns, with as many rows. It must treat
-        each row alone; the first batch is also given to it cut in two, and a difference is an error.
-    version: raise it when the function changes. Without one (here, or as an attribute `version` of the function) nothing can know that it
+    batched: the function takes a pyarrow.RecordBatch instead and returns one, or a mapping of
+    columns, with as many rows. It must treat
+        each row alone; the first batch is also given to it cut in two, and a difference is an
+        error.
+    version: raise it when the function changes. Without one (here, or as an attribute `version` of
+    the function) nothing can know that it
         changed, so what comes out is not kept in the token cache, and a warning says so.
     """
 
@@ -51,14 +59,23 @@ class Map(ColumnTransform):
         self.function = UserFunction(function, version, of="Map")
         self.types = column_types(columns, "Map.columns")
         if ROW_NUMBER in self.types:
-            raise ConfigError(at="Map.columns", problem=f"{ROW_NUMBER!r} is kept for row numbers", fix="Choose another name.")
+            raise ConfigError(
+                at="Map.columns",
+                problem=f"{ROW_NUMBER!r} is kept for row numbers",
+                fix="Choose another name.",
+            )
         self.batched = batched
         self.cacheable = self.function.cacheable
         self._checked = False
 
     @property
     def fingerprint(self) -> str:
-        return digest("map", self.function.fingerprint, [[name, str(kind)] for name, kind in self.types.items()], self.batched)
+        return digest(
+            "map",
+            self.function.fingerprint,
+            [[name, str(kind)] for name, kind in self.types.items()],
+            self.batched,
+        )
 
     def columns(self, before: pa.Schema) -> pa.Schema:
         return overlaid(before, self.types)
@@ -76,9 +93,17 @@ class Map(ColumnTransform):
                 made = self.function(row)
             except Exception as error:  # noqa: BLE001 (whatever a user's function raises is this row's fault; it is counted or raised)
                 made, good[i] = {}, False
-                failed.append(Reject(row=number, reason="map_failed", detail=why(self.function.name, error)))
+                failed.append(
+                    Reject(row=number, reason="map_failed", detail=why(self.function.name, error))
+                )
             if not isinstance(made, Mapping):
-                failed.append(Reject(row=number, reason="map_failed", detail=f"{self.function.name} returned {made!r:.80}, not a mapping"))
+                failed.append(
+                    Reject(
+                        row=number,
+                        reason="map_failed",
+                        detail=f"{self.function.name} returned {made!r:.80}, not a mapping",
+                    )
+                )
                 made, good[i] = {}, False
             self._require_known(made, schema, number)
             returned.append(made)
@@ -87,7 +112,11 @@ class Map(ColumnTransform):
             rows = kept(rows, good)
         names = {name for made in returned for name in made}
         arrays = [laid_over(field, rows.batch, returned, names) for field in schema]
-        bad = [(i, field, error) for field, array in zip(schema, arrays, strict=True) for i, error in misfits_of(array)]
+        bad = [
+            (i, field, error)
+            for field, array in zip(schema, arrays, strict=True)
+            for i, error in misfits_of(array)
+        ]
         return without_misfits(rows, schema, arrays, bad, failed, self.function.name)
 
     def _batch(self, rows: Rows) -> Rows:
@@ -99,20 +128,33 @@ class Map(ColumnTransform):
             raise
         except Exception as error:  # noqa: BLE001 (as above: which row is to blame is found by giving it fewer)
             if rows.batch.num_rows <= 1:
-                failed = [Reject(row=int(row), reason="map_failed", detail=why(self.function.name, error)) for row in rows.numbers]
+                failed = [
+                    Reject(row=int(row), reason="map_failed", detail=why(self.function.name, error))
+                    for row in rows.numbers
+                ]
                 return Rows(_empty(schema), rows.numbers[:0], tuple(failed))
         middle = rows.batch.num_rows // 2
         first = self._batch(Rows(rows.batch.slice(0, middle), rows.numbers[:middle]))
         second = self._batch(Rows(rows.batch.slice(middle), rows.numbers[middle:]))
-        return Rows(_joined([first.batch, second.batch]), np.concatenate([first.numbers, second.numbers]), first.rejects + second.rejects)
+        return Rows(
+            _joined([first.batch, second.batch]),
+            np.concatenate([first.numbers, second.numbers]),
+            first.rejects + second.rejects,
+        )
 
     def _call(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         made = self.function(batch)
         if isinstance(made, pa.Table):
             made = made.combine_chunks()
-        returned = {name: made.column(name) for name in made.schema.names} if isinstance(made, pa.RecordBatch | pa.Table) else made
+        returned = (
+            {name: made.column(name) for name in made.schema.names}
+            if isinstance(made, pa.RecordBatch | pa.Table)
+            else made
+        )
         if not isinstance(returned, Mapping):
-            raise TypeError(f"it returned {type(made).__name__}, not a RecordBatch or a mapping of columns")
+            raise TypeError(
+                f"it returned {type(made).__name__}, not a RecordBatch or a mapping of columns"
+            )
         self._require_known(returned, schema, None)
         arrays = []
         for field in schema:
@@ -128,47 +170,70 @@ class Map(ColumnTransform):
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _check_row_wise(self, batch: pa.RecordBatch, schema: pa.Schema) -> None:
-        """Once, on the first batch of several rows: a function that looks at its neighbours would depend on how rows are read."""
+        """Once, on the first batch of several rows: a function that looks at its neighbours would
+        depend on how rows are read.
+        """
         if self._checked or batch.num_rows < 2:
             return
         self._checked = True
         sample = batch.slice(0, 64)
         try:
             whole = self._call(sample, schema)
-            pieces = _joined([self._call(sample.slice(0, 1), schema), self._call(sample.slice(1), schema)])
+            pieces = _joined(
+                [self._call(sample.slice(0, 1), schema), self._call(sample.slice(1), schema)]
+            )
         except SourceError:
             raise
         except Exception:  # noqa: BLE001 (a bad row; the call that follows finds and reports it)
             return
         if not whole.equals(pieces):
             fix = "Make each row depend on itself alone."
-            raise SourceError(at=str(self), problem=f"{self.function.name} gives a row other values when it comes with others", fix=fix)
+            raise SourceError(
+                at=str(self),
+                problem=f"{self.function.name} gives a row other values when it comes with others",
+                fix=fix,
+            )
 
     def _require_known(self, made: Mapping[str, Any], schema: pa.Schema, row: int | None) -> None:
         for name in made:
             if name not in schema.names:
                 fix = f"Name it with its type: columns={{{name!r}: 'string'}}, which are format_columns in a dataset's options."
                 problem = f"{self.function.name} returned a column {name!r} that nobody announced"
-                raise SourceError(at=place(repr(self), row=row), problem=problem, have=schema.names, fix=fix)
+                raise SourceError(
+                    at=place(repr(self), row=row), problem=problem, have=schema.names, fix=fix
+                )
 
     def __repr__(self) -> str:
         return f"Map({self.function.name})"
 
 
 class Filter(ColumnTransform):
-    """Only the rows for which a test holds: `Filter(pc.field("score") > 0.5)`, or `Filter(lambda row: row["score"] > 0.5, version="1")`.
+    """Only the rows for which a test holds: `Filter(pc.field("score") > 0.5)`, or `Filter(lambda
+    row: row["score"] > 0.5, version="1")`.
 
-    test: a pyarrow.compute expression, which Arrow computes by columns (null does not hold), or a function of a row that returns a bool, or
+    test: a pyarrow.compute expression, which Arrow computes by columns (null does not hold), or a
+    function of a row that returns a bool, or
         "module:function". version: of a function, as in Map.
     """
 
     drops = True
 
-    def __init__(self, test: pc.Expression | Callable[[dict[str, Any]], bool] | str, *, version: str | None = None) -> None:
+    def __init__(
+        self,
+        test: pc.Expression | Callable[[dict[str, Any]], bool] | str,
+        *,
+        version: str | None = None,
+    ) -> None:
         self.expression = test if isinstance(test, pc.Expression) else None
-        self.function = None if isinstance(test, pc.Expression) else UserFunction(test, version, of="Filter")
+        self.function = (
+            None if isinstance(test, pc.Expression) else UserFunction(test, version, of="Filter")
+        )
         if self.expression is not None and version is not None:
-            raise ConfigError(at="Filter.version", problem="an expression says itself what it does", fix="Leave version out.")
+            raise ConfigError(
+                at="Filter.version",
+                problem="an expression says itself what it does",
+                fix="Leave version out.",
+            )
         self.cacheable = self.function is None or self.function.cacheable
 
     @property
@@ -187,13 +252,21 @@ class Filter(ColumnTransform):
                 before.empty_table().filter(self.expression)
             except (pa.ArrowException, KeyError) as error:
                 problem = str(error).splitlines()[0]
-                raise SourceError(at=str(self), problem=problem, have=before.names, fix="Test columns that are there.") from error
+                raise SourceError(
+                    at=str(self),
+                    problem=problem,
+                    have=before.names,
+                    fix="Test columns that are there.",
+                ) from error
         return before
 
     def rows(self, rows: Rows) -> Rows:
         if self.expression is not None:
             table = pa.table(
-                {**{name: rows.batch.column(name) for name in rows.batch.schema.names}, ROW_NUMBER: np.arange(len(rows.numbers))}
+                {
+                    **{name: rows.batch.column(name) for name in rows.batch.schema.names},
+                    ROW_NUMBER: np.arange(len(rows.numbers)),
+                }
             )
             keep = np.zeros(len(rows.numbers), np.bool_)
             keep[table.filter(self.expression).column(ROW_NUMBER).to_numpy()] = True
@@ -207,7 +280,13 @@ class Filter(ColumnTransform):
                     raise TypeError(f"it returned {holds!r:.80}, not True or False")
                 keep[i] = holds
             except Exception as error:  # noqa: BLE001 (whatever a user's function raises is this row's fault; it is counted or raised)
-                failed.append(Reject(row=int(rows.numbers[i]), reason="filter_failed", detail=why(self.function.name, error)))
+                failed.append(
+                    Reject(
+                        row=int(rows.numbers[i]),
+                        reason="filter_failed",
+                        detail=why(self.function.name, error),
+                    )
+                )
         result = kept(rows, keep)
         return Rows(result.batch, result.numbers, tuple(failed))
 

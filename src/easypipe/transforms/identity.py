@@ -1,7 +1,8 @@
 """Functions of the user's: where they are found, and what they are known by.
 
-Code cannot be fingerprinted (what it calls may change without it), so a function is known by its name and a version that its author gives
-it. One without a version has a fingerprint of this process alone, and what it makes is not kept.
+Code cannot be fingerprinted (what it calls may change without it), so a function is known by its
+name and a version that its author gives it. One without a version has a fingerprint of this process
+alone, and what it makes is not kept.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ logger = logging.getLogger("easypipe")
 
 
 class UserFunction:
-    """A callable, or what `module:function` names. Raises ConfigError where that is not there, importing the module to see.
+    """A callable, or what `module:function` names. Raises ConfigError where that is not there,
+    importing the module to see.
 
     version: a text or number; else the function's own attribute `version`; else there is none.
     """
 
-    def __init__(self, function: Callable[[Any], Any] | str, version: str | int | None, *, of: str) -> None:
+    def __init__(
+        self, function: Callable[[Any], Any] | str, version: str | int | None, *, of: str
+    ) -> None:
         self._call = find_function(function, of) if isinstance(function, str) else function
         if not callable(self._call):
-            raise ConfigError(at=of, problem=f"{function!r} is no function", fix='Give a function, or "module:function".')
+            raise ConfigError(
+                at=of,
+                problem=f"{function!r} is no function",
+                fix='Give a function, or "module:function".',
+            )
         self.name = function if isinstance(function, str) else name_of(function)
         version = version if version is not None else getattr(self._call, "version", None)
         self.cacheable = version is not None
@@ -49,22 +57,41 @@ class UserFunction:
 
 
 def find_function(name: str, at: str) -> Callable[[Any], Any]:
-    """The function that `module:function` names. Raises ConfigError saying which part of it is not there."""
+    """The function that `module:function` names. Raises ConfigError saying which part of it is not
+    there.
+    """
     module_name, colon, path = name.partition(":")
     if not colon or not module_name or not path:
-        raise ConfigError(at=at, problem=f"{name!r} names no function", fix='Write "module:function".')
+        raise ConfigError(
+            at=at, problem=f"{name!r} names no function", fix='Write "module:function".'
+        )
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
         fix = "Put its folder on PYTHONPATH, or install it."
-        raise ConfigError(at=at, problem=f"{name!r}: {module_name!r} cannot be imported: {error}", fix=fix) from error
+        raise ConfigError(
+            at=at, problem=f"{name!r}: {module_name!r} cannot be imported: {error}", fix=fix
+        ) from error
     for part in path.split("."):
         if not hasattr(found, part):
-            have = [key for key in vars(found) if not key.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(at=at, problem=f"{name!r}: {module_name!r} has no {part!r}", have=have[:20], fix=did_you_mean(part, have))
+            have = (
+                [key for key in vars(found) if not key.startswith("_")]
+                if hasattr(found, "__dict__")
+                else []
+            )
+            raise ConfigError(
+                at=at,
+                problem=f"{name!r}: {module_name!r} has no {part!r}",
+                have=have[:20],
+                fix=did_you_mean(part, have),
+            )
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(at=at, problem=f"{name!r} is {type(found).__name__}, not a function", fix="Name a function.")
+        raise ConfigError(
+            at=at,
+            problem=f"{name!r} is {type(found).__name__}, not a function",
+            fix="Name a function.",
+        )
     return found
 
 

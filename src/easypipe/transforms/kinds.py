@@ -1,4 +1,6 @@
-"""What kind of rows a dataset holds, told from the names and types of its columns and from its first rows."""
+"""What kind of rows a dataset holds, told from the names and types of its columns and from its
+first rows.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from easypipe.core.schema import INPUT_IDS, ROW_NUMBER, SOURCE
 from easypipe.transforms.mapper import Choice, Match, Slot, Tie, match_columns
 from easypipe.transforms.messages import is_messages, is_text, values_of
 
-KindName = Literal["text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens", "unknown"]
+KindName = Literal[
+    "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens", "unknown"
+]
 
 TITLES: dict[str, str] = {
     "text": "plain text",
@@ -26,9 +30,37 @@ TITLES: dict[str, str] = {
     "unknown": "unknown",
 }
 
-_PROMPT = ("question", "query", "instruction", "input", "problem", "prompts", "questions", "user prompt")
-_COMPLETION = ("answer", "response", "output", "target", "solution", "completions", "answers", "responses", "reply")
-_TALK = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns", "message")
+_PROMPT = (
+    "question",
+    "query",
+    "instruction",
+    "input",
+    "problem",
+    "prompts",
+    "questions",
+    "user prompt",
+)
+_COMPLETION = (
+    "answer",
+    "response",
+    "output",
+    "target",
+    "solution",
+    "completions",
+    "answers",
+    "responses",
+    "reply",
+)
+_TALK = (
+    "messages",
+    "conversations",
+    "conversation",
+    "chat",
+    "dialogue",
+    "dialog",
+    "turns",
+    "message",
+)
 _TOOLS = Slot(name="tools", aliases=("functions", "available tools"), required=False)
 
 # In the order in which they are tried. Every slot's type is decided by `_fits`.
@@ -55,7 +87,8 @@ SLOTS: dict[str, tuple[Slot, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A guess. choices: which column is what, and why. ties: what two columns could be. roles: who speaks, in the order of the first rows.
+    """A guess. choices: which column is what, and why. ties: what two columns could be. roles: who
+    speaks, in the order of the first rows.
 
     tools: whether the first rows name or call tools.
     """
@@ -82,30 +115,50 @@ class Kind:
 
 
 def guess_kind(
-    schema: pa.Schema, rows: Sequence[Mapping[str, Any]] = (), *, kind: str | None = None, columns: Mapping[str, str] | None = None
+    schema: pa.Schema,
+    rows: Sequence[Mapping[str, Any]] = (),
+    *,
+    kind: str | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Kind:
-    """What rows with this schema are. rows: some of the first, which tell who speaks, and what lists in JSON text hold.
+    """What rows with this schema are. rows: some of the first, which tell who speaks, and what
+    lists in JSON text hold.
 
-    kind, columns (slot -> column): what the user has decided; the guess is then of the rest. Raises ConfigError for a kind, a slot or a
-    column that is not there.
+    kind, columns (slot -> column): what the user has decided; the guess is then of the rest. Raises
+    ConfigError for a kind, a slot or a column that is not there.
     """
     names = [name for name in schema.names if name not in (ROW_NUMBER, SOURCE)]
     if kind is not None and kind not in SLOTS:
-        raise ConfigError(at="kind", problem=f"{kind!r} is no kind of rows", have=SLOTS, fix=did_you_mean(kind, list(SLOTS)))
+        raise ConfigError(
+            at="kind",
+            problem=f"{kind!r} is no kind of rows",
+            have=SLOTS,
+            fix=did_you_mean(kind, list(SLOTS)),
+        )
     kinds = list(SLOTS) if kind is None else [kind]
     kinds = _holding(columns or {}, kinds, names)
     fitting = {
-        name: {slot.name: [c for c in names if _fits(name, slot.name, schema.field(c), rows)] for slot in SLOTS[name]} for name in kinds
+        name: {
+            slot.name: [c for c in names if _fits(name, slot.name, schema.field(c), rows)]
+            for slot in SLOTS[name]
+        }
+        for name in kinds
     }
-    for fuzzy in (False, True):  # a name that is merely alike says less than the exact one of another kind
+    # a name that is merely alike says less than the exact one of another kind
+    for fuzzy in (False, True):
         for name in kinds:
             found = match_columns(SLOTS[name], fitting[name], fuzzy=fuzzy, given=columns)
             if found is not None:
                 return _kind(name, found, rows)
-    for name in ("messages", "sharegpt", "text"):  # conversations are told by their type; text may be anything where there is more
+    # conversations are told by their type; text may be anything where there is more
+    for name in ("messages", "sharegpt", "text"):
         sure = name != "text" or len(names) == 1 or kind == "text"
         if name in kinds and sure and len(only := fitting[name][SLOTS[name][0].name]) == 1:
-            return _kind(name, Match((Choice(slot=SLOTS[name][0].name, column=only[0], how="only"),), ()), rows)
+            return _kind(
+                name,
+                Match((Choice(slot=SLOTS[name][0].name, column=only[0], how="only"),), ()),
+                rows,
+            )
     return Kind(name="unknown")
 
 
@@ -113,11 +166,21 @@ def _holding(columns: Mapping[str, str], kinds: list[str], names: list[str]) -> 
     """The kinds that have all of these slots."""
     for slot, column in columns.items():
         if column not in names:
-            raise ConfigError(at=f"columns.{slot}", problem=f"no column {column!r}", have=names, fix=did_you_mean(column, names))
+            raise ConfigError(
+                at=f"columns.{slot}",
+                problem=f"no column {column!r}",
+                have=names,
+                fix=did_you_mean(column, names),
+            )
     held = [kind for kind in kinds if columns.keys() <= {slot.name for slot in SLOTS[kind]}]
     if not held:
         have = list(dict.fromkeys(slot.name for kind in kinds for slot in SLOTS[kind]))
-        raise ConfigError(at="columns", problem=f"no kind of rows has {sorted(columns)}", have=have, fix="Name the parts of one kind.")
+        raise ConfigError(
+            at="columns",
+            problem=f"no kind of rows has {sorted(columns)}",
+            have=have,
+            fix="Name the parts of one kind.",
+        )
     return held
 
 
@@ -126,27 +189,46 @@ def _kind(name: str, found: Match, rows: Sequence[Mapping[str, Any]]) -> Kind:
     kind = Kind(name=known[name], choices=found.choices, ties=found.ties)
     if name not in ("messages", "sharegpt", "preference"):
         return kind
-    talks = [talk for choice in found.choices if choice.slot != "tools" for talk in _talks(rows, choice.column)]
+    talks = [
+        talk
+        for choice in found.choices
+        if choice.slot != "tools"
+        for talk in _talks(rows, choice.column)
+    ]
     speaker = "from" if name == "sharegpt" else "role"
     messages = [message for talk in talks for message in talk if isinstance(message, Mapping)]
-    roles = dict.fromkeys(str(message[speaker]) for message in messages if message.get(speaker) is not None)
+    roles = dict.fromkeys(
+        str(message[speaker]) for message in messages if message.get(speaker) is not None
+    )
     tools = kind.column("tools")
     named = any(row.get(tools) for row in rows) if tools is not None else False
     called = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-    return Kind(name=known[name], choices=found.choices, ties=found.ties, roles=tuple(roles), tools=named or called)
+    return Kind(
+        name=known[name],
+        choices=found.choices,
+        ties=found.ties,
+        roles=tuple(roles),
+        tools=named or called,
+    )
 
 
 def _fits(kind: str, slot: str, field: pa.Field, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a column could be this by its type, or where that is text by what the first rows hold."""
+    """Whether a column could be this by its type, or where that is text by what the first rows
+    hold.
+    """
     t = pa.types
     text = is_text(field.type)
     if kind == "tokens":
-        return (t.is_list(field.type) or t.is_large_list(field.type)) and t.is_integer(field.type.value_type)
+        return (t.is_list(field.type) or t.is_large_list(field.type)) and t.is_integer(
+            field.type.value_type
+        )
     if slot == "tools":
         return text or t.is_list(field.type) or t.is_large_list(field.type) or t.is_null(field.type)
     talk = is_messages(field.type) or (text and bool(_talks(rows, field.name)))
     if kind in ("messages", "sharegpt"):
-        return talk and _says(("role", "content") if kind == "messages" else ("from", "value"), field, rows)
+        return talk and _says(
+            ("role", "content") if kind == "messages" else ("from", "value"), field, rows
+        )
     if kind == "preference" and talk:
         return _says(("role", "content"), field, rows)
     return text and not talk
@@ -161,10 +243,18 @@ def _says(keys: tuple[str, str], field: pa.Field, rows: Sequence[Mapping[str, An
 
 
 def _talks(rows: Sequence[Mapping[str, Any]], column: str) -> list[list[Any]]:
-    """The conversations of a column: lists as they are, or JSON of lists, where all of its text is that."""
+    """The conversations of a column: lists as they are, or JSON of lists, where all of its text is
+    that.
+    """
     found = [value for row in rows if (value := row.get(column))]
     if any(isinstance(value, str) for value in found):
         if not all(isinstance(value, str) and value.lstrip()[:1] == "[" for value in found):
             return []
         found = values_of(pa.array(found, pa.large_string()), keep=())
-    return found if all(isinstance(value, list) and value and isinstance(value[0], Mapping) for value in found) else []
+    return (
+        found
+        if all(
+            isinstance(value, list) and value and isinstance(value[0], Mapping) for value in found
+        )
+        else []
+    )

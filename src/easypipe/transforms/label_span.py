@@ -1,4 +1,5 @@
-"""Where a template of columns prints the one that is trained: proven by printing another word in its place, or refused.
+"""Where a template of columns prints the one that is trained: proven by printing another word in
+its place, or refused.
 
 Runs in the worker process, as chat_spans.py does for conversations.
 """
@@ -13,10 +14,14 @@ from easypipe.transforms.chat_sentinels import UnprovenError, forms_of, unused_s
 from easypipe.transforms.chat_spans import MASKED_END, TRAINED_END, Rendered
 
 
-def find_label(template: Template, fields: Mapping[str, Any], label: str | None, train_on: str) -> Rendered:
-    """Trained is what `{% generation %}` marks, else all from the label to the end, else (no label, or train_on="all") all.
+def find_label(
+    template: Template, fields: Mapping[str, Any], label: str | None, train_on: str
+) -> Rendered:
+    """Trained is what `{% generation %}` marks, else all from the label to the end, else (no label,
+    or train_on="all") all.
 
-    Raises RenderError where the template refuses, UnprovenError where it cannot be told what is trained.
+    Raises RenderError where the template refuses, UnprovenError where it cannot be told what is
+    trained.
     """
     text, marked = template.write(fields)
     if train_on == "all" or (label is None and not template.marked):
@@ -31,7 +36,11 @@ def find_label(template: Template, fields: Mapping[str, Any], label: str | None,
         raise UnprovenError(f"the template prints {label!r} as it is {other.count(word)} times")
     before, after = other.split(word)
     said = text[len(before) : len(text) - len(after)]
-    whole = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
+    whole = (
+        text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
+    )
     if not whole or said not in forms_of(fields[label]):
-        raise UnprovenError(f"putting another word in place of {label!r} changes more than that word")
+        raise UnprovenError(
+            f"putting another word in place of {label!r} changes more than that word"
+        )
     return Rendered(text, [(len(before), len(text))] if said else [], TRAINED_END)

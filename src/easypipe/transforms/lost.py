@@ -1,4 +1,6 @@
-"""Characters that a tokenizer drops without a word: those for which its model has no piece, no unknown token and no bytes."""
+"""Characters that a tokenizer drops without a word: those for which its model has no piece, no
+unknown token and no bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,26 @@ from typing import Any
 logger = logging.getLogger("easypipe")
 
 # A text with every byte that UTF-8 has; vocabularies may lack the others.
-_EVERY_BYTE = "".join(map(chr, [*range(0x800), 0x800, *range(0x1000, 0x10000, 0x1000), *range(0x10000, 0x110000, 0x40000), 0x100000]))
+_EVERY_BYTE = "".join(
+    map(
+        chr,
+        [
+            *range(0x800),
+            0x800,
+            *range(0x1000, 0x10000, 0x1000),
+            *range(0x10000, 0x110000, 0x40000),
+            0x100000,
+        ],
+    )
+)
 
 
 class LostCharacters:
-    """Counts them, and warns at the first. Thread safe: what two threads find out twice is the same.
+    """Counts them, and warns at the first. Thread safe: what two threads find out twice is the
+    same.
 
-    Only BPE drops characters; the other models of `tokenizers` raise. A character is lost if what the
-    normalizer and the pre-tokenizer make of it holds one that the vocabulary lacks.
+    Only BPE drops characters; the other models of `tokenizers` raise. A character is lost if what
+    the normalizer and the pre-tokenizer make of it holds one that the vocabulary lacks.
     """
 
     def __init__(self, reference: Any, name: str) -> None:
@@ -28,9 +42,15 @@ class LostCharacters:
         model = reference.model
         self.possible = isinstance(model, tokenizers.models.BPE) and model.unk_token is None
         if self.possible:
-            written = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(_EVERY_BYTE)
+            written = tokenizers.pre_tokenizers.ByteLevel(
+                add_prefix_space=False, use_regex=False
+            ).pre_tokenize_str(_EVERY_BYTE)
             fallback = (f"<0x{byte:02X}>" for byte in set(_EVERY_BYTE.encode()))
-            complete = fallback if model.byte_fallback else {piece for text, _ in written for piece in text}
+            complete = (
+                fallback
+                if model.byte_fallback
+                else {piece for text, _ in written for piece in text}
+            )
             self.possible = any(reference.token_to_id(piece) is None for piece in complete)
             self._around = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
 
@@ -48,14 +68,31 @@ class LostCharacters:
 
     def _is_lost(self, character: str) -> bool:
         reference, (prefix, suffix) = self._reference, self._around
-        text = character if reference.normalizer is None else reference.normalizer.normalize_str(character)
-        pieces = [text] if reference.pre_tokenizer is None else [piece for piece, _ in reference.pre_tokenizer.pre_tokenize_str(text)]
-        forms = [(part, prefix + part, part + suffix, prefix + part + suffix) for piece in pieces for part in piece]
-        return any(all(reference.token_to_id(form) is None for form in some) for some in forms) and not self._in_bytes("".join(pieces))
+        text = (
+            character
+            if reference.normalizer is None
+            else reference.normalizer.normalize_str(character)
+        )
+        pieces = (
+            [text]
+            if reference.pre_tokenizer is None
+            else [piece for piece, _ in reference.pre_tokenizer.pre_tokenize_str(text)]
+        )
+        forms = [
+            (part, prefix + part, part + suffix, prefix + part + suffix)
+            for piece in pieces
+            for part in piece
+        ]
+        return any(
+            all(reference.token_to_id(form) is None for form in some) for some in forms
+        ) and not self._in_bytes("".join(pieces))
 
     def _in_bytes(self, text: str) -> bool:
         """Whether the model falls back to the bytes of a text, and has them all."""
-        known = (self._reference.token_to_id(f"<0x{byte:02X}>") is not None for byte in text.encode("utf-8", "surrogatepass"))
+        known = (
+            self._reference.token_to_id(f"<0x{byte:02X}>") is not None
+            for byte in text.encode("utf-8", "surrogatepass")
+        )
         return bool(self._reference.model.byte_fallback) and all(known)
 
     def _warn(self, character: str) -> None:

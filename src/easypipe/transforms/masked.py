@@ -1,7 +1,8 @@
 """Texts of which only some characters are trained, to tokens with a loss mask.
 
-A token is a target where one of the characters it stands for is trained; between the first and the last token of a trained range every
-token is. Which characters those are, `tokenizers` says, or the bytes of gigatoken's tokens (token_bytes.py) where these are the text.
+A token is a target where one of the characters it stands for is trained; between the first and the
+last token of a trained range every token is. Which characters those are, `tokenizers` says, or the
+bytes of gigatoken's tokens (token_bytes.py) where these are the text.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from numpy.typing import NDArray
 from easypipe.core.errors import TokenizerError
 from easypipe.transforms.tokenizer import Tokenizer
 
-NO_END, MASKED_END, TRAINED_END = 0, 1, 2  # what follows a text: nothing, EOS unseen by the loss, EOS as a target
+# what follows a text: nothing, EOS unseen by the loss, EOS as a target
+NO_END, MASKED_END, TRAINED_END = 0, 1, 2
 
 
 class Masked(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
-    offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · before, added Int64[n]: special tokens that were put
-    in front of each document, and in all · truncated Int64[n]: tokens cut off each · special Int64[n]: special strings in each text, where
-    they were looked for
+    offsets Int64[n+1] from 0 · ids UInt32[total] · mask UInt8[total]: 1 is a target · before, added
+    Int64[n]: special tokens that were put in front of each document, and in all · truncated
+    Int64[n]: tokens cut off each · special Int64[n]: special strings in each text, where they were
+    looked for
     """
 
     offsets: NDArray[np.int64]
@@ -48,10 +51,12 @@ def encode_masked(
     reference: bool = False,
     whole: bool = False,
 ) -> Masked:
-    """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of each, NO_END, MASKED_END or TRAINED_END.
+    """texts: without nulls. spans: of each, ascending character ranges that are trained. ends: of
+    each, NO_END, MASKED_END or TRAINED_END.
 
-    raw: no template wrote the texts: the tokenizer's own special tokens are put around each, where they do not stand there already, and
-    its special_strings is obeyed. Masks are made of the whole text and cut with it; a text that was cut gets no EOS.
+    raw: no template wrote the texts: the tokenizer's own special tokens are put around each, where
+    they do not stand there already, and its special_strings is obeyed. Masks are made of the whole
+    text and cut with it; a text that was cut gets no EOS.
     reference: ask `tokenizers`, whatever backend runs. whole: max_length cuts nothing.
     """
     before, after = tokenizer.surrounding if raw else ((), ())
@@ -60,13 +65,23 @@ def encode_masked(
     offsets, ids, mask = _encoded(tokenizer, texts, spans, reference=reference)
     special = np.zeros(len(texts), np.int64)
     if raw:
-        (offsets, ids, mask), special = _settled(tokenizer, texts, spans, _Tokens(offsets, ids, mask))
+        (offsets, ids, mask), special = _settled(
+            tokenizer, texts, spans, _Tokens(offsets, ids, mask)
+        )
     sizes, asked = np.diff(offsets), np.asarray(ends, np.int64)
     front = np.where(_stands(before, offsets[:-1], ids, sizes), 0, len(before))
-    cut = np.zeros(len(texts), np.int64) if limit is None else np.maximum(0, sizes + front + len(after) - limit)
+    cut = (
+        np.zeros(len(texts), np.int64)
+        if limit is None
+        else np.maximum(0, sizes + front + len(after) - limit)
+    )
     behind = np.full(len(texts), bool(after))
     if not after:
-        closed = np.zeros(len(texts), np.bool_) if eos is None else _stands((eos,), offsets[1:] - 1, ids, sizes)
+        closed = (
+            np.zeros(len(texts), np.bool_)
+            if eos is None
+            else _stands((eos,), offsets[1:] - 1, ids, sizes)
+        )
         behind = (asked != NO_END) & (cut == 0) & ~closed
         behind &= limit is None or sizes + front < limit
         if behind.any() and eos is None:
@@ -93,11 +108,21 @@ def encode_masked(
             at = edges[1:][behind] - len(suffix) + k
             ids[at], mask[at] = token, ((asked == TRAINED_END) & (cut == 0))[behind]
         offsets = edges
-    return Masked(offsets=offsets, ids=ids, mask=mask, before=front, added=added, truncated=cut, special=special)
+    return Masked(
+        offsets=offsets,
+        ids=ids,
+        mask=mask,
+        before=front,
+        added=added,
+        truncated=cut,
+        special=special,
+    )
 
 
 class _Tokens(NamedTuple):
-    """offsets Int64[n+1], ids UInt32[total], mask UInt8[total] of n texts, without special tokens."""
+    """offsets Int64[n+1], ids UInt32[total], mask UInt8[total] of n texts, without special
+    tokens.
+    """
 
     offsets: NDArray[np.int64]
     ids: NDArray[np.uint32]
@@ -108,8 +133,12 @@ def _offsets(sizes: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def _stands(tokens: Sequence[int], at: NDArray[np.int64], ids: NDArray[np.uint32], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Bool[n]: whether `tokens` stand at these places of documents with these sizes; True where there are no tokens to stand."""
+def _stands(
+    tokens: Sequence[int], at: NDArray[np.int64], ids: NDArray[np.uint32], sizes: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Bool[n]: whether `tokens` stand at these places of documents with these sizes; True where
+    there are no tokens to stand.
+    """
     found = sizes >= len(tokens)
     for k, token in enumerate(tokens):
         found[found] = ids[at[found] + k] == token
@@ -117,14 +146,18 @@ def _stands(tokens: Sequence[int], at: NDArray[np.int64], ids: NDArray[np.uint32
 
 
 def _settled(
-    tokenizer: Tokenizer, texts: pa.LargeStringArray, spans: Sequence[Sequence[Sequence[int]]], made: _Tokens
+    tokenizer: Tokenizer,
+    texts: pa.LargeStringArray,
+    spans: Sequence[Sequence[Sequence[int]]],
+    made: _Tokens,
 ) -> tuple[_Tokens, NDArray[np.int64]]:
     """(tokens, Int64[n] special strings in each text) under the tokenizer's special_strings."""
     special = tokenizer.special
     found, doubtful = special.look(made.offsets, made.ids)
     found = found.astype(np.int64)
     others: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]] = {}
-    for i in np.flatnonzero(doubtful).tolist() if special.policy in ("error", "escape") else ():  # few
+    # few
+    for i in np.flatnonzero(doubtful).tolist() if special.policy in ("error", "escape") else ():
         text = texts[i].as_py()
         if special.policy == "error":
             found[i] = found[i] or special.first_in(text) is not None
@@ -136,34 +169,57 @@ def _settled(
     return _with(made, others), found
 
 
-def _with(made: _Tokens, others: Mapping[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]]) -> _Tokens:
+def _with(
+    made: _Tokens, others: Mapping[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]]
+) -> _Tokens:
     """With other tokens and masks for some texts, by number."""
     if not others:
         return made
     edges = made.offsets
-    parts = [others.get(i) or (made.ids[a:b], made.mask[a:b]) for i, (a, b) in enumerate(itertools.pairwise(edges.tolist()))]
+    parts = [
+        others.get(i) or (made.ids[a:b], made.mask[a:b])
+        for i, (a, b) in enumerate(itertools.pairwise(edges.tolist()))
+    ]
     ids, masks = zip(*parts, strict=True)
     return _Tokens(_offsets([len(one) for one in ids]), np.concatenate(ids), np.concatenate(masks))
 
 
-def _encoded(tokenizer: Tokenizer, texts: pa.LargeStringArray, spans: Sequence[Sequence[Sequence[int]]], *, reference: bool) -> _Tokens:
+def _encoded(
+    tokenizer: Tokenizer,
+    texts: pa.LargeStringArray,
+    spans: Sequence[Sequence[Sequence[int]]],
+    *,
+    reference: bool,
+) -> _Tokens:
     fast = None if reference else tokenizer.encode_fast(texts)
     if fast is None:
         encoded = [
             (np.asarray(ids, np.uint32), token_mask(starts, stops, one))
-            for one, (ids, starts, stops) in zip(spans, tokenizer.encode_with_characters(texts.to_pylist()), strict=True)
+            for one, (ids, starts, stops) in zip(
+                spans, tokenizer.encode_with_characters(texts.to_pylist()), strict=True
+            )
         ]
         empty = (np.zeros(0, np.uint32), np.zeros(0, np.uint8))
         ids, masks = zip(*encoded, empty, strict=True)
-        return _Tokens(_offsets([len(one) for one, _ in encoded]), np.concatenate(ids), np.concatenate(masks))
+        return _Tokens(
+            _offsets([len(one) for one, _ in encoded]), np.concatenate(ids), np.concatenate(masks)
+        )
     offsets, ids, pieces = fast
     ranges = pieces.ranges(texts, offsets, ids)
-    sizes, counts = (pc.call_function(name, [texts]).to_numpy() for name in ("binary_length", "utf8_length"))
+    sizes, counts = (
+        pc.call_function(name, [texts]).to_numpy() for name in ("binary_length", "utf8_length")
+    )
     plain = (sizes == counts).tolist()  # every character is a byte
     known = ranges.known.tolist()
-    edges = [one if plain[i] or not known[i] else _in_bytes(texts[i].as_py(), one) for i, one in enumerate(spans)]
+    edges = [
+        one if plain[i] or not known[i] else _in_bytes(texts[i].as_py(), one)
+        for i, one in enumerate(spans)
+    ]
     owner = np.repeat(np.arange(len(edges)), [len(one) for one in edges])
-    flat = np.array([edge for one in edges for span in one for edge in span], np.int64).reshape(-1, 2) + ranges.bases[owner, None]
+    flat = (
+        np.array([edge for one in edges for span in one for edge in span], np.int64).reshape(-1, 2)
+        + ranges.bases[owner, None]
+    )
     first, last = offsets[:-1][owner], offsets[1:][owner]
     mask = _marked(ranges.starts, ranges.stops, flat, first, last)
     others: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint8]]] = {}
@@ -188,7 +244,9 @@ def _in_bytes(text: str, spans: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def has_target(mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Bool[n]: whether a document has a token to train on. Its first one is nobody's next token: it alone is none."""
+    """Bool[n]: whether a document has a token to train on. Its first one is nobody's next token: it
+    alone is none.
+    """
     starts, found = offsets[:-1], np.zeros(len(offsets) - 1, np.bool_)
     filled = offsets[1:] > starts
     seen = mask.copy()
@@ -198,10 +256,13 @@ def has_target(mask: NDArray[np.uint8], offsets: NDArray[np.int64]) -> NDArray[n
     return found
 
 
-def token_mask(starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
+def token_mask(
+    starts: NDArray[np.int64], stops: NDArray[np.int64], spans: Sequence[Sequence[int]]
+) -> NDArray[np.uint8]:
     """UInt8[tokens]: 1 from the first token that reaches into a range to the last one that does.
 
-    starts, stops: Int64[tokens], the first character of each token and the one behind its last, ascending.
+    starts, stops: Int64[tokens], the first character of each token and the one behind its last,
+    ascending.
     """
     return _marked(starts, stops, np.asarray(spans, np.int64).reshape(-1, 2), 0, len(starts))
 
@@ -213,7 +274,9 @@ def _marked(
     first: NDArray[np.int64] | int,
     last: NDArray[np.int64] | int,
 ) -> NDArray[np.uint8]:
-    """`token_mask` of many texts, one after the other. edges Int64[m, 2]: ranges, each for the tokens from `first` to `last`, Int64[m]."""
+    """`token_mask` of many texts, one after the other. edges Int64[m, 2]: ranges, each for the
+    tokens from `first` to `last`, Int64[m].
+    """
     mask = np.zeros(len(starts), np.uint8)
     begin = np.clip(stops.searchsorted(edges[:, 0], side="right"), first, last)
     end = np.clip(starts.searchsorted(edges[:, 1], side="left"), first, last)

@@ -1,4 +1,6 @@
-"""Columns of conversations and texts, as Python values: lists of objects with role and content, or JSON text of that."""
+"""Columns of conversations and texts, as Python values: lists of objects with role and content, or
+JSON text of that.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from easypipe.transforms.talks import loaded, value_of
 
 def is_messages(kind: pa.DataType) -> bool:
     t = pa.types
-    return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(kind.value_type)
+    return (t.is_list(kind) or t.is_large_list(kind) or t.is_list_view(kind)) and t.is_struct(
+        kind.value_type
+    )
 
 
 def is_json(kind: pa.DataType) -> bool:
@@ -25,22 +29,37 @@ def is_text(kind: pa.DataType) -> bool:
     t = pa.types
     if is_json(kind):
         return True
-    return t.is_large_string(kind) or t.is_string(kind) or t.is_string_view(kind) or (t.is_dictionary(kind) and is_text(kind.value_type))
+    return (
+        t.is_large_string(kind)
+        or t.is_string(kind)
+        or t.is_string_view(kind)
+        or (t.is_dictionary(kind) and is_text(kind.value_type))
+    )
 
 
 def values_of(column: pa.Array, *, keep: Sequence[str]) -> list[Any]:
-    """Python values; of structs without the keys that Arrow filled up with nulls, but for those in `keep` of the outermost."""
+    """Python values; of structs without the keys that Arrow filled up with nulls, but for those in
+    `keep` of the outermost.
+    """
     return [value_of(value, keep=keep) for value in plain_of(column)]
 
 
 def plain_of(column: pa.Array) -> list[Any]:
     """Python values of any column; bytes for text that is no UTF-8."""
-    return strings_of(column) if is_text(column.type) or pa.types.is_null(column.type) else column.to_pylist()
+    return (
+        strings_of(column)
+        if is_text(column.type) or pa.types.is_null(column.type)
+        else column.to_pylist()
+    )
 
 
 def decoded_of(column: pa.Array) -> list[Any]:
     """Python values of any column; of JSON by its type what it says."""
-    return [None if text is None else loaded(text) for text in strings_of(column)] if is_json(column.type) else plain_of(column)
+    return (
+        [None if text is None else loaded(text) for text in strings_of(column)]
+        if is_json(column.type)
+        else plain_of(column)
+    )
 
 
 def strings_of(column: pa.Array) -> list[Any]:

@@ -1,4 +1,6 @@
-"""What functions return, laid over the rows that they were given: columns of known types, and which values are of none of them."""
+"""What functions return, laid over the rows that they were given: columns of known types, and which
+values are of none of them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ from easypipe.core.protocols import Reject
 from easypipe.transforms.base import Rows
 from easypipe.transforms.columns import kept
 
-_CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for a value that is not of a type
+# what pyarrow raises for a value that is not of a type
+_CANNOT = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
 class Misfits:
-    """Values of a column that are not all of its type: those that are, and what is wrong with the others."""
+    """Values of a column that are not all of its type: those that are, and what is wrong with the
+    others.
+    """
 
     def __init__(self, values: pa.Array, errors: list[tuple[int, str]]) -> None:
         self.values, self.errors = values, errors
@@ -28,12 +33,23 @@ def overlaid(before: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
     return pa.schema([*same, *(pa.field(name, kind) for name, kind in rest.items())])
 
 
-def laid_over(field: pa.Field, batch: pa.RecordBatch, returned: Sequence[Mapping[str, Any]], names: set[str]) -> Any:
-    """A column with what was returned for it, and what stood there in the rows that returned nothing; a Misfits where a value is wrong."""
-    if field.name not in names and field.name in batch.schema.names and batch.schema.field(field.name).type.equals(field.type):
+def laid_over(
+    field: pa.Field, batch: pa.RecordBatch, returned: Sequence[Mapping[str, Any]], names: set[str]
+) -> Any:
+    """A column with what was returned for it, and what stood there in the rows that returned
+    nothing; a Misfits where a value is wrong.
+    """
+    if (
+        field.name not in names
+        and field.name in batch.schema.names
+        and batch.schema.field(field.name).type.equals(field.type)
+    ):
         return batch.column(field.name)
     old = batch.column(field.name) if field.name in batch.schema.names else None
-    values = [made[field.name] if field.name in made else None if old is None else old[i].as_py() for i, made in enumerate(returned)]
+    values = [
+        made[field.name] if field.name in made else None if old is None else old[i].as_py()
+        for i, made in enumerate(returned)
+    ]
     try:
         return as_array(values, field.type)
     except _CANNOT:
@@ -54,10 +70,19 @@ def misfits_of(column: Any) -> list[tuple[int, str]]:
 
 
 def without_misfits(
-    rows: Rows, schema: pa.Schema, columns: Sequence[Any], bad: Sequence[tuple[int, pa.Field, str]], failed: list[Reject], name: str
+    rows: Rows,
+    schema: pa.Schema,
+    columns: Sequence[Any],
+    bad: Sequence[tuple[int, pa.Field, str]],
+    failed: list[Reject],
+    name: str,
 ) -> Rows:
-    """The columns as a batch, without the rows in which a value is of the wrong type; those are rejects."""
-    batch = pa.RecordBatch.from_arrays([c.values if isinstance(c, Misfits) else c for c in columns], schema=schema)
+    """The columns as a batch, without the rows in which a value is of the wrong type; those are
+    rejects.
+    """
+    batch = pa.RecordBatch.from_arrays(
+        [c.values if isinstance(c, Misfits) else c for c in columns], schema=schema
+    )
     keep = np.ones(batch.num_rows, np.bool_)
     for i, field, error in bad:
         if keep[i]:

@@ -10,10 +10,12 @@ from easypipe.transforms.fields import BENIGN, text_of
 
 
 class JinjaTemplate:
-    """Columns of a row, written by a Jinja template that sees them as variables. names, date: as of a ChatTemplate.
+    """Columns of a row, written by a Jinja template that sees them as variables. names, date: as of
+    a ChatTemplate.
 
-    label: the column that is trained, found where the template prints it, and proven; None: `{% generation %}` markers say what is, or all
-    is. everything: train all of it. origin: for errors. Raises HostileTemplateError when it writes, for what goes beyond the limits.
+    label: the column that is trained, found where the template prints it, and proven; None: `{%
+    generation %}` markers say what is, or all is. everything: train all of it. origin: for errors.
+    Raises HostileTemplateError when it writes, for what goes beyond the limits.
     """
 
     def __init__(

@@ -1,6 +1,8 @@
-"""Chat templates by name, and the text of Alpaca's prompts. Each marks what the assistant says, so spans need no proof.
+"""Chat templates by name, and the text of Alpaca's prompts. Each marks what the assistant says, so
+spans need no proof.
 
-A stop that a tokenizer has no token for is text like any other; what ends turns is always written, and always trained.
+A stop that a tokenizer has no token for is text like any other; what ends turns is always written,
+and always trained.
 """
 
 from __future__ import annotations
@@ -88,8 +90,15 @@ _TURNS = (
 
 
 def _turns(system: str, user: str, assistant: str, *, after: str) -> str:
-    """A template of three headers; `after`, a Jinja expression, follows every turn but the assistant's, which EOS ends."""
-    values = {"SYSTEM": repr(system), "USER": repr(user), "ASSISTANT": repr(assistant), "AFTER": after}
+    """A template of three headers; `after`, a Jinja expression, follows every turn but the
+    assistant's, which EOS ends.
+    """
+    values = {
+        "SYSTEM": repr(system),
+        "USER": repr(user),
+        "ASSISTANT": repr(assistant),
+        "AFTER": after,
+    }
     return re.sub("|".join(values), lambda found: values[found[0]], _TURNS)
 
 
@@ -100,7 +109,8 @@ CHAT_TEMPLATES = {
     "alpaca": _turns("", "### Instruction:\n", "### Response:\n", after="'\\n\\n'"),
 }
 
-# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), which models were tuned on word by word.
+# The two prompts of the Alpaca data set (github.com/tatsu-lab/stanford_alpaca), which models were
+# tuned on word by word.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n{output}"

@@ -1,6 +1,8 @@
-"""Whether gigatoken gives the very ids that `tokenizers` gives, seen on text that has broken tokenizers before and on the data itself.
+"""Whether gigatoken gives the very ids that `tokenizers` gives, seen on text that has broken
+tokenizers before and on the data itself.
 
-A verdict is remembered per tokenizer and versions. One that was refuted stays refuted: see Tokenizer.refute.
+A verdict is remembered per tokenizer and versions. One that was refuted stays refuted: see
+Tokenizer.refute.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from easypipe.transforms import fast
 
 PROOF_FORMAT = 1  # counts up when TORTURE changes: older verdicts are then forgotten
 
-_OLDER = ("equal", "why", "after_use")  # what was refuted stays refuted, though its file was written without a checksum
+# what was refuted stays refuted, though its file was written without a checksum
+_OLDER = ("equal", "why", "after_use")
 
 _PIECES = (
     "", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", " \n ", "\xa0", "\u3000", "\u2028", "\u200b", "\u200d", "\ufeff", "\x00", "\x07",
@@ -41,7 +44,9 @@ _PIECES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """after_use: gigatoken had already written tokens of this tokenizer when it was found to be wrong."""
+    """after_use: gigatoken had already written tokens of this tokenizer when it was found to be
+    wrong.
+    """
 
     equal: bool
     why: str
@@ -49,37 +54,74 @@ class Verdict:
 
 
 def torture(special_strings: Sequence[str]) -> pa.LargeStringArray:
-    """Every piece alone, pieces side by side in an order that never changes, and the tokenizer's own special strings in running text."""
+    """Every piece alone, pieces side by side in an order that never changes, and the tokenizer's
+    own special strings in running text.
+    """
     texts = list(_PIECES)
     count = len(_PIECES)
     order = np.arange(4 * count)
     for n, arity in ((4 * count, 2), (4 * count, 5)):
         picks = [permute(order[:n], n, fold(0, "torture", arity, i)) % count for i in range(arity)]
-        texts += ["".join(_PIECES[i] for i in row) for row in zip(*(p.tolist() for p in picks), strict=True)]
+        texts += [
+            "".join(_PIECES[i] for i in row)
+            for row in zip(*(p.tolist() for p in picks), strict=True)
+        ]
     for special in special_strings[:64]:
-        texts += [special, f"a{special}b", f" {special} ", special * 2, f"{special[:-1]} {special}\n", special.upper()]
+        texts += [
+            special,
+            f"a{special}b",
+            f" {special} ",
+            special * 2,
+            f"{special[:-1]} {special}\n",
+            special.upper(),
+        ]
     for one, two in itertools.islice(itertools.pairwise(special_strings), 32):
         texts += [one + two, f"{one} {two}"]
     return pa.array(texts, pa.large_string())
 
 
-def prove(engine: fast.FastEngine, reference: Callable[[list[str]], list[list[int]]], texts: pa.LargeStringArray, kind: str) -> Verdict:
+def prove(
+    engine: fast.FastEngine,
+    reference: Callable[[list[str]], list[list[int]]],
+    texts: pa.LargeStringArray,
+    kind: str,
+) -> Verdict:
     """`kind` says what `texts` are: "hostile texts", "texts of dataset x"."""
     offsets, ids = engine.encode(texts)
     plain: list[str] = texts.to_pylist()
     for i, (text, expected) in enumerate(zip(plain, reference(plain), strict=True)):
         found = ids[offsets[i] : offsets[i + 1]]
-        if len(found) != len(expected) or not np.array_equal(found, np.asarray(expected, dtype=np.uint32)):
-            at = next((k for k, (a, b) in enumerate(zip(found.tolist(), expected, strict=False)) if a != b), min(len(found), len(expected)))
-            return Verdict(False, f"gigatoken {fast.version()} differs from `tokenizers` at token {at} of {_short(text)} ({kind})")
-    return Verdict(True, f"gigatoken {fast.version()} equals `tokenizers` {_reference_version()} on {len(plain)} {kind}")
+        if len(found) != len(expected) or not np.array_equal(
+            found, np.asarray(expected, dtype=np.uint32)
+        ):
+            at = next(
+                (
+                    k
+                    for k, (a, b) in enumerate(zip(found.tolist(), expected, strict=False))
+                    if a != b
+                ),
+                min(len(found), len(expected)),
+            )
+            return Verdict(
+                False,
+                f"gigatoken {fast.version()} differs from `tokenizers` at token {at} of {_short(text)} ({kind})",
+            )
+    return Verdict(
+        True,
+        f"gigatoken {fast.version()} equals `tokenizers` {_reference_version()} on {len(plain)} {kind}",
+    )
 
 
 def recall(folder: Path | None, fingerprint: str) -> Verdict | None:
     """What `remember` kept; None where there is nothing, or where it is damaged."""
     if folder is None:
         return None
-    return recall_checked(_memo(folder, fingerprint), lambda kept: Verdict(**kept), what="the proof of a fast tokenizer", older=_OLDER)
+    return recall_checked(
+        _memo(folder, fingerprint),
+        lambda kept: Verdict(**kept),
+        what="the proof of a fast tokenizer",
+        older=_OLDER,
+    )
 
 
 def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
@@ -88,7 +130,11 @@ def remember(folder: Path | None, fingerprint: str, verdict: Verdict) -> None:
 
 
 def _memo(folder: Path, fingerprint: str) -> Path:
-    return folder / "proofs" / f"{digest(PROOF_FORMAT, fingerprint, fast.version(), _reference_version())}.json"
+    return (
+        folder
+        / "proofs"
+        / f"{digest(PROOF_FORMAT, fingerprint, fast.version(), _reference_version())}.json"
+    )
 
 
 @functools.cache

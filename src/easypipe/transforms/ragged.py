@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 def truncate(
     offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger], limit: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger], NDArray[np.int64]]:
-    """(offsets, ids, Int64[n] how many were cut off) of lists that keep their first `limit` ids; None keeps all."""
+    """(offsets, ids, Int64[n] how many were cut off) of lists that keep their first `limit` ids;
+    None keeps all.
+    """
     lengths = np.diff(offsets)
     cut = np.zeros_like(lengths) if limit is None else np.maximum(lengths - limit, 0)
     if not cut.any():
@@ -24,7 +26,10 @@ def truncate(
 
 
 def surround(
-    offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger], prefix: Sequence[int], suffix: Sequence[int]
+    offsets: NDArray[np.int64],
+    ids: NDArray[np.unsignedinteger],
+    prefix: Sequence[int],
+    suffix: Sequence[int],
 ) -> tuple[NDArray[np.int64], NDArray[np.unsignedinteger]]:
     """(offsets, ids) of lists with `prefix` before and `suffix` behind each."""
     room = len(prefix) + len(suffix)

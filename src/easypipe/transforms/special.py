@@ -1,4 +1,5 @@
-"""Strings of special tokens that stand in raw text, such as "<|endoftext|>" on a page about language models.
+"""Strings of special tokens that stand in raw text, such as "<|endoftext|>" on a page about
+language models.
 
 special    a token that tokenizer.json marks so. Its string in a text becomes its id, which then ends documents or separates turns
 unknown    the special token that the model itself writes for text that it has no piece for: its id alone tells nothing about the text
@@ -33,25 +34,38 @@ class Settled(NamedTuple):
 class SpecialStrings:
     """What becomes of special strings in raw text. Thread safe.
 
-    allow: they are special tokens, and counted; where a text holds the string of the unknown token, that is not.
-    escape: they are ordinary text, as `tokenizers` encodes with encode_special_tokens=True; no special id comes of them.
+    allow: they are special tokens, and counted; where a text holds the string of the unknown token,
+    that is not.
+    escape: they are ordinary text, as `tokenizers` encodes with encode_special_tokens=True; no
+    special id comes of them.
     error: a text that holds one is refused by whoever knows its row.
 
-    Raises TokenizerError where the policy is "escape" and the model makes a special token of its string by itself.
+    Raises TokenizerError where the policy is "escape" and the model makes a special token of its
+    string by itself.
     """
 
     def __init__(self, reference: Any, definition: str, policy: SpecialPolicy, name: str) -> None:
         self.policy: SpecialPolicy = policy
         added = reference.get_added_tokens_decoder()
-        self._strings: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
-        self._unknown = self._strings.keys() & set(reference.encode(_UNKNOWN, add_special_tokens=False).ids)
-        self._unknown |= {i for i, text in self._strings.items() if text == getattr(reference.model, "unk_token", None)}
+        self._strings: dict[int, str] = {
+            i: token.content for i, token in added.items() if token.special
+        }
+        self._unknown = self._strings.keys() & set(
+            reference.encode(_UNKNOWN, add_special_tokens=False).ids
+        )
+        self._unknown |= {
+            i
+            for i, text in self._strings.items()
+            if text == getattr(reference.model, "unk_token", None)
+        }
         self._runs, self._table = _runs(sorted(self._strings.keys() - self._unknown))
         self._definition = definition
         if policy == "escape":
             for text in self._strings.values():
                 ids = self.escaped.encode(text, add_special_tokens=False).ids
-                left = [self._strings[i] for i in ids if i in self._strings and i not in self._unknown]
+                left = [
+                    self._strings[i] for i in ids if i in self._strings and i not in self._unknown
+                ]
                 if left:
                     raise TokenizerError(
                         at=name,
@@ -73,7 +87,12 @@ class SpecialStrings:
         """The reference that takes special strings for ordinary text."""
         return _escaping(self._definition)
 
-    def settle(self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger]) -> Settled:
+    def settle(
+        self,
+        texts: pa.LargeStringArray,
+        offsets: NDArray[np.int64],
+        ids: NDArray[np.unsignedinteger],
+    ) -> Settled:
         """offsets, ids: tokens of the texts as they come, without what surrounds them."""
         found, doubtful = self.look(offsets, ids)
         if self.policy == "error":
@@ -82,21 +101,35 @@ class SpecialStrings:
         if self.policy != "escape" or not doubtful.any():
             return Settled(offsets, ids, found)
         which = np.flatnonzero(doubtful).tolist()
-        encoded = self.escaped.encode_batch_fast(texts.take(pa.array(which)).to_pylist(), add_special_tokens=False)
+        encoded = self.escaped.encode_batch_fast(
+            texts.take(pa.array(which)).to_pylist(), add_special_tokens=False
+        )
         pieces, lengths, at = [], np.diff(offsets), 0
         for i, one in zip(which, encoded, strict=True):  # few
             new = np.asarray(one.ids, ids.dtype)
-            found[i] += max(0, self.unknown_in(ids[offsets[i] : offsets[i + 1]]) - self.unknown_in(new))
+            found[i] += max(
+                0, self.unknown_in(ids[offsets[i] : offsets[i + 1]]) - self.unknown_in(new)
+            )
             pieces += [ids[at : offsets[i]], new]
             lengths[i], at = len(new), int(offsets[i + 1])
-        return Settled(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), np.concatenate([*pieces, ids[at:]]), found)
+        return Settled(
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            np.concatenate([*pieces, ids[at:]]),
+            found,
+        )
 
-    def look(self, offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(Int64[n] special tokens, Bool[n] doubtful) of texts. What the model writes for unknown text is doubtful and not counted."""
+    def look(
+        self, offsets: NDArray[np.int64], ids: NDArray[np.unsignedinteger]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """(Int64[n] special tokens, Bool[n] doubtful) of texts. What the model writes for unknown
+        text is doubtful and not counted.
+        """
         found = _in_each(offsets, _places(ids, self._runs, self._table))
         if self.policy == "allow" or not self._unknown:
             return found, found > 0
-        return found, (found > 0) | (_in_each(offsets, np.flatnonzero(np.isin(ids, list(self._unknown)))) > 0)
+        return found, (found > 0) | (
+            _in_each(offsets, np.flatnonzero(np.isin(ids, list(self._unknown)))) > 0
+        )
 
     def unknown_in(self, ids: NDArray[np.unsignedinteger]) -> int:
         return int(np.isin(ids, list(self._unknown)).sum()) if self._unknown else 0
@@ -121,17 +154,22 @@ def _runs(ids: list[int]) -> tuple[list[tuple[int, int]], NDArray[np.bool_] | No
     """Ranges of neighbouring ids; a table of all ids where there are many."""
     table = np.zeros(ids[-1] + 1 if ids else 0, np.bool_)
     table[ids] = True
-    edges = np.flatnonzero(np.diff(table.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
+    edges = (
+        np.flatnonzero(np.diff(table.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
+    )
     return [(a, b) for a, b in edges], table if len(edges) > MOST_RUNS else None
 
 
-def _places(ids: NDArray[np.unsignedinteger], runs: list[tuple[int, int]], table: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+def _places(
+    ids: NDArray[np.unsignedinteger], runs: list[tuple[int, int]], table: NDArray[np.bool_] | None
+) -> NDArray[np.int64]:
     """Where ids lie in one of the ranges."""
     if not ids.size or not runs:
         return np.zeros(0, np.int64)
     if table is not None:
         return np.flatnonzero(table[np.minimum(ids, len(table) - 1)] & (ids < len(table)))
-    most = int(ids.max())  # special tokens are mostly the first or the last of a vocabulary: one look, or two, tell
+    # special tokens are mostly the first or the last of a vocabulary: one look, or two, tell
+    most = int(ids.max())
     runs = [(a, b) for a, b in runs if a <= most]
     least = int(ids.min()) if runs else 0
     places = [np.flatnonzero((ids >= a) & (ids < b)) for a, b in runs if least < b]
@@ -141,4 +179,6 @@ def _places(ids: NDArray[np.unsignedinteger], runs: list[tuple[int, int]], table
 def _in_each(offsets: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
     if not places.size:
         return np.zeros(len(offsets) - 1, np.int64)
-    return np.bincount(np.searchsorted(offsets, places, side="right") - 1, minlength=len(offsets) - 1).astype(np.int64)
+    return np.bincount(
+        np.searchsorted(offsets, places, side="right") - 1, minlength=len(offsets) - 1
+    ).astype(np.int64)

@@ -1,7 +1,9 @@
-"""Which bytes of a text each token stands for, without asking `tokenizers`: the tokens of a byte-level BPE say it themselves.
+"""Which bytes of a text each token stands for, without asking `tokenizers`: the tokens of a
+byte-level BPE say it themselves.
 
-gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text, their lengths tell where each stands.
-Spaces at the ends of a token are left out where `tokenizers` leaves them out (trim_offsets), so that masks are the same as its own.
+gigatoken gives ids only. Where the bytes of a text's tokens, one after the other, are that text,
+their lengths tell where each stands. Spaces at the ends of a token are left out where `tokenizers`
+leaves them out (trim_offsets), so that masks are the same as its own.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from numpy.typing import NDArray
 
 
 class Ranges(NamedTuple):
-    """Of all tokens of some texts, one after the other: Int64[total] first byte and end, as if the texts were one. known: Bool[n] texts.
+    """Of all tokens of some texts, one after the other: Int64[total] first byte and end, as if the
+    texts were one. known: Bool[n] texts.
     bases: Int64[n+1], where each text begins, and the last one's end."""
 
     starts: NDArray[np.int64]
@@ -33,14 +36,26 @@ class TokenBytes:
         self._pieces = pa.array(pieces, pa.large_binary())
         self._trims = trims
         self._lengths = np.array([len(piece) for piece in pieces], np.int64)
-        self._lead = np.array([len(piece) - len(piece.lstrip(b" ")) if trims else 0 for piece in pieces], np.int64)
-        self._trail = np.array([len(piece) - len(piece.rstrip(b" ")) if trims else 0 for piece in pieces], np.int64)
+        self._lead = np.array(
+            [len(piece) - len(piece.lstrip(b" ")) if trims else 0 for piece in pieces], np.int64
+        )
+        self._trail = np.array(
+            [len(piece) - len(piece.rstrip(b" ")) if trims else 0 for piece in pieces], np.int64
+        )
 
-    def ranges(self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.uint32]) -> Ranges:
-        """texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text i."""
+    def ranges(
+        self, texts: pa.LargeStringArray, offsets: NDArray[np.int64], ids: NDArray[np.uint32]
+    ) -> Ranges:
+        """texts: without nulls; token ids `ids[offsets[i] : offsets[i + 1]]` are those of text
+        i.
+        """
         lengths = self._lengths[ids]
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        edges = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, texts.offset * 8) if len(texts) else np.zeros(1, np.int64)
+        edges = (
+            np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, texts.offset * 8)
+            if len(texts)
+            else np.zeros(1, np.int64)
+        )
         text = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[edges[0] : edges[-1]]
         joined: Any = self._pieces.take(pa.array(ids))
         found = np.frombuffer(joined.buffers()[2] or b"", np.uint8)[: ends[-1]]
@@ -50,7 +65,11 @@ class TokenBytes:
         else:
             where = edges - edges[0]
             known = np.array(
-                [np.array_equal(found[bases[i] : bases[i + 1]], text[where[i] : where[i + 1]]) for i in range(len(texts))], np.bool_
+                [
+                    np.array_equal(found[bases[i] : bases[i + 1]], text[where[i] : where[i + 1]])
+                    for i in range(len(texts))
+                ],
+                np.bool_,
             )
         first, last = ends[:-1], ends[1:]
         if not self._trims:
@@ -63,11 +82,19 @@ class TokenBytes:
 def token_bytes(definition: str) -> TokenBytes | None:
     """Of a tokenizer.json; None where its tokens are not bytes."""
     parts = json.loads(definition)
-    if (parts.get("model") or {}).get("type", "BPE") != "BPE" or "ByteLevel" not in _kinds(parts.get("decoder")):
+    if (parts.get("model") or {}).get("type", "BPE") != "BPE" or "ByteLevel" not in _kinds(
+        parts.get("decoder")
+    ):
         return None
     vocab: dict[str, int] = dict(parts["model"]["vocab"])
     back = {character: byte for byte, character in _alphabet().items()}
-    pieces = [b""] * (max([*vocab.values(), *(token["id"] for token in parts.get("added_tokens") or ())], default=-1) + 1)
+    pieces = [b""] * (
+        max(
+            [*vocab.values(), *(token["id"] for token in parts.get("added_tokens") or ())],
+            default=-1,
+        )
+        + 1
+    )
     for word, i in vocab.items():
         if all(character in back for character in word):
             pieces[i] = bytes(back[character] for character in word)
@@ -92,7 +119,11 @@ def _trims(part: Any) -> bool:
 
 
 def _alphabet() -> dict[int, str]:
-    """The character by which byte-level tokenizers write each byte (GPT-2's): itself where it can be printed, else one from 256 up."""
+    """The character by which byte-level tokenizers write each byte (GPT-2's): itself where it can
+    be printed, else one from 256 up.
+    """
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }

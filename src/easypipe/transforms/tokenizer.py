@@ -1,4 +1,5 @@
-"""Text columns to token ids. `tokenizers` is the reference; gigatoken is used where it was seen to give the same ids.
+"""Text columns to token ids. `tokenizers` is the reference; gigatoken is used where it was seen to
+give the same ids.
 
 content   the tokens of the text itself
 special   the tokens that the tokenizer's own post-processor puts before and after a text
@@ -34,7 +35,14 @@ from easypipe.transforms.ragged import surround, truncate
 from easypipe.transforms.special import SpecialStrings
 from easypipe.transforms.token_bytes import TokenBytes, token_bytes
 from easypipe.transforms.tokenizer_config import TokenizerConfig
-from easypipe.transforms.tokenizer_files import SPECIAL_NAMES, DeclaredToken, TokenizerFiles, content_of, declared_tokens, find_tokenizer
+from easypipe.transforms.tokenizer_files import (
+    SPECIAL_NAMES,
+    DeclaredToken,
+    TokenizerFiles,
+    content_of,
+    declared_tokens,
+    find_tokenizer,
+)
 
 logger = logging.getLogger("easypipe")
 
@@ -60,8 +68,9 @@ class Backend(NamedTuple):
 class Encoded(NamedTuple):
     """n documents: `ids[offsets[i] : offsets[i + 1]]`, special tokens included.
 
-    offsets Int64[n+1] from 0 · ids `token_dtype(vocab_size)`[total] · added: special tokens in all · truncated Int64[n]: content tokens
-    cut off each document · special Int64[n]: special strings in the text of each
+    offsets Int64[n+1] from 0 · ids `token_dtype(vocab_size)`[total] · added: special tokens in all
+    · truncated Int64[n]: content tokens cut off each document · special Int64[n]: special strings
+    in the text of each
     """
 
     offsets: NDArray[np.int64]
@@ -84,7 +93,8 @@ def load_tokenizer(config: TokenizerConfig | str | Path) -> Tokenizer:
 class Tokenizer:
     """A loaded tokenizer. Thread safe.
 
-    Law: `encode_column(texts)` is row-wise, and row i equals `reference_encode(texts[i])`, whatever backend runs.
+    Law: `encode_column(texts)` is row-wise, and row i equals `reference_encode(texts[i])`, whatever
+    backend runs.
     """
 
     def __init__(self, config: TokenizerConfig, files: TokenizerFiles) -> None:
@@ -93,19 +103,38 @@ class Tokenizer:
         self.origin = files.origin
         self._files = files
         self._reference: Any
-        self._reference, self._definition, self.vocab_size = _load_reference(files.definition, files.origin, declared_tokens(files.options))
-        named = {kind: self._named(kind, files.options) for kind in ("bos_token", "eos_token", "pad_token")}
+        self._reference, self._definition, self.vocab_size = _load_reference(
+            files.definition, files.origin, declared_tokens(files.options)
+        )
+        named = {
+            kind: self._named(kind, files.options)
+            for kind in ("bos_token", "eos_token", "pad_token")
+        }
         self.bos_token_id, self.pad_token_id = named["bos_token"], named["pad_token"]
-        self.eos_token_id = named["eos_token"] if named["eos_token"] is not None else self._likely_eos(files.options)
-        self._prefix, self._suffix = _specials(self._reference, self.name) if config.add_special_tokens else ((), ())
+        self.eos_token_id = (
+            named["eos_token"]
+            if named["eos_token"] is not None
+            else self._likely_eos(files.options)
+        )
+        self._prefix, self._suffix = (
+            _specials(self._reference, self.name) if config.add_special_tokens else ((), ())
+        )
         room = len(self._prefix) + len(self._suffix)
         if config.truncation and config.max_length is not None and config.max_length <= room:
             raise TokenizerError(
-                at=self.name, problem=f"max_length {config.max_length} is filled by {room} special tokens", fix="Give a larger max_length."
+                at=self.name,
+                problem=f"max_length {config.max_length} is filled by {room} special tokens",
+                fix="Give a larger max_length.",
             )
-        self._limit = config.max_length - room if config.truncation and config.max_length is not None else None
+        self._limit = (
+            config.max_length - room
+            if config.truncation and config.max_length is not None
+            else None
+        )
         self._options = files.options
-        self.special = SpecialStrings(self._reference, self._definition, config.special_strings, self.name)
+        self.special = SpecialStrings(
+            self._reference, self._definition, config.special_strings, self.name
+        )
         self.lost = LostCharacters(self._reference, self.name)
         golden = self._reference.encode(GOLDEN, add_special_tokens=config.add_special_tokens).ids
         self.fingerprint: str = digest(
@@ -125,10 +154,12 @@ class Tokenizer:
         return self._decide()[0]
 
     def prove(self, sample: pa.Array, *, of: str, memo: Path | None) -> Backend:
-        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and on `sample`.
+        """Decides on a backend: gigatoken where it agrees with the reference on hostile text and on
+        `sample`.
 
-        of: what the sample is from, for the message. memo: the cache folder where verdicts are remembered.
-        Raises TokenizerError where backend="gigatoken" was asked for and it does not agree.
+        of: what the sample is from, for the message. memo: the cache folder where verdicts are
+        remembered. Raises TokenizerError where backend="gigatoken" was asked for and it does not
+        agree.
         """
         with self._lock:
             self._memo = memo or self._memo
@@ -140,38 +171,64 @@ class Tokenizer:
         return self._decide()[0]
 
     def refute(self, why: str) -> None:
-        """Remembers that gigatoken wrote wrong tokens: from now on the reference encodes, and nothing that gigatoken wrote is used."""
+        """Remembers that gigatoken wrote wrong tokens: from now on the reference encodes, and
+        nothing that gigatoken wrote is used.
+        """
         with self._lock:
             proof.remember(self._memo, self.fingerprint, Verdict(False, why, after_use=True))
 
     def refuted(self, memo: Path) -> bool:
-        """Whether gigatoken was found to be wrong after it had written tokens into the cache folder `memo`."""
+        """Whether gigatoken was found to be wrong after it had written tokens into the cache folder
+        `memo`.
+        """
         verdict = proof.recall(memo, self.fingerprint)
         return verdict is not None and verdict.after_use
 
     def with_length(self, max_length: int | None) -> Tokenizer:
         """The same tokenizer with another max_length; None knows no limit."""
-        return Tokenizer(dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files)
+        return Tokenizer(
+            dataclasses.replace(self.config, max_length=max_length, truncation=True), self._files
+        )
 
     def encode_column(self, texts: pa.Array, *, whole: bool = False) -> Encoded:
-        """Token ids of a string column without nulls. whole: max_length cuts nothing. Raises TokenizerError where there are nulls."""
+        """Token ids of a string column without nulls. whole: max_length cuts nothing. Raises
+        TokenizerError where there are nulls.
+        """
         column = _column(texts)
         if column.null_count:
-            raise TokenizerError(at=self.name, problem=f"{column.null_count} of {len(column)} texts are null", fix="Drop them first.")
+            raise TokenizerError(
+                at=self.name,
+                problem=f"{column.null_count} of {len(column)} texts are null",
+                fix="Drop them first.",
+            )
         _, engine = self._decide()
-        offsets, wide = engine.encode(column) if engine is not None else self._encode_reference(column)
-        ids = wide.astype(token_dtype(self.vocab_size), copy=False)  # at once: what follows reads half the bytes
+        offsets, wide = (
+            engine.encode(column) if engine is not None else self._encode_reference(column)
+        )
+        # at once: what follows reads half the bytes
+        ids = wide.astype(token_dtype(self.vocab_size), copy=False)
         del wide
         offsets, ids, special = self.special.settle(column, offsets, ids)
         offsets, ids, truncated = truncate(offsets, ids, None if whole else self._limit)
         offsets, ids = surround(offsets, ids, self._prefix, self._suffix)
-        return Encoded(offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated, special)
+        return Encoded(
+            offsets, ids, len(column) * (len(self._prefix) + len(self._suffix)), truncated, special
+        )
 
     def reference_encode(self, text: str, *, whole: bool = False) -> list[int]:
-        """One text by `tokenizers` and its own post-processor, whatever backend runs. whole: max_length cuts nothing."""
+        """One text by `tokenizers` and its own post-processor, whatever backend runs. whole:
+        max_length cuts nothing.
+        """
         reference = self.special.escaped if self.special.policy == "escape" else self._reference
-        ids = reference.encode_batch_fast([text], add_special_tokens=self.config.add_special_tokens)[0].ids  # asks for no offsets
-        if not whole and self._limit is not None and len(ids) > self._limit + len(self._prefix) + len(self._suffix):
+        # asks for no offsets
+        ids = reference.encode_batch_fast(
+            [text], add_special_tokens=self.config.add_special_tokens
+        )[0].ids
+        if (
+            not whole
+            and self._limit is not None
+            and len(ids) > self._limit + len(self._prefix) + len(self._suffix)
+        ):
             content = reference.encode(text, add_special_tokens=False).ids[: self._limit]
             return [*self._prefix, *content, *self._suffix]
         return ids
@@ -179,16 +236,27 @@ class Tokenizer:
     def encode_with_characters(
         self, texts: Sequence[str], *, escaped: bool = False
     ) -> Iterator[tuple[list[int], NDArray[np.int64], NDArray[np.int64]]]:
-        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without special tokens; both ascend.
+        """(ids, first characters, ends of the characters) of each text by `tokenizers`, without
+        special tokens; both ascend.
 
         escaped: take special strings for ordinary text.
         """
-        for encoding in (self.special.escaped if escaped else self._reference).encode_batch(list(texts), add_special_tokens=False):
+        for encoding in (self.special.escaped if escaped else self._reference).encode_batch(
+            list(texts), add_special_tokens=False
+        ):
             edges = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
-            yield encoding.ids, np.maximum.accumulate(edges[:, 0]), np.maximum.accumulate(edges[:, 1])
+            yield (
+                encoding.ids,
+                np.maximum.accumulate(edges[:, 0]),
+                np.maximum.accumulate(edges[:, 1]),
+            )
 
-    def encode_fast(self, column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32], TokenBytes] | None:
-        """(offsets, ids, the bytes of tokens) without special tokens; None where gigatoken, or the bytes, are not to be had."""
+    def encode_fast(
+        self, column: pa.LargeStringArray
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32], TokenBytes] | None:
+        """(offsets, ids, the bytes of tokens) without special tokens; None where gigatoken, or the
+        bytes, are not to be had.
+        """
         _, engine = self._decide()
         pieces = None if engine is None else token_bytes(self._definition)
         return None if engine is None or pieces is None else (*engine.encode(column), pieces)
@@ -201,7 +269,9 @@ class Tokenizer:
     @property
     def special_strings(self) -> dict[str, str]:
         """Named special tokens as chat templates know them: `bos_token`, `eos_token`, ..."""
-        return {kind: token for kind in SPECIAL_NAMES if (token := content_of(self._options.get(kind)))}
+        return {
+            kind: token for kind in SPECIAL_NAMES if (token := content_of(self._options.get(kind)))
+        }
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -213,8 +283,12 @@ class Tokenizer:
         """A token as the vocabulary spells it."""
         return self._reference.id_to_token(number)
 
-    def decode(self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False) -> str:
-        return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+    def decode(
+        self, ids: Sequence[int] | NDArray[np.integer], *, skip_special_tokens: bool = False
+    ) -> str:
+        return self._reference.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
 
     @property
     def content_limit(self) -> int | None:
@@ -248,7 +322,9 @@ class Tokenizer:
             raise
         except BaseException as error:  # noqa: BLE001 (a Rust panic is no Exception; whatever gigatoken refuses, the reference encodes)
             reason = " ".join(str(error).split())
-            return self._use_reference(f"gigatoken {fast_version()} cannot load it: {reason[:200]}", fallback=True)
+            return self._use_reference(
+                f"gigatoken {fast_version()} cannot load it: {reason[:200]}", fallback=True
+            )
         if verdict is None:
             added = self._reference.get_added_tokens_decoder()
             specials = [added[i].content for i in sorted(added)]
@@ -269,21 +345,43 @@ class Tokenizer:
         import tokenizers
 
         if fallback and self.config.backend == "gigatoken":
-            raise TokenizerError(at=self.name, problem=f"backend='gigatoken' cannot be used: {why}", fix="Set backend='auto'.")
+            raise TokenizerError(
+                at=self.name,
+                problem=f"backend='gigatoken' cannot be used: {why}",
+                fix="Set backend='auto'.",
+            )
         self._fast, self._backend = None, Backend("tokenizers", tokenizers.__version__, why)
-        logger.log(logging.WARNING if fallback else logging.INFO, "tokenizer %s: %s", self.name, self._backend)
+        logger.log(
+            logging.WARNING if fallback else logging.INFO,
+            "tokenizer %s: %s",
+            self.name,
+            self._backend,
+        )
 
     def _plain(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._reference.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
-    def _encode_reference(self, column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        starts = np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8) if len(column) else np.zeros(1, np.int64)
+    def _encode_reference(
+        self, column: pa.LargeStringArray
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+        starts = (
+            np.frombuffer(column.buffers()[1], np.int64, len(column) + 1, column.offset * 8)
+            if len(column)
+            else np.zeros(1, np.int64)
+        )
         lengths, pieces, row = np.zeros(len(column), np.int64), [], 0
         while row < len(column):
-            stop = max(row + 1, int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1)
+            stop = max(
+                row + 1,
+                int(np.searchsorted(starts, starts[row] + _REFERENCE_BYTES, side="right")) - 1,
+            )
             encoded = self._plain(column.slice(row, stop - row).to_pylist())
             lengths[row:stop] = [len(ids) for ids in encoded]
-            pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]  # a third faster than NumPy takes lists in
+            # a third faster than NumPy takes lists in
+            pieces += [np.frombuffer(array("I", ids), np.uint32) for ids in encoded]
             row = stop
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return offsets, np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
@@ -294,18 +392,31 @@ class Tokenizer:
             return None
         found = self._reference.token_to_id(token)
         if found is None:
-            logger.warning("tokenizer %s: its %s %r is not in its vocabulary and is not used", self.name, kind, token)
+            logger.warning(
+                "tokenizer %s: its %s %r is not in its vocabulary and is not used",
+                self.name,
+                kind,
+                token,
+            )
         return found
 
     def _likely_eos(self, options: dict[str, Any]) -> int | None:
-        """A tokenizer.json does not say which token ends a document; where exactly one bears a name that always means it, take that."""
+        """A tokenizer.json does not say which token ends a document; where exactly one bears a name
+        that always means it, take that.
+        """
         if options.get("eos_token"):
             return None
-        added = {token.content: i for i, token in self._reference.get_added_tokens_decoder().items()}
+        added = {
+            token.content: i for i, token in self._reference.get_added_tokens_decoder().items()
+        }
         found = [name for name in _EOS_NAMES if name in added]
         if len(found) != 1:
             return None
-        logger.warning("tokenizer %s: no tokenizer_config.json names its eos_token; taking %r", self.name, found[0])
+        logger.warning(
+            "tokenizer %s: no tokenizer_config.json names its eos_token; taking %r",
+            self.name,
+            found[0],
+        )
         return added[found[0]]
 
 
@@ -314,9 +425,14 @@ def _sha256(definition: str) -> str:
     return hashlib.sha256(definition.encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=1)  # a run loads its tokenizer for every dataset and every held-out set; nothing changes it
-def _load_reference(definition: str, origin: str, declared: tuple[DeclaredToken, ...]) -> tuple[Any, str, int]:
-    """The tokenizer with the tokens that are declared beside it, its definition with them, and its highest id + 1."""
+# a run loads its tokenizer for every dataset and every held-out set; nothing changes it
+@functools.lru_cache(maxsize=1)
+def _load_reference(
+    definition: str, origin: str, declared: tuple[DeclaredToken, ...]
+) -> tuple[Any, str, int]:
+    """The tokenizer with the tokens that are declared beside it, its definition with them, and its
+    highest id + 1.
+    """
     import tokenizers
 
     try:
@@ -327,10 +443,15 @@ def _load_reference(definition: str, origin: str, declared: tuple[DeclaredToken,
             cause = f"not a tokenizer: {error}"
         except ValueError as broken:
             cause = f"not JSON: {broken}"
-        raise TokenizerError(at=origin, problem=cause, fix="Give the tokenizer.json that `tokenizers` or transformers wrote.") from None
+        raise TokenizerError(
+            at=origin,
+            problem=cause,
+            fix="Give the tokenizer.json that `tokenizers` or transformers wrote.",
+        ) from None
     if _declare(reference, declared, origin):
         definition = reference.to_str()
-    reference.no_truncation()  # a tokenizer.json may carry both; length and padding are this project's own options
+    # a tokenizer.json may carry both; length and padding are this project's own options
+    reference.no_truncation()
     reference.no_padding()
     if getattr(reference.model, "dropout", None):
         raise TokenizerError(
@@ -343,16 +464,27 @@ def _load_reference(definition: str, origin: str, declared: tuple[DeclaredToken,
     if len(set(vocabulary.values())) < len(vocabulary):
         _warn_of_twins(vocabulary, origin)
     # `tokenizers` gives added tokens other ids than such; the fast encoder takes these.
-    highest = max(map(int, _ADDED_IDS.findall(definition)), default=0) if vocab_size <= MOST_IDS else vocab_size - 1
+    highest = (
+        max(map(int, _ADDED_IDS.findall(definition)), default=0)
+        if vocab_size <= MOST_IDS
+        else vocab_size - 1
+    )
     if highest >= MOST_IDS:
-        token = next((repr(token) for token, number in vocabulary.items() if number == highest), "an added token")
+        token = next(
+            (repr(token) for token, number in vocabulary.items() if number == highest),
+            "an added token",
+        )
         raise TokenizerError(
             at=origin,
             problem=f"{token} has the id {highest}, and encoders hold a table of all ids up to the highest",
             fix=f"Correct the id: there are {len(vocabulary)} tokens, and ids below {MOST_IDS} are read.",
         )
     if vocab_size == 0:
-        raise TokenizerError(at=origin, problem="the vocabulary is empty", fix="Train it first: easypipe.transforms.bpe.train_bpe.")
+        raise TokenizerError(
+            at=origin,
+            problem="the vocabulary is empty",
+            fix="Train it first: easypipe.transforms.bpe.train_bpe.",
+        )
     return reference, definition, vocab_size
 
 
@@ -363,11 +495,19 @@ def _warn_of_twins(vocabulary: Mapping[str, int], origin: str) -> None:
         owners.setdefault(number, []).append(token)
     twins = {number: sorted(tokens) for number, tokens in owners.items() if len(tokens) > 1}
     first = min(twins)
-    logger.warning("tokenizer %s: token %d stands for each of %s, and so do %d ids in all", origin, first, twins[first], len(twins))
+    logger.warning(
+        "tokenizer %s: token %d stands for each of %s, and so do %d ids in all",
+        origin,
+        first,
+        twins[first],
+        len(twins),
+    )
 
 
 def _declare(reference: Any, declared: Sequence[DeclaredToken], origin: str) -> bool:
-    """Adds those that tokenizer.json lacks, as transformers does: their strings would be text otherwise. Whether there were any."""
+    """Adds those that tokenizer.json lacks, as transformers does: their strings would be text
+    otherwise. Whether there were any.
+    """
     import tokenizers
 
     had = {token.content for token in reference.get_added_tokens_decoder().values()}
@@ -395,7 +535,11 @@ def _specials(reference: Any, name: str) -> tuple[tuple[int, ...], tuple[int, ..
         content = reference.encode(probe, add_special_tokens=False).ids
         whole = reference.encode(probe, add_special_tokens=True).ids
         extra = len(whole) - len(content)
-        fits = {(tuple(whole[:p]), tuple(whole[p + len(content) :])) for p in range(extra + 1) if whole[p : p + len(content)] == content}
+        fits = {
+            (tuple(whole[:p]), tuple(whole[p + len(content) :]))
+            for p in range(extra + 1)
+            if whole[p : p + len(content)] == content
+        }
         found = fits if found is None else found & fits
     if not found:
         raise TokenizerError(

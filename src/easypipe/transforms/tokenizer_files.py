@@ -1,6 +1,8 @@
-"""Where a tokenizer's files are: a tokenizer.json, a folder that holds one, or a repository on the Hugging Face Hub.
+"""Where a tokenizer's files are: a tokenizer.json, a folder that holds one, or a repository on the
+Hugging Face Hub.
 
-A name that looks like a path is a path: it is never looked up on the Hub, and a missing one is an error.
+A name that looks like a path is a path: it is never looked up on the Hub, and a missing one is an
+error.
 """
 
 from __future__ import annotations
@@ -20,13 +22,23 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_ENDINGS = (".json", ".model", ".tiktoken", ".txt")
 
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class DeclaredToken(NamedTuple):
-    """A token that tokenizer_config.json knows. number: its id, where that is said. flags: of `tokenizers.AddedToken`."""
+    """A token that tokenizer_config.json knows. number: its id, where that is said. flags: of
+    `tokenizers.AddedToken`.
+    """
 
     content: str
     number: int | None
@@ -35,7 +47,9 @@ class DeclaredToken(NamedTuple):
 
 
 class TokenizerFiles(NamedTuple):
-    """The definition as it was read, the named special tokens beside it, and where both were found."""
+    """The definition as it was read, the named special tokens beside it, and where both were
+    found.
+    """
 
     definition: str
     options: dict[str, Any]
@@ -71,8 +85,13 @@ def declared_tokens(options: Mapping[str, Any]) -> tuple[DeclaredToken, ...]:
     numbered: dict[str, Any] = given if isinstance(given, dict) else {}
     numbers = sorted(int(key) for key in numbered if key.isdecimal())
     found = [_declared(numbered[str(number)], number) for number in numbers]
-    further = [token for key in _FURTHER if isinstance(options.get(key), list) for token in options[key]]
-    found += [_declared(token, None) for token in [*(options.get(name) for name in SPECIAL_NAMES), *further]]
+    further = [
+        token for key in _FURTHER if isinstance(options.get(key), list) for token in options[key]
+    ]
+    found += [
+        _declared(token, None)
+        for token in [*(options.get(name) for name in SPECIAL_NAMES), *further]
+    ]
     kept: dict[str, DeclaredToken] = {}
     for token in found:
         if token is not None:
@@ -86,11 +105,14 @@ def _declared(token: Any, number: int | None) -> DeclaredToken | None:
         return None
     said = token if isinstance(token, dict) else {}
     special = number is None or bool(said.get("special"))
-    return DeclaredToken(content, number, special, tuple((flag, bool(said[flag])) for flag in _FLAGS if flag in said))
+    return DeclaredToken(
+        content, number, special, tuple((flag, bool(said[flag])) for flag in _FLAGS if flag in said)
+    )
 
 
 def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
-    """(template, another one for rows with tools or None, where it was found): chat_template.jinja, else what tokenizer_config.json holds.
+    """(template, another one for rows with tools or None, where it was found): chat_template.jinja,
+    else what tokenizer_config.json holds.
 
     Raises TokenizerError where the tokenizer has none.
     """
@@ -100,16 +122,25 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
         own: Path | None = folder / "chat_template.jinja"
         options = _options(folder / "tokenizer_config.json")
     else:
-        found, config = _optional_from_hub(name_or_path, "chat_template.jinja"), _optional_from_hub(name_or_path, "tokenizer_config.json")
+        found, config = (
+            _optional_from_hub(name_or_path, "chat_template.jinja"),
+            _optional_from_hub(name_or_path, "tokenizer_config.json"),
+        )
         own, options = found, _options(config) if config else {}
     if own is not None and own.is_file():
         try:
             return own.read_text(encoding="utf-8"), None, str(own)
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(at=str(own), problem=f"cannot be read: {error}", fix="Give a Jinja template in UTF-8.") from error
+            raise TokenizerError(
+                at=str(own),
+                problem=f"cannot be read: {error}",
+                fix="Give a Jinja template in UTF-8.",
+            ) from error
     template = options.get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        template = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
+        }
     tool_use = None
     if isinstance(template, dict):
         template, tool_use = template.get("default"), template.get("tool_use")
@@ -119,18 +150,30 @@ def find_chat_template(name_or_path: str) -> tuple[str, str | None, str]:
             problem="the tokenizer has no chat template",
             fix="Set chat_template to a .jinja file, or put a chat_template.jinja beside tokenizer.json.",
         )
-    return template, tool_use if isinstance(tool_use, str) else None, f"{name_or_path}, tokenizer_config.json"
+    return (
+        template,
+        tool_use if isinstance(tool_use, str) else None,
+        f"{name_or_path}, tokenizer_config.json",
+    )
 
 
 def _looks_like_path(name: str) -> bool:
-    if name.startswith(("/", "./", "../", "~")) or name in (".", "..") or "\\" in name or name.endswith(_FILE_ENDINGS):
+    if (
+        name.startswith(("/", "./", "../", "~"))
+        or name in (".", "..")
+        or "\\" in name
+        or name.endswith(_FILE_ENDINGS)
+    ):
         return True
     return _REPOSITORY.fullmatch(name) is None
 
 
 def _missing_path(path: Path, name: str) -> TokenizerError:
     beside = sorted(p.name for p in path.parent.iterdir())[:20] if path.parent.is_dir() else None
-    fix = did_you_mean(path.name, beside or []) or "Give a tokenizer.json, a folder that holds one, or a Hub name such as 'gpt2'."
+    fix = (
+        did_you_mean(path.name, beside or [])
+        or "Give a tokenizer.json, a folder that holds one, or a Hub name such as 'gpt2'."
+    )
     return TokenizerError(at=name, problem="no such file or folder", have=beside, fix=fix)
 
 
@@ -148,9 +191,12 @@ def _from_folder(folder: Path) -> TokenizerFiles:
 
 def _read(path: Path, folder: Path) -> TokenizerFiles:
     try:
-        definition = _decoded(path.read_bytes())  # megabytes; reading as text would look for line ends
+        # megabytes; reading as text would look for line ends
+        definition = _decoded(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(at=str(path), problem=f"cannot be read: {error}", fix="Give a tokenizer.json in UTF-8.") from error
+        raise TokenizerError(
+            at=str(path), problem=f"cannot be read: {error}", fix="Give a tokenizer.json in UTF-8."
+        ) from error
     return TokenizerFiles(definition, _options(folder / "tokenizer_config.json"), str(path))
 
 
@@ -158,7 +204,9 @@ _kept: tuple[bytes, str] = b"", ""
 
 
 def _decoded(raw: bytes) -> str:
-    """The last text is kept: the same object again spares whoever knows it by its content milliseconds of hashing."""
+    """The last text is kept: the same object again spares whoever knows it by its content
+    milliseconds of hashing.
+    """
     global _kept
     kept = _kept
     if kept[0] != raw:
@@ -173,15 +221,24 @@ def _options(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TokenizerError(at=str(path), problem=f"not JSON: {error}", fix="Correct the file, or delete it.") from error
+        raise TokenizerError(
+            at=str(path), problem=f"not JSON: {error}", fix="Correct the file, or delete it."
+        ) from error
     if not isinstance(values, dict):
-        raise TokenizerError(at=str(path), problem="not a JSON object", fix="Correct the file, or delete it.")
+        raise TokenizerError(
+            at=str(path), problem="not a JSON object", fix="Correct the file, or delete it."
+        )
     return values
 
 
 def _from_hub(name: str) -> TokenizerFiles:
     from huggingface_hub import hf_hub_download  # slow to import, and only needed for names
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         path = Path(hf_hub_download(name, "tokenizer.json"))
@@ -210,14 +267,17 @@ def _from_hub(name: str) -> TokenizerFiles:
             problem="the Hub repository holds no tokenizer.json",
             fix="Convert it with transformers: AutoTokenizer.from_pretrained(name).save_pretrained(folder), then give the folder.",
         ) from None
-    except (OSError, ValueError) as error:  # HTTP and validation errors of the Hub client derive from these
+    # HTTP and validation errors of the Hub client derive from these
+    except (OSError, ValueError) as error:
         raise TokenizerError(
             at=name,
             problem=f"cannot be downloaded from the Hugging Face Hub: {_root(error)}",
             fix="Give a local tokenizer.json, or, for a private or gated repository, set HF_TOKEN.",
         ) from None
     config = _optional_from_hub(name, "tokenizer_config.json")
-    return TokenizerFiles(_read(path, path.parent).definition, _options(config) if config else {}, f"hub:{name}")
+    return TokenizerFiles(
+        _read(path, path.parent).definition, _options(config) if config else {}, f"hub:{name}"
+    )
 
 
 def _optional_from_hub(name: str, file: str) -> Path | None:
@@ -231,10 +291,13 @@ def _optional_from_hub(name: str, file: str) -> Path | None:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
         known = try_to_load_from_cache(name, file)
-        if known is not None and not isinstance(known, str):  # offline, and the Hub said earlier that there is none
+        # offline, and the Hub said earlier that there is none
+        if known is not None and not isinstance(known, str):
             return None
         raise TokenizerError(
-            at=name, problem=f"{file} cannot be downloaded from the Hugging Face Hub: {_root(error)}", fix="Check the network, try again."
+            at=name,
+            problem=f"{file} cannot be downloaded from the Hugging Face Hub: {_root(error)}",
+            fix="Check the network, try again.",
         ) from None
 
 

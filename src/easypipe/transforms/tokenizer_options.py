@@ -1,4 +1,6 @@
-"""Options of a tokenizer that a dataset sets for itself, in the names of TokenizerConfig and of other libraries."""
+"""Options of a tokenizer that a dataset sets for itself, in the names of TokenizerConfig and of
+other libraries.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,26 @@ from easypipe.transforms.tokenizer import TokenizerConfig
 USE_FAST = "use_fast"  # transformers' word
 
 
-def with_options(tokenizer: TokenizerConfig | str, options: Mapping[str, Any] | None) -> TokenizerConfig:
+def with_options(
+    tokenizer: TokenizerConfig | str, options: Mapping[str, Any] | None
+) -> TokenizerConfig:
     """`tokenizer` with `options` in place of what it says itself.
 
-    use_fast: False encodes with the reference, as backend="tokenizers" does; True changes nothing, as no slow tokenizer exists here.
-    Raises ConfigError for an unknown key, a wrong value, and for `name_or_path`, which would be another tokenizer.
+    use_fast: False encodes with the reference, as backend="tokenizers" does; True changes nothing,
+    as no slow tokenizer exists here. Raises ConfigError for an unknown key, a wrong value, and for
+    `name_or_path`, which would be another tokenizer.
     """
     config = TokenizerConfig(name_or_path=tokenizer) if isinstance(tokenizer, str) else tokenizer
     if not options:
         return config
-    known = [field.name for field in dataclasses.fields(TokenizerConfig) if field.name != "name_or_path"]
+    known = [
+        field.name for field in dataclasses.fields(TokenizerConfig) if field.name != "name_or_path"
+    ]
     values = dict(options)
     if "name_or_path" in values:
-        raise ConfigError(at="name_or_path", problem="names another tokenizer", fix="Set the dataset's tokenizer.")
+        raise ConfigError(
+            at="name_or_path", problem="names another tokenizer", fix="Set the dataset's tokenizer."
+        )
     for key in values:
         if key not in known and key != USE_FAST:
             have = [*known, USE_FAST]

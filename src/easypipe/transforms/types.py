@@ -1,4 +1,6 @@
-"""Types of columns, written as text: `string`, `int64`, `list<string>`, `list<struct<role: string, content: string>>`."""
+"""Types of columns, written as text: `string`, `int64`, `list<string>`, `list<struct<role: string,
+content: string>>`.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ _SCALARS: dict[str, pa.DataType] = {
 _TOKEN = re.compile(r"\s*([A-Za-z_][\w ]*\w|[A-Za-z_]|[<>,:])")
 
 
-def column_types(columns: Mapping[str, str | pa.DataType] | None, at: str) -> dict[str, pa.DataType]:
-    """{name: type} with every type in the form in which columns are kept: large strings, large lists. Raises ConfigError at the name."""
+def column_types(
+    columns: Mapping[str, str | pa.DataType] | None, at: str
+) -> dict[str, pa.DataType]:
+    """{name: type} with every type in the form in which columns are kept: large strings, large
+    lists. Raises ConfigError at the name.
+    """
     return {name: parse_type(kind, f"{at}.{name}") for name, kind in (columns or {}).items()}
 
 
@@ -38,12 +44,21 @@ def parse_type(kind: str | pa.DataType, at: str = "type") -> pa.DataType:
     if isinstance(kind, pa.DataType):
         return _large(kind)
     if not isinstance(kind, str):
-        raise ConfigError(at=at, problem=f"{kind!r} is no type", have=_known(), fix="Write it like 'string' or 'list<int64>'.")
+        raise ConfigError(
+            at=at,
+            problem=f"{kind!r} is no type",
+            have=_known(),
+            fix="Write it like 'string' or 'list<int64>'.",
+        )
     tokens, end = [], 0
     while end < len(kind.rstrip()):
         found = _TOKEN.match(kind, end)
         if found is None:
-            raise ConfigError(at=at, problem=f"{kind!r} is no type: {kind[end:]!r} does not belong there", have=_known())
+            raise ConfigError(
+                at=at,
+                problem=f"{kind!r} is no type: {kind[end:]!r} does not belong there",
+                have=_known(),
+            )
         tokens.append(found[1])
         end = found.end()
     parsed = _Parser(tokens, kind, at)
@@ -72,7 +87,12 @@ class _Parser:
             self._expect(">")
             return pa.struct(fields)
         if name not in _SCALARS:
-            raise ConfigError(at=self._at, problem=f"{name!r} is no type", have=_known(), fix=did_you_mean(name, _known()))
+            raise ConfigError(
+                at=self._at,
+                problem=f"{name!r} is no type",
+                have=_known(),
+                fix=did_you_mean(name, _known()),
+            )
         return _SCALARS[name]
 
     def end(self) -> None:
@@ -98,7 +118,11 @@ class _Parser:
         return self._tokens.pop(0)
 
     def _wrong(self, why: str) -> ConfigError:
-        return ConfigError(at=self._at, problem=f"{self._text!r} is no type: {why}", fix="Write it like 'list<struct<role: string>>'.")
+        return ConfigError(
+            at=self._at,
+            problem=f"{self._text!r} is no type: {why}",
+            fix="Write it like 'list<struct<role: string>>'.",
+        )
 
 
 def _known() -> list[str]:
@@ -115,5 +139,10 @@ def _large(kind: pa.DataType) -> pa.DataType:
     if t.is_list(kind) or t.is_large_list(kind):
         return pa.large_list(_large(kind.value_type))
     if t.is_struct(kind):
-        return pa.struct([pa.field(kind.field(i).name, _large(kind.field(i).type)) for i in range(kind.num_fields)])
+        return pa.struct(
+            [
+                pa.field(kind.field(i).name, _large(kind.field(i).type))
+                for i in range(kind.num_fields)
+            ]
+        )
     return kind

@@ -18,8 +18,8 @@ logger = logging.getLogger("easypipe")
 
 @config
 class BestConfig:
-    """Saves the step of an evaluation that is among the `keep` best so far, and keeps it beside those that `checkpoint.keep` keeps.
-    best.json in the output folder lists them, the best first.
+    """Saves the step of an evaluation that is among the `keep` best so far, and keeps it beside
+    those that `checkpoint.keep` keeps. best.json in the output folder lists them, the best first.
     """
 
     metric: str  # of held-out data, as eval.held_out.loss
@@ -28,7 +28,9 @@ class BestConfig:
 
     def check(self) -> None:
         if self.keep < 1:
-            raise ConfigError(at="keep", problem=f"{self.keep} is too small", fix="Give at least 1.")
+            raise ConfigError(
+                at="keep", problem=f"{self.keep} is too small", fix="Give at least 1."
+            )
 
 
 class BestCheckpoints(Callback):
@@ -38,17 +40,21 @@ class BestCheckpoints(Callback):
         """folder: the run's output folder. write: False in all processes of a run but one."""
         self.config, self._folder, self._write = config, folder, write
         self.ranking: list[tuple[int, float]] = []  # (step, value), the best first
-        self._ranked: list[tuple[int, float]] = []  # all that were ever among them, while their checkpoints are there or to come
+        # all that were ever among them, while their checkpoints are there or to come
+        self._ranked: list[tuple[int, float]] = []
         self._listed: list[tuple[int, float]] | None = None  # in best.json
 
     def on_init(self, event: TrainEvent) -> None:
         there = [one for one in self.ranking if self._is_whole(one)]
         for step, _ in set(self.ranking) - set(there):
-            logger.warning("%s: the checkpoint of step %d, one of the best, is gone", self._folder, step)
+            logger.warning(
+                "%s: the checkpoint of step %d, one of the best, is gone", self._folder, step
+            )
         self.ranking, self._ranked = there, list(there)
         event.control.kept.update(step for step, _ in there)
         if self._write:
-            (self._folder / BEST).unlink(missing_ok=True)  # of steps that are behind the one from which it goes on
+            # of steps that are behind the one from which it goes on
+            (self._folder / BEST).unlink(missing_ok=True)
         self._list()
 
     def on_step(self, event: TrainEvent) -> None:
@@ -66,27 +72,37 @@ class BestCheckpoints(Callback):
         event.control.save()
 
     def on_dispatch(self, event: TrainEvent) -> None:
-        if self._write and self._ranked and self._listed != self.ranking:  # a save is whole some steps after it began
+        # a save is whole some steps after it began
+        if self._write and self._ranked and self._listed != self.ranking:
             self._list()
 
-    def on_save(self, event: TrainEvent) -> None:  # the save before this one is whole by now, and another deleted for it
+    # the save before this one is whole by now, and another deleted for it
+    def on_save(self, event: TrainEvent) -> None:
         self._list()
 
     def on_end(self, event: TrainEvent) -> None:
         self._list()
 
     def _list(self) -> None:
-        """Writes down the best that are there, for whoever reads the list while the run goes on, or after a kill."""
+        """Writes down the best that are there, for whoever reads the list while the run goes on, or
+        after a kill.
+        """
         there = [one for one in self._ranked if self._is_whole(one)]
         newest = max((step for step, _ in there), default=0)
         self._ranked = [one for one in self._ranked if one in there or one[0] > newest]
         if self._write and there[: self.config.keep] not in (self._listed, []):
             self._listed = there[: self.config.keep]
-            best = [{"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"} for step, value in self._listed]
+            best = [
+                {"step": step, self.config.metric: value, "checkpoint": f"checkpoints/{step}"}
+                for step, value in self._listed
+            ]
             write_kept(self._folder / BEST, best)
 
     def _place(self, value: float, ranking: list[tuple[int, float]]) -> int:
-        return next((i for i, (_, other) in enumerate(ranking) if better(value, other, self.config.mode)), len(ranking))
+        return next(
+            (i for i, (_, other) in enumerate(ranking) if better(value, other, self.config.mode)),
+            len(ranking),
+        )
 
     def _is_whole(self, one: tuple[int, float]) -> bool:
         """A checkpoint gets its name when it is."""

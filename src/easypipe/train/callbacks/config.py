@@ -13,9 +13,12 @@ from easypipe.train.callbacks.wandb import WandbConfig
 
 @config
 class CallbacksConfig:
-    """Callbacks by name; one that is given, if only as `{}`, is on. Others come from Python: `Trainer(..., callbacks=[...])`."""
+    """Callbacks by name; one that is given, if only as `{}`, is on. Others come from Python:
+    `Trainer(..., callbacks=[...])`.
+    """
 
-    early_stopping: EarlyStoppingConfig | None = None  # end the run when a metric no longer gets better
+    # end the run when a metric no longer gets better
+    early_stopping: EarlyStoppingConfig | None = None
     best: BestConfig | None = None  # keep the checkpoints that do best on held-out data
     tensorboard: TensorBoardConfig | None = None  # event files
     wandb: WandbConfig | None = None  # Weights & Biases

@@ -14,24 +14,34 @@ from easypipe.train.events import Callback, TrainEvent
 
 @config
 class EarlyStoppingConfig:
-    """Stops once `metric` did not get better for `patience` of its values in a row. The step that shows it is saved, as a last step is, and
-    the run is at its end: run again, it stays there, unless `train.resume_changes: [ended]` lets it go on.
+    """Stops once `metric` did not get better for `patience` of its values in a row. The step that
+    shows it is saved, as a last step is, and the run is at its end: run again, it stays there,
+    unless `train.resume_changes: [ended]` lets it go on.
     """
 
-    metric: str  # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss gives by name
+    # of held-out data, as eval.held_out.loss, or of each logged step, as loss, or what an own loss
+    # gives by name
+    metric: str
     mode: Mode = "min"  # whether lower or higher is better
     patience: int = 3  # values in a row, not steps
     min_delta: float = 0.0  # better by no more than this is not better
 
     def check(self) -> None:
         if self.patience < 1:
-            raise ConfigError(at="patience", problem=f"{self.patience} is too small", fix="Give at least 1.")
+            raise ConfigError(
+                at="patience", problem=f"{self.patience} is too small", fix="Give at least 1."
+            )
         if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
-            raise ConfigError(at="min_delta", problem=f"{self.min_delta} is not a number from 0 up", fix="0.0 takes any gain.")
+            raise ConfigError(
+                at="min_delta",
+                problem=f"{self.min_delta} is not a number from 0 up",
+                fix="0.0 takes any gain.",
+            )
 
 
 class EarlyStopping(Callback):
-    """Keeps its best value and its count with every checkpoint: a run that was killed stops where one that was not does.
+    """Keeps its best value and its count with every checkpoint: a run that was killed stops where
+    one that was not does.
 
     A run that goes on behind its end has as much patience as at the beginning.
     """

@@ -21,12 +21,18 @@ _AT = "train.callbacks"
 
 
 def make_callbacks(
-    config: CallbacksConfig, folder: Path, known: Known, *, run_config: Mapping[str, Any], process: int
+    config: CallbacksConfig,
+    folder: Path,
+    known: Known,
+    *,
+    run_config: Mapping[str, Any],
+    process: int,
 ) -> dict[str, Callback]:
-    """Name -> callback, for this process of the run: those that only write are made in the first one.
+    """Name -> callback, for this process of the run: those that only write are made in the first
+    one.
 
-    Raises ConfigError for a metric that the run will not measure, a window after its end, and a package that is not installed.
-    Touches no file.
+    Raises ConfigError for a metric that the run will not measure, a window after its end, and a
+    package that is not installed. Touches no file.
     """
     made: dict[str, Callback] = {}
     if config.early_stopping is not None:
@@ -39,7 +45,9 @@ def make_callbacks(
         made["heartbeat"] = Heartbeat(config.heartbeat, folder, process=process)
     if config.profile is not None and config.profile.start > known.steps:
         problem = f"{config.profile.start}, but the run ends after {known.steps} steps"
-        raise ConfigError(at=f"{_AT}.profile.start", problem=problem, fix=f"Give at most {known.steps}.")
+        raise ConfigError(
+            at=f"{_AT}.profile.start", problem=problem, fix=f"Give at most {known.steps}."
+        )
     if process == 0:
         if config.tensorboard is not None:
             made["tensorboard"] = TensorBoard(config.tensorboard, folder)

@@ -14,14 +14,18 @@ from easypipe.train.events import Callback, TrainEvent
 
 @config
 class TensorBoardConfig:
-    """Writes every number of metrics.jsonl as a scalar, `train/loss`, `eval/held_out/loss` and so on. Needs the extra [tensorboard]."""
+    """Writes every number of metrics.jsonl as a scalar, `train/loss`, `eval/held_out/loss` and so
+    on. Needs the extra [tensorboard].
+    """
 
     folder: str | None = None  # where to; None: tensorboard/ in the output folder
     flush_s: int = 30  # seconds after which what was measured is on the disk
 
     def check(self) -> None:
         if self.flush_s < 1:
-            raise ConfigError(at="flush_s", problem=f"{self.flush_s} is too small", fix="Give at least 1.")
+            raise ConfigError(
+                at="flush_s", problem=f"{self.flush_s} is too small", fix="Give at least 1."
+            )
 
 
 class TensorBoard(Callback):
@@ -33,14 +37,26 @@ class TensorBoard(Callback):
             from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             problem = f"needs the package tensorboardX: {error}"
-            raise ConfigError(at="train.callbacks.tensorboard", problem=problem, fix="pip install 'easypipe[tensorboard]'") from error
-        self.folder = folder / "tensorboard" if config.folder is None else Path(config.folder).expanduser()
+            raise ConfigError(
+                at="train.callbacks.tensorboard",
+                problem=problem,
+                fix="pip install 'easypipe[tensorboard]'",
+            ) from error
+        self.folder = (
+            folder / "tensorboard" if config.folder is None else Path(config.folder).expanduser()
+        )
         self._make, self._flush_s, self._writer = SummaryWriter, config.flush_s, None
 
     def on_init(self, event: TrainEvent) -> None:
         hidden_from = event.step + 1 if event.step else None
-        suffix = f".{event.step}.{os.getpid()}"  # its files are named by the second: a run that goes on at once would write over itself
-        self._writer: Any = self._make(str(self.folder), purge_step=hidden_from, flush_secs=self._flush_s, filename_suffix=suffix)
+        # its files are named by the second: a run that goes on at once would write over itself
+        suffix = f".{event.step}.{os.getpid()}"
+        self._writer: Any = self._make(
+            str(self.folder),
+            purge_step=hidden_from,
+            flush_secs=self._flush_s,
+            filename_suffix=suffix,
+        )
 
     def on_step(self, event: TrainEvent) -> None:
         if self._writer is None:

@@ -14,19 +14,24 @@ from easypipe.train.events import Callback, TrainEvent
 
 @config
 class WandbConfig:
-    """Sends every number of metrics.jsonl, and the resolved configuration, to Weights & Biases. Needs the extra [wandb].
+    """Sends every number of metrics.jsonl, and the resolved configuration, to Weights & Biases.
+    Needs the extra [wandb].
 
-    The API key is not part of this configuration: log in with `wandb login`, or set WANDB_API_KEY. It is neither logged nor saved.
+    The API key is not part of this configuration: log in with `wandb login`, or set WANDB_API_KEY.
+    It is neither logged nor saved.
     """
 
     project: str = "easypipe"
     entity: str | None = None  # None: the default one of the account
     name: str | None = None  # of the run; None: W&B makes one up
-    mode: Literal["online", "offline"] = "online"  # offline: kept in wandb/ in the output folder, for `wandb sync`
+    # offline: kept in wandb/ in the output folder, for `wandb sync`
+    mode: Literal["online", "offline"] = "online"
 
 
 class Wandb(Callback):
-    """A run that goes on from a checkpoint goes on in the same W&B run; `step` is the x axis, so lines written twice do no harm."""
+    """A run that goes on from a checkpoint goes on in the same W&B run; `step` is the x axis, so
+    lines written twice do no harm.
+    """
 
     def __init__(self, config: WandbConfig, folder: Path, run_config: Mapping[str, Any]) -> None:
         """Raises ConfigError where the package wandb is not installed."""
@@ -34,8 +39,15 @@ class Wandb(Callback):
             import wandb
         except ImportError as error:
             problem = f"needs the package wandb: {error}"
-            raise ConfigError(at="train.callbacks.wandb", problem=problem, fix="pip install 'easypipe[wandb]'") from error
-        self._wandb, self.config, self._folder, self._run_config = wandb, config, folder, dict(run_config)
+            raise ConfigError(
+                at="train.callbacks.wandb", problem=problem, fix="pip install 'easypipe[wandb]'"
+            ) from error
+        self._wandb, self.config, self._folder, self._run_config = (
+            wandb,
+            config,
+            folder,
+            dict(run_config),
+        )
         self.id: str | None = None
         self._run: Any = None
 
@@ -55,13 +67,17 @@ class Wandb(Callback):
             )
         except self._wandb.Error as error:
             fix = "Run `wandb login`, or set train.callbacks.wandb.mode to offline."
-            raise ConfigError(at="train.callbacks.wandb", problem=f"W&B does not begin: {error}", fix=fix) from error
+            raise ConfigError(
+                at="train.callbacks.wandb", problem=f"W&B does not begin: {error}", fix=fix
+            ) from error
         self.id = self._run.id
         self._run.define_metric("*", step_metric="step")
 
     def on_step(self, event: TrainEvent) -> None:
         if self._run is not None:
-            self._run.log({name.replace(".", "/"): value for name, value in flat(event.record).items()})
+            self._run.log(
+                {name.replace(".", "/"): value for name, value in flat(event.record).items()}
+            )
 
     def on_end(self, event: TrainEvent) -> None:
         self._finish(0)

@@ -1,6 +1,8 @@
-"""Families of published decoders: their config.json as a ModelConfig and back, and the names of their weights.
+"""Families of published decoders: their config.json as a ModelConfig and back, and the names of
+their weights.
 
-Sources: the configuration classes and modelling code of `transformers` 5, whose defaults stand for keys that a config.json leaves out.
+Sources: the configuration classes and modelling code of `transformers` 5, whose defaults stand for
+keys that a config.json leaves out.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Family:
     model_type: str
     architecture: str
     defaults: Mapping[str, Any]  # of config.json, where they differ from _DEFAULTS
-    options: Mapping[str, Any] = field(default_factory=dict)  # of ModelConfig: what all of the family have in common
+    # of ModelConfig: what all of the family have in common
+    options: Mapping[str, Any] = field(default_factory=dict)
     activation_key: str = "hidden_act"
     is_gemma: bool = False
 
@@ -40,7 +43,12 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
 }
-_QWEN = {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32, "sliding_window": 4096}
+_QWEN = {
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+}
 _GEMMA = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -52,7 +60,12 @@ _GEMMA = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-_GEMMA_OPTIONS = {"activation": "gelu_tanh", "norm_scale": "one_plus", "post_norms": True, "scale_embeddings": True}
+_GEMMA_OPTIONS = {
+    "activation": "gelu_tanh",
+    "norm_scale": "one_plus",
+    "post_norms": True,
+    "scale_embeddings": True,
+}
 
 FAMILIES = {
     family.model_type: family
@@ -63,13 +76,28 @@ FAMILIES = {
             architecture="MistralForCausalLM",
             defaults={"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
         ),
-        Family(model_type="qwen2", architecture="Qwen2ForCausalLM", defaults=_QWEN, options={"qkv_bias": True}),
-        Family(model_type="qwen3", architecture="Qwen3ForCausalLM", defaults=_QWEN | {"head_dim": 128}, options={"qk_norm": True}),
+        Family(
+            model_type="qwen2",
+            architecture="Qwen2ForCausalLM",
+            defaults=_QWEN,
+            options={"qkv_bias": True},
+        ),
+        Family(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            defaults=_QWEN | {"head_dim": 128},
+            options={"qk_norm": True},
+        ),
         Family(
             model_type="gemma2",
             architecture="Gemma2ForCausalLM",
             defaults=_GEMMA
-            | {"vocab_size": 256_000, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
+            | {
+                "vocab_size": 256_000,
+                "final_logit_softcapping": 30.0,
+                "attn_logit_softcapping": 50.0,
+                "sliding_window_pattern": 2,
+            },
             options=_GEMMA_OPTIONS,
             activation_key="hidden_activation",
             is_gemma=True,
@@ -77,7 +105,13 @@ FAMILIES = {
         Family(
             model_type="gemma3_text",
             architecture="Gemma3ForCausalLM",
-            defaults=_GEMMA | {"vocab_size": 262_208, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
+            defaults=_GEMMA
+            | {
+                "vocab_size": 262_208,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 10_000.0,
+                "sliding_window_pattern": 6,
+            },
             options=_GEMMA_OPTIONS | {"qk_norm": True},
             activation_key="hidden_activation",
             is_gemma=True,
@@ -107,9 +141,18 @@ def family_of(hf: Mapping[str, Any], at: str) -> Family:
     name = hf.get("model_type")
     family = FAMILIES.get(str(name))
     if family is None:
-        named = f"model_type {name!r}" if name is not None else f"architectures {hf.get('architectures')!r} without model_type"
+        named = (
+            f"model_type {name!r}"
+            if name is not None
+            else f"architectures {hf.get('architectures')!r} without model_type"
+        )
         fix = did_you_mean(str(name), FAMILIES)
-        raise ConfigError(at=at, problem=f"{named} is not a model that this decoder can be", have=SUPPORTED, fix=fix)
+        raise ConfigError(
+            at=at,
+            problem=f"{named} is not a model that this decoder can be",
+            have=SUPPORTED,
+            fix=fix,
+        )
     architectures = hf.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
         problem = f"{architectures!r} is not a language model of {name}"
@@ -118,17 +161,36 @@ def family_of(hf: Mapping[str, Any], at: str) -> Family:
 
 
 def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
-    """The ModelConfig of a config.json, of transformers 4 or 5. Raises ConfigError, with the key, for what this decoder cannot do."""
+    """The ModelConfig of a config.json, of transformers 4 or 5. Raises ConfigError, with the key,
+    for what this decoder cannot do.
+    """
     family = family_of(hf, at)
     for key, neutral in _NEUTRAL.items():
         if hf.get(key) not in neutral:
             problem = f"{hf[key]!r} is not supported"
-            raise ConfigError(at=f"{at}: {key}", problem=problem, have=neutral, fix="Convert the model, or choose another.")
-    known = {**_DEFAULTS, **family.defaults, **{key: value for key, value in hf.items() if value is not None or key in _OPTIONAL}}
+            raise ConfigError(
+                at=f"{at}: {key}",
+                problem=problem,
+                have=neutral,
+                fix="Convert the model, or choose another.",
+            )
+    known = {
+        **_DEFAULTS,
+        **family.defaults,
+        **{key: value for key, value in hf.items() if value is not None or key in _OPTIONAL},
+    }
     activation = _ACTIVATIONS[family.options.get("activation", "silu")]
-    given = hf.get(family.activation_key) or (hf.get("hidden_act") if family.is_gemma else None) or activation
+    given = (
+        hf.get(family.activation_key)
+        or (hf.get("hidden_act") if family.is_gemma else None)
+        or activation
+    )
     if given != activation:
-        raise ConfigError(at=f"{at}: {family.activation_key}", problem=f"{given!r} is not supported", have=[activation])
+        raise ConfigError(
+            at=f"{at}: {family.activation_key}",
+            problem=f"{given!r} is not supported",
+            have=[activation],
+        )
     heads = known["num_attention_heads"]
     head_dim = known["head_dim"] or known["hidden_size"] // heads
     window, every = _windows(family, known, at)
@@ -150,7 +212,10 @@ def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
     if family.is_gemma:
         scalar = known["query_pre_attn_scalar"]
         values["attention_width"] = None if scalar == head_dim else scalar
-        for key, option in (("attn_logit_softcapping", "attention_soft_cap"), ("final_logit_softcapping", "logit_soft_cap")):
+        for key, option in (
+            ("attn_logit_softcapping", "attention_soft_cap"),
+            ("final_logit_softcapping", "logit_soft_cap"),
+        ):
             cap = known.get(key)
             values[option] = None if cap is None else float(cap)
     try:
@@ -159,26 +224,39 @@ def from_hf(hf: Mapping[str, Any], at: str = "config.json") -> ModelConfig:
         raise error.under(at) from None
 
 
-_OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")  # null is a value of its own
+# null is a value of its own
+_OPTIONAL = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
 
 
 def to_hf(config: ModelConfig) -> Json:
-    """A config.json for `transformers`: of the first family that can be exactly this. Raises ConfigError where none can."""
+    """A config.json for `transformers`: of the first family that can be exactly this. Raises
+    ConfigError where none can.
+    """
     for family in FAMILIES.values():
         hf = _written(family, config)
         if from_hf(hf) == shape_of(config):
             return hf
     plain, names = ModelConfig(), list(ModelConfig.__dataclass_fields__)
-    values = {name: getattr(config, name) for name in names[names.index("rope_scaling") :]}  # what came before, all families have
-    unusual = ", ".join(f"{name}: {value}" for name, value in values.items() if value != getattr(plain, name))
+    # what came before, all families have
+    values = {name: getattr(config, name) for name in names[names.index("rope_scaling") :]}
+    unusual = ", ".join(
+        f"{name}: {value}" for name, value in values.items() if value != getattr(plain, name)
+    )
     problem = f"no family that transformers knows has {unusual or 'these options'}"
-    raise ConfigError(at="model", problem=problem, have=SUPPORTED, fix="Save checkpoints only, or choose the options of one family.")
+    raise ConfigError(
+        at="model",
+        problem=problem,
+        have=SUPPORTED,
+        fix="Save checkpoints only, or choose the options of one family.",
+    )
 
 
 def shape_of(config: ModelConfig) -> ModelConfig:
     """`config` as config.json can say it: without dtypes and the way it is compiled."""
     one = ModelConfig()
-    same: Json = {name: getattr(one, name) for name in ("dtype", "param_dtype", "remat", "scan_layers")}
+    same: Json = {
+        name: getattr(one, name) for name in ("dtype", "param_dtype", "remat", "scan_layers")
+    }
     if not any(config.windowed):
         same |= {"sliding_window": None, "global_every": None, "local_rope_theta": None}
     elif all(config.windowed):
@@ -213,7 +291,10 @@ def _written(family: Family, config: ModelConfig) -> Json:
         scaling = config.rope_scaling
         hf["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
-            hf["rope_scaling"] |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+            hf["rope_scaling"] |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+            }
             hf["rope_scaling"]["original_max_position_embeddings"] = scaling.original_length
             hf["max_position_embeddings"] = int(scaling.original_length * scaling.factor)
     if family.model_type == "mistral":
@@ -225,7 +306,10 @@ def _written(family: Family, config: ModelConfig) -> Json:
             hf["use_sliding_window"] = config.sliding_window is not None
     if family.is_gemma:
         hf["query_pre_attn_scalar"] = config.attention_width or config.head_width
-        hf["attn_logit_softcapping"], hf["final_logit_softcapping"] = config.attention_soft_cap, config.logit_soft_cap
+        hf["attn_logit_softcapping"], hf["final_logit_softcapping"] = (
+            config.attention_soft_cap,
+            config.logit_soft_cap,
+        )
     if family.model_type == "gemma3_text":
         hf["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
     return hf
@@ -252,19 +336,34 @@ def _windows(family: Family, known: Mapping[str, Any], at: str) -> tuple[int | N
     expected = [_SLIDING if every is None or (i + 1) % every else _FULL for i in range(layers)]
     if list(types) != expected:
         problem = f"{types} does not repeat: every n-th layer may see the whole row, the others have the window"
-        raise ConfigError(at=f"{at}: layer_types", problem=problem, fix="Choose a model whose layers alternate evenly.")
+        raise ConfigError(
+            at=f"{at}: layer_types",
+            problem=problem,
+            fix="Choose a model whose layers alternate evenly.",
+        )
     return window, every
 
 
-def _rope(family: Family, known: Mapping[str, Any], window: int | None, every: int | None, at: str) -> Json:
-    """rope_theta, rope_scaling and local_rope_theta, from `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (4)."""
+def _rope(
+    family: Family, known: Mapping[str, Any], window: int | None, every: int | None, at: str
+) -> Json:
+    """rope_theta, rope_scaling and local_rope_theta, from `rope_parameters` (transformers 5) or
+    `rope_scaling` beside `rope_theta` (4).
+    """
     parameters = known.get("rope_parameters") or {}
     nested = {kind: parameters[kind] or {} for kind in (_FULL, _SLIDING) if kind in parameters}
-    main = {**(known.get("rope_scaling") or {}), **(nested.get(_FULL, {}) if nested else parameters)}
+    main = {
+        **(known.get("rope_scaling") or {}),
+        **(nested.get(_FULL, {}) if nested else parameters),
+    }
     theta = float(main.get("rope_theta") or known["rope_theta"])
     local = nested.get(_SLIDING, {})
     if local.get("rope_type", "default") != "default":
-        raise ConfigError(at=f"{at}: rope_parameters.{_SLIDING}", problem=f"{local['rope_type']!r} is not supported", have=["default"])
+        raise ConfigError(
+            at=f"{at}: rope_parameters.{_SLIDING}",
+            problem=f"{local['rope_type']!r} is not supported",
+            have=["default"],
+        )
     found: Json = {"rope_theta": theta, "rope_scaling": _scaling(main, known, at)}
     if family.model_type == "gemma3_text" and window is not None:
         near = float(local.get("rope_theta") or known["rope_local_base_freq"])
@@ -278,21 +377,33 @@ def _rope(family: Family, known: Mapping[str, Any], window: int | None, every: i
 def _scaling(rope: Mapping[str, Any], known: Mapping[str, Any], at: str) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(at=f"{at}: partial_rotary_factor", problem=f"{rope['partial_rotary_factor']} is not supported", have=[1.0])
+        raise ConfigError(
+            at=f"{at}: partial_rotary_factor",
+            problem=f"{rope['partial_rotary_factor']} is not supported",
+            have=[1.0],
+        )
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
-        raise ConfigError(at=f"{at}: rope_type", problem=f"{kind!r} is not supported", have=["default", "linear", "llama3"])
+        raise ConfigError(
+            at=f"{at}: rope_type",
+            problem=f"{kind!r} is not supported",
+            have=["default", "linear", "llama3"],
+        )
     values: Json = {"kind": kind, "factor": float(rope["factor"])}
     if kind == "llama3":
         values |= {key: float(rope[key]) for key in ("low_freq_factor", "high_freq_factor")}
-        values["original_length"] = rope.get("original_max_position_embeddings") or known.get("max_position_embeddings", 8192)
+        values["original_length"] = rope.get("original_max_position_embeddings") or known.get(
+            "max_position_embeddings", 8192
+        )
     return RopeScaling(**values)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Where the values of one array of the decoder stand: `{i}` in the name is the layer; matrices are transposed there."""
+    """Where the values of one array of the decoder stand: `{i}` in the name is the layer; matrices
+    are transposed there.
+    """
 
     name: str
     transposed: bool = False
@@ -301,7 +412,10 @@ class Weight:
 
 def weights(config: ModelConfig) -> dict[str, Weight]:
     """Dotted name of every parameter of Decoder(config) -> its name in safetensors files."""
-    found = {"embedding": Weight("model.embed_tokens.weight", stacked=False), "norm.scale": Weight("model.norm.weight", stacked=False)}
+    found = {
+        "embedding": Weight("model.embed_tokens.weight", stacked=False),
+        "norm.scale": Weight("model.norm.weight", stacked=False),
+    }
     if not config.tie_embeddings:
         found["head.kernel"] = Weight("lm_head.weight", transposed=True, stacked=False)
     layer = "model.layers.{i}."
@@ -318,7 +432,9 @@ def weights(config: ModelConfig) -> dict[str, Weight]:
         }
     if config.qk_norm:
         norms |= {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-    return found | {f"layers.{ours}.scale": Weight(f"{layer}{theirs}.weight") for ours, theirs in norms.items()}
+    return found | {
+        f"layers.{ours}.scale": Weight(f"{layer}{theirs}.weight") for ours, theirs in norms.items()
+    }
 
 
 PROJECTIONS = {

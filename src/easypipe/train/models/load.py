@@ -1,4 +1,6 @@
-"""Published weights onto a mesh: every device's part of every array is read from the files, and nothing else."""
+"""Published weights onto a mesh: every device's part of every array is read from the files, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from easypipe.train.models.config import PretrainedConfig
 from easypipe.train.models.families import Weight, from_hf, weights
 from easypipe.train.models.files import CONFIG, WeightFiles, model_folder, read_config, short
 
-_IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")  # buffers of old versions, computed anew here
+# buffers of old versions, computed anew here
+_IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 def load_pretrained(
@@ -34,18 +37,29 @@ def load_pretrained(
     scan_layers: bool = True,
     revision: str | None = None,
 ) -> Decoder:
-    """A Decoder with the weights of a folder, or of a Hub repository, in the manner of `transformers`; called on Int[B, S] it gives logits.
+    """A Decoder with the weights of a folder, or of a Hub repository, in the manner of
+    `transformers`; called on Int[B, S] it gives logits.
 
-    Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and whatever else calls itself by their names, such as SmolLM2.
-    mesh: where the arrays lie, sharded as training shards them; None: whole on the first device. Its axes are those of `make_mesh`.
-    dtype: of products and activations. param_dtype: of the parameters; None: `dtype`. remat, scan_layers: as in ModelConfig.
+    Families: Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text), and whatever else calls itself
+    by their names, such as SmolLM2.
+    mesh: where the arrays lie, sharded as training shards them; None: whole on the first device.
+    Its axes are those of `make_mesh`.
+    dtype: of products and activations. param_dtype: of the parameters; None: `dtype`. remat,
+    scan_layers: as in ModelConfig.
     revision: branch, tag or commit of a Hub repository; None: main.
 
-    Files are read a part at a time: at no time does the host hold more than the parts of one array that its own devices take (an array
-    has all layers of one projection). Raises MissingFileError for files that are not there; ConfigError for a model of another kind, with
-    the key of config.json; StateError for missing or unexpected weights, wrong shapes and damaged files; SourceError for the Hub.
+    Files are read a part at a time: at no time does the host hold more than the parts of one array
+    that its own devices take (an array has all layers of one projection). Raises MissingFileError
+    for files that are not there; ConfigError for a model of another kind, with the key of
+    config.json; StateError for missing or unexpected weights, wrong shapes and damaged files;
+    SourceError for the Hub.
     """
-    options: Any = {"dtype": dtype, "param_dtype": param_dtype or dtype, "remat": remat, "scan_layers": scan_layers}
+    options: Any = {
+        "dtype": dtype,
+        "param_dtype": param_dtype or dtype,
+        "remat": remat,
+        "scan_layers": scan_layers,
+    }
     try:
         named = PretrainedConfig(pretrained=path_or_hub_name, revision=revision, **options)
     except ConfigError as error:
@@ -67,13 +81,17 @@ class Pretrained:
     hf_config: str
 
     def build(self) -> Decoder:
-        """The decoder with new values, for `nnx.eval_shape`: its arrays say how the weights have to lie."""
+        """The decoder with new values, for `nnx.eval_shape`: its arrays say how the weights have to
+        lie.
+        """
         decoder = Decoder(self.config, nnx.Rngs(0))
         decoder.hf_config = self.hf_config
         return decoder
 
     def read(self, layout: states.ModelLayout) -> states.Arrays:
-        """The weights, by the decoder's names, laid out as `layout` says. Raises what load_pretrained does."""
+        """The weights, by the decoder's names, laid out as `layout` says. Raises what
+        load_pretrained does.
+        """
         named, arrays = weights(self.config), {**layout.params, **layout.rest}
         with WeightFiles(model_folder(self.named.pretrained, self.named.revision)) as files:
             _check(files, named, arrays, self.config.num_layers, tied=self.config.tie_embeddings)
@@ -81,7 +99,8 @@ class Pretrained:
 
 
 def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> Pretrained:
-    """What load_pretrained would load. has_adapters: parameters are frozen, so that `dtype` serves them too where none is given.
+    """What load_pretrained would load. has_adapters: parameters are frozen, so that `dtype` serves
+    them too where none is given.
 
     Raises what load_pretrained does.
     """
@@ -97,25 +116,46 @@ def find_pretrained(config: PretrainedConfig, *, has_adapters: bool = False) -> 
     return Pretrained(named, shape, text)
 
 
-def _check(files: WeightFiles, named: dict[str, Weight], params: Any, num_layers: int, *, tied: bool) -> None:
-    """Raises StateError that names every missing and unexpected weight, or every one of the wrong shape."""
+def _check(
+    files: WeightFiles, named: dict[str, Weight], params: Any, num_layers: int, *, tied: bool
+) -> None:
+    """Raises StateError that names every missing and unexpected weight, or every one of the wrong
+    shape.
+    """
     shapes = {}
     for ours, weight in named.items():
         shape = params[ours].shape[1 if weight.stacked else 0 :]
         for layer in range(num_layers if weight.stacked else 1):
             shapes[weight.name.format(i=layer)] = shape[::-1] if weight.transposed else shape
     missing = [name for name in shapes if name not in files]
-    tied_head = {"lm_head.weight"} if tied else set()  # some files repeat the table that is also the head
-    unexpected = sorted(name for name in files if name not in shapes and name not in tied_head and not name.endswith(_IGNORED))
+    # some files repeat the table that is also the head
+    tied_head = {"lm_head.weight"} if tied else set()
+    unexpected = sorted(
+        name
+        for name in files
+        if name not in shapes and name not in tied_head and not name.endswith(_IGNORED)
+    )
     if missing or unexpected:
-        parts = [f"{what}: {short(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        parts = [
+            f"{what}: {short(names)}"
+            for what, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
         raise StateError(
-            at=str(files.folder), problem=f"weights are not those of its config.json; {'; '.join(parts)}", fix="Compare with config.json."
+            at=str(files.folder),
+            problem=f"weights are not those of its config.json; {'; '.join(parts)}",
+            fix="Compare with config.json.",
         )
-    wrong = [f"{name} is {list(files.shape(name))}, not {list(shape)}" for name, shape in shapes.items() if files.shape(name) != shape]
+    wrong = [
+        f"{name} is {list(files.shape(name))}, not {list(shape)}"
+        for name, shape in shapes.items()
+        if files.shape(name) != shape
+    ]
     if wrong:
         raise StateError(
-            at=str(files.folder), problem=f"shapes do not follow from config.json: {short(wrong)}", fix="Compare with config.json."
+            at=str(files.folder),
+            problem=f"shapes do not follow from config.json: {short(wrong)}",
+            fix="Compare with config.json.",
         )
 
 
@@ -124,14 +164,17 @@ def _placed(files: WeightFiles, weight: Weight, wanted: jax.ShapeDtypeStruct) ->
     parts: dict[Any, np.ndarray] = {}  # replicas take the same part: it is read once
 
     def part(index: Any) -> np.ndarray:
-        bounds = tuple(slice(*one.indices(size)[:2]) for one, size in zip(index, wanted.shape, strict=True))
+        bounds = tuple(
+            slice(*one.indices(size)[:2]) for one, size in zip(index, wanted.shape, strict=True)
+        )
         key = tuple((one.start, one.stop) for one in bounds)
         if key not in parts:
             parts[key] = _read(files, weight, bounds, wanted.dtype)
         return parts[key]
 
     array = jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
-    return jax.block_until_ready(array)  # before the next array is read: transfers that wait would keep their host copies
+    # before the next array is read: transfers that wait would keep their host copies
+    return jax.block_until_ready(array)
 
 
 def _read(files: WeightFiles, weight: Weight, bounds: tuple[slice, ...], dtype: Any) -> np.ndarray:
@@ -144,6 +187,8 @@ def _read(files: WeightFiles, weight: Weight, bounds: tuple[slice, ...], dtype: 
     return out
 
 
-def _turned(files: WeightFiles, name: str, transposed: bool, bounds: tuple[slice, ...]) -> np.ndarray:
+def _turned(
+    files: WeightFiles, name: str, transposed: bool, bounds: tuple[slice, ...]
+) -> np.ndarray:
     found = files.read(name, bounds[::-1] if transposed else bounds)
     return found.T if transposed else found

@@ -1,4 +1,6 @@
-"""Adapters as a folder that PEFT opens, and back: adapter_config.json and adapter_model.safetensors."""
+"""Adapters as a folder that PEFT opens, and back: adapter_config.json and
+adapter_model.safetensors.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None = None) -> Path:
-    """Writes the adapters of `module` to the new folder `path`, for `peft.PeftModel.from_pretrained`, and returns the folder.
+    """Writes the adapters of `module` to the new folder `path`, for
+    `peft.PeftModel.from_pretrained`, and returns the folder.
 
-    base: folder or Hub name of the model that they belong to, which PEFT looks up. The folder appears whole or not at all. Raises
-    ConfigError for a module without adapters and for a folder that is not empty; StorageError for what cannot be written.
+    base: folder or Hub name of the model that they belong to, which PEFT looks up. The folder
+    appears whole or not at all. Raises ConfigError for a module without adapters and for a folder
+    that is not empty; StorageError for what cannot be written.
     """
     found = adapters(module)
     if not isinstance(module, Decoder) or not found:
-        raise ConfigError(at="module", problem="has no adapters that PEFT knows", fix="Train with train.lora, or use save_pretrained.")
+        raise ConfigError(
+            at="module",
+            problem="has no adapters that PEFT knows",
+            fix="Train with train.lora, or use save_pretrained.",
+        )
     config = next(iter(found.values())).lora
     names = {name: PROJECTIONS[name.removeprefix("layers.")] for name in found}
     written = {
@@ -70,7 +78,9 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
     for name, linear in found.items():
         for ab, stacked in (("A", linear.lora_a), ("B", linear.lora_b)):
             for layer, matrix in enumerate(np.asarray(stacked[...])):
-                tensors[_NAME.format(layer=layer, module=names[name], ab=ab)] = np.ascontiguousarray(matrix.T)
+                tensors[_NAME.format(layer=layer, module=names[name], ab=ab)] = (
+                    np.ascontiguousarray(matrix.T)
+                )
     with new_folder(path) as folder:
         save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_CONFIG).write_bytes(json_bytes(written))
@@ -78,44 +88,75 @@ def save_adapters(module: Decoder, path: str | Path, *, base: str | Path | None 
 
 
 def load_adapters(module: Decoder, path: str | Path) -> Decoder:
-    """A Decoder like `module`, whose arrays it shares, with the adapters of a folder that PEFT or `save_adapters` wrote.
+    """A Decoder like `module`, whose arrays it shares, with the adapters of a folder that PEFT or
+    `save_adapters` wrote.
 
-    Raises MissingFileError; ConfigError for adapters of another kind, with the key of adapter_config.json; StateError for tensors that are
-    missing, unexpected or of the wrong shape, with their names, and for damaged files.
+    Raises MissingFileError; ConfigError for adapters of another kind, with the key of
+    adapter_config.json; StateError for tensors that are missing, unexpected or of the wrong shape,
+    with their names, and for damaged files.
     """
     folder = Path(path).expanduser()
     values = read_json(folder / ADAPTER_CONFIG)
     for key, neutral in _NEUTRAL.items():
         if key in values and values[key] not in neutral:
-            raise ConfigError(at=f"{folder / ADAPTER_CONFIG}: {key}", problem=f"{values[key]!r} is not supported", have=neutral)
+            raise ConfigError(
+                at=f"{folder / ADAPTER_CONFIG}: {key}",
+                problem=f"{values[key]!r} is not supported",
+                have=neutral,
+            )
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
-        raise MissingFileError(at=str(file), problem="no such file", fix="Save the adapters as safetensors; pickles are not read.")
+        raise MissingFileError(
+            at=str(file),
+            problem="no such file",
+            fix="Save the adapters as safetensors; pickles are not read.",
+        )
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise StateError(at=str(file), problem=f"is not a whole safetensors file: {error}", fix="Download it again.") from error
+        raise StateError(
+            at=str(file),
+            problem=f"is not a whole safetensors file: {error}",
+            fix="Download it again.",
+        ) from error
     ours = {their: name for name, their in PROJECTIONS.items()}
     parsed = {name: _PARSED.fullmatch(name) for name in tensors}
-    unexpected = sorted(name for name, match in parsed.items() if match is None or match[2] not in ours)
+    unexpected = sorted(
+        name for name, match in parsed.items() if match is None or match[2] not in ours
+    )
     if unexpected or not parsed:
-        raise StateError(at=str(file), problem=f"adapters that this decoder has no place for: {short(unexpected) or 'none at all'}")
-    targets = tuple(sorted({f"layers.{ours[match[2]]}" for match in parsed.values() if match is not None}))
+        raise StateError(
+            at=str(file),
+            problem=f"adapters that this decoder has no place for: {short(unexpected) or 'none at all'}",
+        )
+    targets = tuple(
+        sorted({f"layers.{ours[match[2]]}" for match in parsed.values() if match is not None})
+    )
     try:
         config = LoraConfig(
-            rank=values["r"], alpha=float(values["lora_alpha"]), rank_stabilized=bool(values.get("use_rslora")), targets=targets
+            rank=values["r"],
+            alpha=float(values["lora_alpha"]),
+            rank_stabilized=bool(values.get("use_rslora")),
+            targets=targets,
         )
         adapted: Any = add_lora(nnx.clone(module, variables=False), config, seed=0)
     except (KeyError, TypeError, ConfigError) as error:
-        raise StateError(at=str(folder / ADAPTER_CONFIG), problem=f"does not fit this decoder: {error!s}") from error
+        raise StateError(
+            at=str(folder / ADAPTER_CONFIG), problem=f"does not fit this decoder: {error!s}"
+        ) from error
     wanted = {}
     for name, linear in adapters(adapted).items():
         for ab, variable in (("A", linear.lora_a), ("B", linear.lora_b)):
             layers, rows, columns = variable.shape
-            named = [_NAME.format(layer=i, module=PROJECTIONS[name.removeprefix("layers.")], ab=ab) for i in range(layers)]
+            named = [
+                _NAME.format(layer=i, module=PROJECTIONS[name.removeprefix("layers.")], ab=ab)
+                for i in range(layers)
+            ]
             wanted |= dict.fromkeys(named, (columns, rows))
             if all(one in tensors and tensors[one].shape == (columns, rows) for one in named):
-                variable[...] = jnp.stack([jnp.asarray(tensors[one], jnp.float32).T for one in named])
+                variable[...] = jnp.stack(
+                    [jnp.asarray(tensors[one], jnp.float32).T for one in named]
+                )
     missing = sorted(wanted.keys() - tensors.keys())
     further = sorted(tensors.keys() - wanted.keys())
     wrong = [f"{name} is {list(tensors[name].shape)}, not {list(shape)}" for name, shape in wanted.items() if name in tensors
@@ -123,5 +164,9 @@ def load_adapters(module: Decoder, path: str | Path) -> Decoder:
     if missing or further or wrong:
         kinds = (("missing", missing), ("unexpected", further), ("wrong", wrong))
         problem = "; ".join(f"{kind}: {short(names)}" for kind, names in kinds if names)
-        raise StateError(at=str(file), problem=f"not the adapters of this decoder; {problem}", fix="Compare with its config.json.")
+        raise StateError(
+            at=str(file),
+            problem=f"not the adapters of this decoder; {problem}",
+            fix="Compare with its config.json.",
+        )
     return adapted
